@@ -23,7 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
-    from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
+    from parallax.runtime.multihost.job import agree, check_equal, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
     from parallax.runtime.version import code_version, versions
     from parallax.training.folder import check_run_name
@@ -108,7 +108,7 @@ def join_job(line: Line) -> None:
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in ADDRESS_FLAGS}
     packages = {f"package {name}": version for name, version in versions().items()}
     code = {"python": platform.python_version(), "code version": code_version()}
-    compare("config and code", config | flags | packages | code)
+    check_equal("config and code", config | flags | packages | code)
 
 
 def config_of_run(argv: Sequence[str]) -> Path | None:

@@ -1,10 +1,9 @@
-"""Where the time of a training step goes: the reference work of benchmarks/step.py, profiled.
+"""Time of a training step by purpose: profiles the reference work of benchmarks/step.py.
 
     python benchmarks/account.py [--mesh 2,2,2] [--remat none] [--policy zero1] [--microbatches 8]
 
-One step runs under the profiler; the time of every operation, added over devices and threads, is sorted by what the
-operation is for. Waiting inside a collective counts as that collective: on simulated devices a rank that has nothing
-to do waits in one.
+One step runs under the profiler. The time of every operation, added over devices and threads, is grouped by purpose.
+Waiting inside a collective counts as that collective: on simulated devices an idle rank waits in one.
 """
 
 import re
@@ -16,7 +15,7 @@ from arguments import WORKS, Arguments, mesh_sizes, run_benchmark, whole_number
 
 from parallax.config.sections import POLICY_NAMES
 
-# The first pattern that an operation's kind, name and origin match says what it is for.
+# The purpose of an operation is the first pattern that its kind, name and origin match.
 KINDS = {
     "collectives": r"all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all",
     "matmuls of layers": r"Block.*dot_general|^dot .*Block",
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 def operations(hlo: str) -> dict[str, str]:
-    """For each operation of a compiled program: its kind and where it came from."""
+    """Kind and origin of each operation of a compiled program."""
     found = {}
     for line in hlo.splitlines():
         match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\(", line)

@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks share: --help at once, --smoke, and one line for what is wrong."""
+"""Common parts of the benchmarks' command lines: fast --help, --smoke, and one-line errors."""
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ class Arguments(Parser):
     def __init__(self, *, smallest: Mapping[str, Any] | None = None, **how: Any):
         super().__init__(**how)
         self.smallest = smallest or {}
-        self.add_argument("--smoke", action="store_true", help="the smallest size: it runs, its figures say nothing")
+        self.add_argument("--smoke", action="store_true", help="the smallest size, as a test; its figures mean nothing")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         written = sys.argv[1:] if args is None else args
@@ -41,19 +41,19 @@ def mesh_sizes(text: str) -> str:
     """Sizes of pp, dp and tp, as written."""
     sizes = text.split(",")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write PP,DP,TP such as 2,2,2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write PP,DP,TP such as 2,2,2")
     return text
 
 
 def config_of(name: str) -> Any:
-    """A config of the repository by name, with a vocab where it leaves that to the tokenizer."""
+    """A config of the repository by name, with a vocab if it leaves that to the tokenizer."""
     config = importlib.import_module(f"configs.{name}").get_config()
     config.model.vocab = config.model.vocab or 256
     return config
 
 
 def absent_devices(name: str) -> list[Any]:
-    """The devices of chips that are not here; ConfigError where none have that name, or no compiler is here."""
+    """Devices of chips that are not present; ConfigError for an unknown name, or without their compiler."""
     from parallax.analysis.topology import devices_of, without_chips
 
     without_chips([f"--topology={name}"])
@@ -61,5 +61,5 @@ def absent_devices(name: str) -> list[Any]:
 
 
 def run_benchmark(main: Callable[[], None]) -> NoReturn:
-    """Run a benchmark and end with its status; what a user got wrong is one line on stderr."""
+    """Run a benchmark and exit with its status; user errors are one line on stderr."""
     sys.exit(exit_status(main, one_line=True))

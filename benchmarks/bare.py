@@ -1,4 +1,4 @@
-"""What Parallax costs: its training step beside the same model in bare JAX, in one process and in turns.
+"""The overhead of Parallax: its training step compared with the same model in bare JAX, in one process, alternating.
 
     python benchmarks/bare.py [--config bench_small] [--remat none] [--microbatches 8] [--dtype float32] [--rounds 5]
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def prepare(settings: Any) -> dict[str, Callable[[], float]]:
-    """By name, what takes the next step of a form and returns its loss."""
+    """By name, a function that runs the next step of a form and returns its loss."""
     import jax
     from bare_model import BEST, PLAIN, init_state, make_train_step
 
@@ -59,7 +59,7 @@ def prepare(settings: Any) -> dict[str, Callable[[], float]]:
 
 
 def stepper(step: Callable, state: Any, batch: dict) -> Callable[[], float]:
-    """What takes one step more with each call, and returns its loss."""
+    """A function that runs one more step with each call and returns its loss."""
     import jax
 
     def take() -> float:
@@ -71,7 +71,7 @@ def stepper(step: Callable, state: Any, batch: dict) -> Callable[[], float]:
 
 
 def compare(steps: dict[str, Callable[[], float]], rounds: int, tolerance: float) -> None:
-    """Take a step of each in turns, and one before to compile; print the table and the ratios."""
+    """Run steps of each in turn, after one to compile; print the table and the ratios."""
     losses, cpu, wall = ({name: [] for name in steps} for _ in range(3))
     for _ in range(rounds + 1):
         for name, step in steps.items():

@@ -1,6 +1,6 @@
-"""A transformer and its training step in bare JAX for one device: what benchmarks/bare.py compares Parallax with.
+"""A transformer and its training step in bare JAX for one device, with which benchmarks/bare.py compares Parallax.
 
-`PLAIN` is what one writes first. `BEST` is the fastest form known on CPUs: one product for queries, keys and values,
+`PLAIN` is the straightforward form. `BEST` is the fastest form known on CPUs: one product for queries, keys and values,
 one for gate and up, heads before tokens in attention, and fewer arrays stored for the backward pass. Both have the
 model, the loss and the update of a Parallax config with GQA and AdamW; a setting that is not read here, such as
 `model.qkv_bias`, shows as a different loss.
@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
 
 class State(NamedTuple):
-    """What one step hands to the next."""
+    """The state between steps."""
 
     step: Array
     params: Any

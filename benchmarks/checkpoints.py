@@ -1,10 +1,10 @@
-"""What checkpoints cost, as ratios within one run.
+"""Cost of checkpoints, as ratios within one run.
 
     python benchmarks/checkpoints.py [FOLDER] [--steps 48] [--every 12] [--arrays 12]
 
-Steps of a state cut over 2·2·2 simulated devices are timed without saves, and with an asynchronous save every few
+Steps of a state sharded over 2·2·2 simulated devices are timed without saves, and with an asynchronous save every few
 steps; the disk's own speed is that of one file of as many bytes, written and flushed. The numbers are random, so that
-nothing is gained by compression. FOLDER lies on the disk that is measured; without it, where temporary files are.
+they cannot be compressed. FOLDER is on the measured disk; by default it is the folder of temporary files.
 """
 
 import os
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 22
 
 
 def make_state(mesh, arrays: int) -> dict[str, Any]:
-    """Arrays of random numbers, cut over all axes."""
+    """Arrays of random numbers, sharded over all axes."""
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -76,7 +76,7 @@ def disk_speed(folder: pathlib.Path, size: int) -> float:
 
 
 def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
-    """MB/s of a save that is waited for, and of a load, fingerprints and checksums included."""
+    """MB/s of a save, including the wait for it, and of a load, including fingerprints and checksums."""
     import jax
 
     from parallax.checkpoint.restore import restore
@@ -106,7 +106,7 @@ def main() -> None:
     if args.every > args.steps:
         raise ConfigError(f"--every={args.every} is more than --steps={args.steps}: nothing would be saved")
     if args.folder and not args.folder.is_dir():
-        raise ConfigError(f"{str(args.folder)!r} is no folder; name one on the disk that is to be measured")
+        raise ConfigError(f"{str(args.folder)!r} is not a folder; name one on the disk to measure")
     folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
     try:
         measure(args, folder)

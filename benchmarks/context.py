@@ -1,6 +1,7 @@
-"""Long rows: attention in blocks beside its plain form, and a step on context ranks beside the same step on one device.
+"""Long rows: attention in blocks compared with its plain form, and a step on context ranks with one on one device.
 
     python benchmarks/context.py [--seqs 256 1024 4096] [--ranks 4] [--seq 1024] [--forms all_gather ring ulysses]
+    python benchmarks/context.py --topology v5e:4x4 [--seqs 256 512 1024 2048 8192]
 
 The first table is forward and backward pass of one layer's attention (8 query heads, 4 key heads of 32, packed
 documents, 8,192 tokens), in float32: *plain* is jax.nn.dot_product_attention with a mask, *blocks* is
@@ -9,12 +10,15 @@ parallax.model.blockwise. MiB are the compiled program's temporaries.
 The second is a training step of configs/bench_small.py at --seq, with as many tokens as there: on one device, and on
 --ranks simulated devices along mesh.cp, in one process and in turns. CPU seconds, over all threads, and ratios are
 medians over rounds. All losses must agree, or the benchmark fails.
+
+With --topology there is one table: the same passes in bfloat16 (16 query heads, 4 key heads of 128) on one TPU chip, in
+milliseconds as its compiler estimates the cycles. It needs pip install -e '.[tpu]'.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from arguments import WORKS, Arguments, config_of, run_benchmark, whole_number
@@ -34,7 +38,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=whole_number, default=4)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--rounds", type=whole_number, default=5)
+    parser.add_argument("--topology", default="", help="TPU chips that need not be present, as v5e:4x4")
     args = parser.parse_args()
+    if args.topology:
+        compiled(args.topology, args.seqs)
+        return
     import parallax as px
 
     px.simulate_devices(args.ranks)
@@ -46,7 +54,7 @@ def main() -> None:
 
 
 def attention(seq: int, rounds: int) -> None:
-    """Print a row of each form for rows of so many tokens."""
+    """Print the figures of each form for rows of `seq` tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -76,6 +84,52 @@ def attention(seq: int, rounds: int) -> None:
         ratio = statistics.median(own / other for own, other in zip(secs[name], secs["plain"]))
         held = program.memory_analysis().temp_size_in_bytes / 2**20
         print(f"{name:10}{seq:6}{1e3 * statistics.median(secs[name]):9.0f}{ratio:9.2f}{held:17.1f}", flush=True)
+
+
+def compiled(topology: str, seqs: Sequence[int]) -> None:
+    """Print the time of both forms as compiled for one chip."""
+    import jax
+    import jax.numpy as jnp
+    from arguments import absent_devices
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import parallax as px
+    from parallax.analysis.compiled import read_compiled
+    from parallax.model.blockwise import blockwise_attention
+    from parallax.model.context import causal_mask
+    from parallax.runtime.chips import chip
+
+    heads, groups, width = 16, 4, 128
+    scale = width**-0.5
+    mesh = px.make_mesh(px.MeshConfig(pp=1, dp=1, tp=1), absent_devices(topology)[:1])
+    here = NamedSharding(mesh, P())
+
+    def plain(q, k, v, segments):
+        return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segments), scale=scale, implementation="xla")
+
+    def blocks(q, k, v, segments):
+        return blockwise_attention(q, k, v, segments, scale=scale)
+
+    def millis(form, seq):
+        rows = max(TOKENS // seq, 1)
+        shapes = [
+            jax.ShapeDtypeStruct((rows, seq, n, width), "bfloat16", sharding=here) for n in (heads, groups, groups)
+        ]
+        segments = jax.ShapeDtypeStruct((rows, seq), "int32", sharding=here)
+
+        def passes(q, k, v, segments):
+            loss = lambda *qkv: jnp.sum(form(*qkv, segments).astype(jnp.float32) ** 2)  # noqa: E731
+            return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+        mapped = jax.jit(jax.shard_map(passes, mesh=mesh, in_specs=P(), out_specs=P()))
+        program = mapped.lower(*shapes, segments).compile()
+        return 1e3 * read_compiled(program, mesh).cycles / chip(topology).clock_hz
+
+    print("seq     plain ms  blocks ms  / plain")
+    for seq in seqs:
+        one, other = millis(plain, seq), millis(blocks, seq)
+        print(f"{seq:<8}{one:8.2f}{other:11.2f}{other / one:9.2f}", flush=True)
 
 
 def steps(args: argparse.Namespace) -> None:

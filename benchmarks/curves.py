@@ -1,10 +1,10 @@
-"""How the quickstart's model learns with what saves memory and time: the evaluation's loss with each option, and with
-all, beside that in float32.
+"""Learning curves of the quickstart's model with options that save memory or time: the evaluation's loss with each
+option, and with all, compared with float32.
 
     python benchmarks/curves.py [--steps 600] [--only "float32" "all"] [--picture docs/curves.svg]
 
 Each option is a run of train.py on one device, with the seed and batches of the others: 8 windows of 128 tokens a step,
-so that 600 steps are minutes. Runs are kept under --folder; one that is there already goes on, or is only read.
+so that 600 steps take minutes. Runs are kept under --folder; an existing one is resumed, or only read.
 """
 
 import json
@@ -72,7 +72,7 @@ def main() -> None:
     if args.picture:
         from parallax.runtime.svg import svg
 
-        args.picture.write_text(svg(lambda axes: draw(axes, curves), 420, 240))
+        args.picture.write_text(svg(lambda axes: draw(axes, curves), 400, 240))
 
 
 def losses(args: Any, name: str) -> list[tuple[int, float]]:
@@ -90,11 +90,18 @@ def losses(args: Any, name: str) -> list[tuple[int, float]]:
 
 
 def draw(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
-    for (name, curve), colour in zip(curves.items(), COLOURS):
-        axes.plot(*zip(*curve), color=colour, label=f"{name} {curve[-1][1]:.3f}", linewidth=1.2)
+    """The first curve against the right axis, and how far the others are from it against the left one."""
+    (name, first), *others = curves.items()
+    right = axes.twinx()
+    right.plot(*zip(*first), "--", color=COLOURS[0], label=f"{name}: {first[-1][1]:.3f} nats a token", linewidth=1.2)
+    right.set_ylabel(f"loss in {name}, nats a token (dashed)")
+    for (name, curve), colour in zip(others, COLOURS[1:]):
+        over = [100 * (loss / before - 1) for (_, loss), (_, before) in zip(curve, first)]
+        axes.plot([step for step, _ in curve], over, color=colour, label=f"{name}: {over[-1]:+.2f} %", linewidth=1.2)
     axes.set_xlabel("step")
-    axes.set_ylabel("evaluation's loss, nats a token")
-    axes.legend(frameon=False)
+    axes.set_ylabel("evaluation's loss over it, %")
+    handles = [line for each in (right, axes) for line in each.lines]
+    axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.14, 1))
 
 
 if __name__ == "__main__":

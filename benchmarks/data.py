@@ -1,9 +1,9 @@
-"""How fast batches are read, beside a plain copy of as many tokens.
+"""Speed of reading batches, compared with a plain copy of the same number of tokens.
 
     python benchmarks/data.py [--tokens 8000000] [--repeats 5]
 
-The copy of [rows, seq] int32 arrays out of one array in memory is the least that any reader does. The ratio of the
-two, in CPU seconds of one run, is steadier than tokens per second on a machine that does other work too.
+Copying [rows, seq] int32 arrays from one array in memory is the least work of any reader. The ratio of the two, in CPU
+seconds of one run, is more stable than tokens per second on a machine with other work.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ from arguments import Arguments, config_of, run_benchmark, whole_number
 from parallax.runtime.errors import ConfigError
 
 SHAPES = ((256, 32), (256, 512), (2048, 128), (4096, 256))  # tokens and rows of a batch
-BATCH_TOKENS = 1_000_000  # that are read at least, in a repeat
+BATCH_TOKENS = 1_000_000  # fewest tokens to read in a repeat
 
 
 def measure(batch, steps: int, repeats: int) -> float:

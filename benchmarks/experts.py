@@ -1,4 +1,4 @@
-"""A training step with experts beside one of a dense model with as many FLOPs a token.
+"""A training step with experts, compared with that of a dense model with the same FLOPs per token.
 
     python benchmarks/experts.py [--mesh 2,2,2] [--rows 32] [--rounds 5]
 

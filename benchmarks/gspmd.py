@@ -1,4 +1,4 @@
-"""Parallax's training step beside the same model under plain `jit` with sharding annotations, compiled for TPU slices.
+"""Parallax's training step compared with the same model under `jit` with sharding annotations, compiled for TPUs.
 
     python benchmarks/gspmd.py [--config llama_1b_16] [--topology v5e:4x4] [--set mesh.dp=8 mesh.tp=2] [--rows 0 1]
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+# Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,7 +34,7 @@ from arguments import Arguments, absent_devices, config_of, run_benchmark
 class Row(NamedTuple):
     title: str
     annotated: bool
-    options: bool = True  # whether the compiler is told what parallax/sharding/compiler.py says
+    options: bool = True  # whether the compiler gets the options of parallax/sharding/compiler.py
 
 
 ROWS = [
@@ -80,10 +80,10 @@ def main() -> None:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """A key and its value, a number where it reads as one."""
+    """A key and its value, as a number if possible."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE; write one such as mesh.tp=2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; write one such as mesh.tp=2")
     with contextlib.suppress(ValueError, SyntaxError):
         return key, ast.literal_eval(value)
     return key, value
@@ -102,7 +102,7 @@ def settings_of(name: str, changes: Mapping[str, Any]) -> Any:
 
 
 def step_of(row: Row, settings: Any, mesh: Any) -> Any:
-    """The training step of one side; loss and gradients are all that differs."""
+    """The training step of one side; only loss and gradients differ."""
     from gspmd_model import Annotated
 
     from parallax.training.step import make_train_step, model_and_optimizer
@@ -143,7 +143,7 @@ def figures(read: Any, times: Any) -> list[str]:
 
 
 def calls_by_kind(collectives: Any) -> list[list[str]]:
-    """For each axes and kind the cells of CALLS, those that send most first; what sends nearly nothing is left out."""
+    """The cells of CALLS for each kind and axes, by bytes sent; those that send almost nothing are left out."""
     calls, sent, beside = Counter(), Counter(), Counter()
     for made in collectives:
         key, size = ("+".join(made.axes), made.kind), made.count * made.bytes

@@ -1,8 +1,8 @@
-"""The model of a config in plain jnp: annotations say how arrays are cut, and XLA makes the collectives (GSPMD).
+"""The model of a config in plain jnp: annotations say how arrays are sharded, and XLA adds the collectives (GSPMD).
 
-Parameters, batch and residual stream are cut as Parallax cuts them. A layer casts its weights and asks for them whole
-over dp, which is FSDP: XLA gathers them and, in the backward pass, sums their gradients. The attention kernel and the
-rotation of queries and keys are Parallax's.
+Parameters, batch and residual stream are sharded as in Parallax. A layer casts its weights and annotates them as not
+sharded over dp, which is FSDP: XLA gathers them and, in the backward pass, sums their gradients. The attention kernel
+and the rotation of queries and keys are those of Parallax.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ class Annotated(ShardedModel):
         return {"loss": loss, "tokens": count}, grads
 
     def check_model(self) -> None:
-        """Raise ConfigError for what is not written here."""
+        """Raise ConfigError for unsupported settings."""
         m, sizes, family = self.model, self.axis_sizes, self.layout.tensor_parallel
         more = m.qkv_bias, m.qk_norm, m.dropout, m.sliding_window, m.padded_vocab > m.vocab
         if m.attention != "gqa" or any(more) or self.loss_config.z_coefficient:
@@ -88,7 +88,8 @@ class Annotated(ShardedModel):
         return x_BSD + self.cut((jax.nn.silu(gate) * up) @ mlp["down"]["kernel"], self.residual)
 
     def attend(self, q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, segments_BS: Array) -> Array:
-        """Causal softmax attention in each document. XLA cannot cut a kernel: each device runs it on its own heads."""
+        """Causal softmax attention in each document. XLA cannot shard a kernel, so each device runs it on its own
+        heads."""
         scale = Rope(self.model).temperature() * self.model.d_head**-0.5
         if self.model.kernel == "splash":
             run = partial(causal_attention, scale=scale)
@@ -112,7 +113,7 @@ class Annotated(ShardedModel):
         label_logit_BS = jnp.where(is_label_BSV, logits_BSV, 0).sum(axis=-1)
         return jnp.where(labels_BS == IGNORED, 0, jax.nn.logsumexp(logits_BSV, axis=-1) - label_logit_BS)
 
-    # ---- how arrays are cut
+    # ---- how arrays are sharded
 
     @property
     def residual(self) -> P:
@@ -122,7 +123,7 @@ class Annotated(ShardedModel):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def whole(self, x_BSD: Array) -> Array:
-        """Gathered over tp, as products with cut columns read it."""
+        """Gathered over tp, as read by products with sharded columns."""
         return self.cut(x_BSD, P("dp"))
 
     def as_stored(self, loss_and_grads: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What the guard costs a training step: CPU time, memory and compile time with it over those without it.
+"""Cost of the guard in a training step: CPU time, memory and compile time with it over those without it.
 
     python benchmarks/guard.py [--mesh 1,1,1] [--rows 8] [--steps 12]
 
-Both steps are compiled in one process and taken in turn, on the same state and batch; medians of CPU seconds are
+Both steps are compiled in one process and run in turn, on the same state and batch; medians of CPU seconds are
 compared. The work is configs/bench_small.py with fewer rows in a batch: the guard works on parameters, so the less a
 step computes, the larger its share.
 """

@@ -1,4 +1,4 @@
-"""What models of Hugging Face's `transformers` compute beside what Parallax computes of them, in one table.
+"""A table that compares results of Hugging Face `transformers` models with those of Parallax after import.
 
     pip install -e ".[hf-tests]" -c constraints.txt
     python benchmarks/hf_table.py --write
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--meshes", type=whole_number, help="the first of them alone")
     args = parser.parse_args()
     if args.smoke and args.write:
-        raise ConfigError("--smoke measures nothing that docs/convert.md should have; leave out --write")
+        raise ConfigError("figures of --smoke must not go into docs/convert.md; leave out --write")
     check_installed()
 
     import parallax as px

@@ -1,4 +1,4 @@
-"""Loss and gradients of one batch on four meshes of simulated devices, beside those of one device.
+"""Loss and gradients of one batch on four meshes of simulated devices, compared with those on one device.
 
     python benchmarks/meshes.py [--meshes 1,1,1 1,8,1 1,2,4 2,2,2]
 

@@ -1,12 +1,13 @@
-"""What saves memory or time, one at a time: what each saves and costs, predicted, and compiled without a chip.
+"""Options that save memory or time, one at a time: effect on memory and time, predicted, and compiled without a chip.
 
     python benchmarks/options.py --config llama_1b_16 --topology v5e:4x4 [--only "nothing" "weights bfloat16"]
 
 Needs the compiler of the topology's chips: pip install -e '.[tpu]', or '.[gpu-compiler]'. The first row is the config
 as it is, in GiB of a chip and milliseconds of a step; the others are differences from it. *Predicted* is what
 `python -m parallax.plan` says, *compiled* arguments and temporaries of the compiler's program and its time as
-parallax.analysis estimates it, kernels at --kernels of peak. What travels between a chip and its host carries no
-cycles: no compiled time has it. What the compiler refuses is *too large*; a row that cannot be says why.
+parallax.analysis estimates it, kernels at --kernels of peak. Copies between a chip and its
+host have no cycles, so compiled times exclude them. A step that the compiler refuses is *too large*; an impossible row
+says why.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+# Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,7 +56,7 @@ SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "we
 
 
 class Figures(NamedTuple):
-    """GiB of a chip and seconds of a step, predicted and compiled; nan where there is none, and why."""
+    """GiB of a chip and seconds of a step, predicted and compiled; missing ones are nan, with the reason."""
 
     predicted: tuple[float, float]
     compiled: tuple[float, float] = (math.nan, math.nan)
@@ -109,9 +110,9 @@ def figures(args: argparse.Namespace, name: str) -> Figures:
     config, devices, topology = config_of(args.config), absent_devices(args.topology), read_topology(args.topology)
     predicted = math.nan, math.nan
     try:
-        # On other slices than the config is for, as much work for each chip.
+        # On other slices than that of the config, the same work for each chip.
         size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
-        if size > 0:  # else dp is what is left
+        if size > 0:  # otherwise dp is inferred
             config.mesh.dp = config.mesh.dp * len(devices) // size
             config.data.global_batch = config.data.global_batch * len(devices) // size
         config.update_from_flattened_dict(OPTIONS[name])

@@ -1,4 +1,4 @@
-"""How much of what FSDP, TP, CP and EP send hides behind compute, in the step compiled for chips that are not here.
+"""The share of FSDP's, TP's, CP's and EP's communication that compute hides, in a step compiled without chips.
 
     python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 0.7]
     python benchmarks/overlap.py --config gpu_80gb_x8 --topology H100:1x8
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+# Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,20 +34,20 @@ from arguments import Arguments, absent_devices, config_of, run_benchmark
 
 class Row(NamedTuple):
     changes: Mapping[str, Any]  # of the config, by "section.key"
-    options: bool = True  # whether the compiler is told what parallax/sharding/compiler.py says
-    told: Mapping[str, Any] = {}  # what it is told besides
+    options: bool = True  # whether the compiler gets the options of parallax/sharding/compiler.py
+    told: Mapping[str, Any] = {}  # further compiler options
 
 
 PLAIN = {"fsdp.reduce": "float32"}
 AHEAD = {"fsdp.prefetch": 1}
-# What is compared with others, which make every layer again.
+# Compared with rows that recompute every layer.
 LAYER = {"pipeline.remat": "layer"}
 PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 KEPT = {"pipeline.remat": "norm swiglu"}  # what came to experts, too
 RING = {"layout.context": "ring", "model.kernel": "xla"}
-# What XLA may be told for GPUs, one at a time beside the first.
+# Options of XLA for GPUs, each in addition to the first.
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
 PIPELINED = [{f"xla_gpu_enable_pipelined_{kind}": True} for kind in COMBINED]

@@ -1,12 +1,12 @@
-"""Predicted against measured time of layouts, on simulated devices: does a plan rank them right?
+"""Predicted and measured times of layouts on simulated devices: does a plan rank them correctly?
 
     python benchmarks/plan.py [--rounds 5] [--layouts 10]
 
-The work is that of configs/bench_small.py on 8 devices, cut in each way of LAYOUTS. What one of them does a second is
-measured here as `parallax.plan` measures it where no topology is given: matrix products, copies and a gather by all of
-them together. The devices share the machine's cores, so that a bubble costs nothing, and nothing hides. Layouts take
-turns, a step each; the least of the rounds counts, for the machine may have other things to do. Printed are both times,
-both ranks, and Spearman's correlation of the ranks: 1 where the order is the same.
+The work is that of configs/bench_small.py on 8 devices, in each layout of LAYOUTS. The speed of a device is measured as
+in `parallax.plan` without a topology: matrix products, copies and a gather on all devices together. The devices share
+the machine's cores, so a bubble costs nothing and nothing overlaps. Layouts run in turn, one step each; the minimum
+over the rounds counts, since the machine may have other work. Printed are both times, both ranks, and Spearman's
+correlation of the ranks, which is 1 if the order is the same.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What is predicted of a training step beside what the compiler made of it: memory, FLOPs, bytes sent.
+"""Predictions for a training step compared with the compiled program: memory, FLOPs, bytes sent.
 
     python benchmarks/predictions.py
     python benchmarks/predictions.py --configs bench_small --meshes 2,2,2 8,1,1 --schedules zero_bubble --remat layer
@@ -66,7 +66,7 @@ class Figures(NamedTuple):
 
     @property
     def errors(self) -> list[float]:
-        """Of memory, FLOPs and bytes sent; where both are nothing, none."""
+        """Errors of memory, FLOPs and bytes sent; 0 if the figures are equal."""
         pairs = (self.memory, self.flops, self.sent)
         return [0.0 if mine == theirs else mine / theirs - 1 if theirs else math.inf for mine, theirs in pairs]
 

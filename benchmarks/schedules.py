@@ -1,4 +1,4 @@
-"""Pipeline schedules beside GPipe on simulated devices: memory, time, FLOPs, compile time, each within one run.
+"""Pipeline schedules compared with GPipe on simulated devices: memory, time, FLOPs, compile time, each in one run.
 
     python benchmarks/schedules.py memory [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16 32 64]
     python benchmarks/schedules.py time [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16] [--rounds 5]
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: int, layers: int) -> Work:
-    """The model on its mesh, for a global batch of so many rows."""
+    """The model on its mesh, for a global batch of `rows` rows."""
     import jax
 
     import parallax as px

@@ -1,4 +1,4 @@
-"""Kill a run again and again, and compare what it has learnt with one that was never stopped: make soak
+"""Kill a run many times, and compare its results with a run that was never stopped: make soak
 
     python benchmarks/soak.py [KILLS] [--steps 80]
 
@@ -85,7 +85,7 @@ def start(workdir: pathlib.Path, mesh: str, steps: int, processes: int = 1) -> s
 
 
 def finish(workdir: pathlib.Path, mesh: str, steps: int) -> None:
-    """Let a run come to its end."""
+    """Run until the end."""
     process = start(workdir, mesh, steps)
     try:
         out, _ = process.communicate(timeout=PATIENCE_SECS)
@@ -110,7 +110,7 @@ def kill_in_the_middle(workdir: pathlib.Path, mesh: str, steps: int, rng: random
         if seen >= steps_to_see and (seen or "tokens to train on" in line):
             break
     time.sleep(rng.uniform(0, 0.6))
-    # Its end, should it have come to it by itself.
+    # Its status, if it has ended by itself.
     ended = process.poll()
     if ended is None:
         # Of several, one; the launcher and the others must then end by themselves.

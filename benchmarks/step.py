@@ -133,7 +133,7 @@ def random_batch(rows: int, seq: int, vocab: int) -> dict:
 
 
 def matmul_rate(size: int) -> float:
-    """FLOPs per CPU second of float32 matmuls of so many rows and columns."""
+    """FLOPs per CPU second of float32 matmuls with `size` rows and columns."""
     import jax
 
     square = jax.numpy.ones((size, size))

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a training step, on a machine without a TPU.
+"""A training step as compiled for TPU, on a machine without a TPU.
 
     python benchmarks/tpu_compile.py [--topology v5e:4x4] [--mesh 4,2,2] [--schedules gpipe one_f_one_b]
 

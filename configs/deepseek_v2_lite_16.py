@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
     config.loss.balance_coefficient = 1e-3
     config.pipeline.microbatches = 4
     config.pipeline.remat = "norm swiglu dispatch kv"
-    # Its matrices are small, and would wait behind the experts'.
+    # Its matrices are small, and would wait for those of experts.
     config.data_parallel.exceptions = "blocks/dense/attention=zero1 blocks/moe/attention=zero1"
     config.fsdp.reduce = "compute"
 

@@ -5,9 +5,9 @@ Numbers:  the shape of Llama 3 70B (Grattafiori et al. 2024, "The Llama 3 Herd o
           their learning rate; a global batch of 256 windows as in NVIDIA's recipe for MaxText.
 Command:  python train.py --config=configs/gpu_80gb_16x8.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 128 NVIDIA GPUs of 80 GB on 16 machines, as H100.
-Memory:   41.5 GiB of 80 on each, as planned (python -m parallax.plan --topology=H100:16x8), 44.1 as compiled; JAX takes
-          60 if not told otherwise.
-Time:     as compiled, not yet run: 12.7 s a step on 128 H100 (MFU 59 %). MaxText's takes 15.6 s (docs/gpus.md).
+Memory:   41.5 GiB of 80 on each, as planned (python -m parallax.plan --topology=H100:16x8), 43.7 as compiled; JAX
+          reserves 60 by default.
+Time:     as compiled, not yet run: 12.7 s a step on 128 H100 (MFU 58 %). MaxText's takes 15.6 s (docs/gpus.md).
 Loss:     not yet run.
 """
 

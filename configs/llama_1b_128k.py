@@ -1,4 +1,4 @@
-"""A dense model of 1.2 billion parameters on windows of 131,072 tokens, each cut over 4 of 16 chips (mesh.cp).
+"""A dense model of 1.2 billion parameters on windows of 131,072 tokens, each sharded over 4 of 16 chips (mesh.cp).
 
 For:      long context on a small pod: books, repositories, long conversations; best from a model that was trained on
           short windows (train.init_from), for some thousand steps.

@@ -1,4 +1,4 @@
-"""Mixtral-8x7B for 128 chips: experts cut over 4 of them (mesh.ep), all else over 128 as FSDP.
+"""Mixtral-8x7B for 128 chips: experts sharded over 4 of them (mesh.ep), everything else over 128 as FSDP.
 
 For:      the mixture of experts with the best-known published figures: 46.7 billion parameters, 12.9 of them active.
 Numbers:  Jiang et al. 2024, "Mixtral of Experts", table 1, and the published configuration: 32 layers of d_model 4096,
@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
 
     config.pipeline.microbatches = 4
     config.pipeline.remat = "elementwise"
-    # Its matrices are small, and would wait behind the experts'.
+    # Its matrices are small, and would wait for those of experts.
     config.data_parallel.exceptions = "blocks/attention=zero1"
     config.fsdp.reduce = "compute"
 

@@ -4,7 +4,7 @@ on each."""
 from importlib import import_module
 from typing import Any
 
-# Imported when first asked for, so that commands which need no JAX, as those on data, start without it.
+# Imported on first use, so that commands without JAX, as those on data, start without it.
 HOME = {
     "IGNORED": "model.batch",
     "Layout": "sharding.layout",

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax.inference.decode import LOGITS, Decoder, Prompts
+from parallax.inference.decode import LOGITS_LAYOUT, Decoder, Prompts
 from parallax.sharding.activations import ROWS
 from parallax.sharding.layout import Layout
 
 
 def decoded_logits(model, params, prompts, *, prefill):
     """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
-    decoder = Decoder(model.model, model.layouts, model.mesh)
+    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
 
     def local(params, prompts):
         weights, (ids_BS, empty_B) = decoder._weights(params), prompts
@@ -34,5 +34,5 @@ def decoded_logits(model, params, prompts, *, prefill):
 
     rows = spec(Layout.parse(ROWS))
     in_specs = (jax.tree.map(spec, decoder.layouts), Prompts(rows, rows))
-    mapped = jax.shard_map(local, mesh=decoder.mesh, in_specs=in_specs, out_specs=spec(LOGITS), check_vma=True)
+    mapped = jax.shard_map(local, mesh=decoder.mesh, in_specs=in_specs, out_specs=spec(LOGITS_LAYOUT), check_vma=True)
     return jax.jit(mapped)(params, prompts)

@@ -540,7 +540,7 @@ REFUSED = {
     ),
     "Qwen/Qwen2.5-7B-Instruct-1M": (
         qwen2(3584, 18944, 28, 28, 4, 152064, 32768, dual_chunk_attention_config=DUAL_CHUNKS),
-        "dual_chunk_attention_config=.* is not supported, for what it does is not known",
+        "dual_chunk_attention_config=.* is not supported because its meaning is unknown",
     ),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": (
         qwen2(3584, 18944, 28, 28, 4, 152064, 131072, quantization_config=AWQ),

@@ -201,11 +201,11 @@ def test_plans_print_and_stand_side_by_side():
 
 
 def test_plans_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="no plan to compare"):
+    with pytest.raises(ConfigError, match="no plans to compare"):
         px.plan.compare([])
     with pytest.raises(ConfigError, match="plans for v5e:4x4 and v5e:2x2 cannot be compared"):
         px.plan.compare([px.plan(llama(), "v5e:4x4"), px.plan(llama(), "v5e:2x2")])
-    with pytest.raises(ConfigError, match="topology=v5e is no topology"):
+    with pytest.raises(ConfigError, match="topology=v5e is not a topology"):
         px.plan(llama(), "v5e")
 
 
@@ -253,7 +253,7 @@ def test_what_a_run_has_not_is_named(trained, tmp_path):
         run.curve("train/los")
     with pytest.raises(ConfigError, match="unknown key sample.temprature; did you mean 'temperature'"):
         run.generate("a", temprature=1.0)
-    with pytest.raises(ConfigError, match="is 1 token, and has no next one"):
+    with pytest.raises(ConfigError, match="is 1 token, which has no next one"):
         run.batch_of("a")
     with pytest.raises(CheckpointError, match="there is no checkpoint of step 3 in .*; steps there: 2, 4"):
         px.load(trained[0], step=3)

@@ -60,6 +60,7 @@ TOPOLOGIES = {
     str(topology): topology
     for topology in (
         Topology(1, 1, 1),
+        Topology(1, 2, 1, cp=4),
         Topology(2, 2, 2),
         Topology(4, 1, 2),
         Topology(1, 2, 1, cp=2, ep=2),

@@ -17,7 +17,11 @@ from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.chips import chip
 
 # The slices of a chip with so many dims, by their number of chips.
-SLICES = {2: {8: "2x4", 16: "4x4", 64: "8x8"}, 3: {8: "2x2x2", 16: "2x2x4", 64: "4x4x4"}}
+SLICES = {
+    2: {8: "2x4", 16: "4x4", 64: "8x8", 128: "8x16"},
+    3: {8: "2x2x2", 16: "2x2x4", 64: "4x4x4", 128: "4x4x8"},
+}
+NEARLY = 0.75  # of a chip's memory: what the compiler refuses as too large is predicted to need at least this much
 
 
 def main(name: str, kind: str) -> None:
@@ -30,7 +34,10 @@ def main(name: str, kind: str) -> None:
     settings, topology = located(settings, where)
     found = compile_and_read(settings, topology, devices_of(topology))
     predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
-    assert not found.refused, found.refused
+    if found.refused:
+        assert predicted > NEARLY * topology.chip.usable_bytes, (predicted, found.refused)
+        print(f"{name} on {where}: too large, {predicted / 2**30:.1f} GiB predicted")
+        return
     assert found.arguments + found.temporaries <= topology.chip.usable_bytes
     time = found.time
     assert 0 < time.compute_secs < time.total_secs and 0 < time.mfu < 1 and 0 <= time.bubble < 1, found

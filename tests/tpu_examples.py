@@ -1,5 +1,6 @@
 """Programs compiled for TPU, with what the report must read in them; run as a process of its own, for libtpu's sake."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,11 +10,14 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.compiled import read_compiled
+from configs.tiny_gqa import get_config
+from parallax.analysis.compiled import read_compiled, read_step
 from parallax.analysis.step_time import step_time
 from parallax.config.sections import MeshConfig
+from parallax.config.settings import read_settings
 from parallax.runtime.chips import chip
 from parallax.sharding.mesh import make_mesh
+from parallax.training.step import step_of
 
 TOPOLOGIES = {"v4:2x2x2": {"chip_config_name": "megacore"}, "v5e:4x4": {}, "v5p:2x2x4": {}, "v6e:4x4": {}}
 LAYERS, ROWS, WIDTH = 12, 1024, 2048
@@ -66,7 +70,29 @@ def gathers_in_a_loop_are_counted_and_hidden():
     assert times.exposed_secs["dp"] < sent / 100e9 and 0 < times.mfu < 1, times
 
 
+def a_ring_hides_its_messages(pp):
+    """Each permute of keys over cp, and each of their gradients, has compute between its start and its end."""
+    settings = read_settings(get_config().to_dict())
+    model = dict(layers=2, d_model=512, d_ff=1024, heads=8, kv_heads=4, d_head=64, vocab=2048, dtype="bfloat16")
+    settings = dataclasses.replace(
+        settings,
+        mesh=MeshConfig(pp=pp, dp=4 // pp, tp=1, cp=4, simulate=0),
+        model=dataclasses.replace(settings.model, **model),
+        layout=dataclasses.replace(settings.layout, context="ring"),
+        data=dataclasses.replace(settings.data, seq=8192, global_batch=4),
+        pipeline=dataclasses.replace(settings.pipeline, schedule="one_f_one_b", microbatches=pp),
+    )
+    step = step_of(settings, make_mesh(settings.mesh, devices_of("v5e:4x4")))
+    read = read_step(step.lower(4, 8192).compile(), step.model, seq=8192)
+    ring = [made for made in read.collectives if made.axes == ("cp",) and made.kind == "permute"]
+    assert len(ring) > 4, read.collectives
+    for made in ring:
+        assert made.asynchronous and made.cycles_between > 0, made
+
+
 if __name__ == "__main__":
     for topology in TOPOLOGIES:
         one_chip_agrees_with_the_table(topology)
     gathers_in_a_loop_are_counted_and_hidden()
+    for stages in (1, 2):
+        a_ring_hides_its_messages(stages)

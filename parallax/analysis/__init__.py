@@ -1,1 +1,1 @@
-"""What a step sends, computes, holds and takes: traced, compiled, profiled and planned."""
+"""Communication, FLOPs, memory and time of a step: traced, compiled, profiled and planned."""

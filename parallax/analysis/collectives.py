@@ -1,4 +1,4 @@
-"""What a step or a function sends, read from its traced program: nothing is compiled, and no device is needed."""
+"""Collectives of a step or a function, read from its traced program. Nothing is compiled and no device is needed."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from parallax.sharding.layout import Layout
 from parallax.training.step import TrainStep
 
 RAGGED_PRIMITIVE = "ragged_all_to_all"
-# How JAX calls what the notation calls.
+# JAX's names of the notation's collectives.
 KIND_OF_PRIMITIVE = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -38,56 +38,50 @@ class Sent(NamedTuple):
 
     kind: str  # "all-gather" | "reduce-scatter" | "all-reduce" | "all-to-all" | "permute"
     axes: tuple[str, ...]  # in mesh order
-    bytes: int  # that a device sends in one call
-    count: float  # calls of a device in a step
-    # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before | "update"
+    bytes: int  # sent by a device in one call
+    count: float  # calls by a device in a step
+    # "forward" | "backward" | "recompute": repeated in the backward pass | "update"
     direction: str
-    module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
-    source: str  # the line that asked: "parallax/model/dense.py:57"
+    module: str  # the module that sends: "attention/q", "embedding", or a file outside of modules: "pipeline/executor"
+    source: str  # the line that sends: "parallax/model/dense.py:57"
 
     @property
     def total_bytes(self) -> float:
-        """That a device sends in a step."""
+        """Bytes that a device sends in a step."""
         return self.bytes * self.count
 
 
 def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
-    """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
+    """Collectives of the device at mesh coordinates `at` when it runs `function`; `sizes` are the sizes of the axes.
 
-    Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
-    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing. Of a ragged
-    all-to-all, whose rows depend on data, as many count as a usual load has.
-    Raises ValueError where it depends on data otherwise what is sent.
+    Each of `n` devices sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
+    or an all-to-all, twice that in an all-reduce, and its operand in a permute; if `n` is 1, nothing. The rows of a
+    ragged all-to-all depend on data; those of a usual load are counted.
+    Raises ValueError if what is sent depends on data in another way.
     """
     return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
 
 
-def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
-    """What a device sends for the loss and gradients of a step; the mesh may be abstract.
-
-    Pipeline ranks differ: see `busiest`. What follows them is `update_collectives`.
-    """
-    return busiest(collectives_by_rank(model, global_batch, seq))
-
-
 def update_collectives(step: TrainStep) -> list[Sent]:
-    """What every device sends for the gradient's norm, and for the optimizer's update where it is ours.
+    """Collectives of every device for the gradient norm and, if the optimizer is ours, for its update.
 
-    What optax reduces over whole arrays, as its own clip does, the compiler sends, and no traced program has it.
+    Reductions of optax over whole arrays, as in its clipping, are not in the traced program: the compiler adds their
+    collectives.
     """
     sizes = step.model.axis_sizes
     return program_collectives(update_program(step), at=dict.fromkeys(sizes, 0), sizes=sizes)
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
-    """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
+    """What each pipeline rank sends for the loss and gradients of a step; the mesh may be abstract. Devices that differ
+    only along other axes send the same. What follows are `update_collectives`."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
-    """Entries of all ranks, each with the largest count of any rank: in lockstep the others wait for it."""
+    """Entries of all ranks, each with the largest count of any rank, since ranks in lockstep wait for the slowest."""
     most: Counter = Counter()
     for rank in ranks:
         most |= _counted(rank)
@@ -95,13 +89,13 @@ def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
 
 
 def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
-    """Entries of all ranks, each with the mean count, as a compiled program is counted."""
+    """Entries of all ranks, each with its mean count, as for compiled programs."""
     together = sum(map(_counted, ranks), Counter())
     return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
 
 
 def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
-    """Bytes in a step by these fields, as `bytes_by(sent, "axes", "kind")` or `bytes_by(sent, "direction")`.
+    """Bytes in a step grouped by fields, as `bytes_by(sent, "axes", "kind")` or `bytes_by(sent, "direction")`.
 
     >>> calls = [Sent("permute", ("pp",), 8, count, way, "", "") for count, way in ((3, "forward"), (1, "backward"))]
     >>> bytes_by(calls, "axes"), bytes_by(calls, "direction")
@@ -130,9 +124,9 @@ def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: M
     named = equation.params["axes" if "axes" in equation.params else "axis_name"]
     axes = tuple(sorted((named,) if isinstance(named, str) else named, key=ALL_AXES.index))
     operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
-    # A ragged exchange has room for more than it sends on one side, behind which come where rows begin, and how many.
+    # A ragged all-to-all takes its input and a padded output buffer, then offsets and sizes.
     operand = min(operands[:2]) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
-    groups = equation.params.get("axis_index_groups")  # a step of a gather in two
+    groups = equation.params.get("axis_index_groups")  # a step of a two-step gather
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)
     if kind == "permute" and not any(source == at[axes[0]] != target for source, target in equation.params["perm"]):
@@ -141,7 +135,7 @@ def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: M
 
 
 def sent_bytes(kind: str, operand: int, devices: int) -> int:
-    """Bytes that a device sends in one collective among so many devices, from those of its operands.
+    """Bytes that a device sends in one collective among `devices` devices, from the bytes of its operands.
 
     >>> sent_bytes("all-gather", 100, 4), sent_bytes("all-reduce", 100, 4), sent_bytes("permute", 100, 2)
     (300, 150, 100)
@@ -155,10 +149,10 @@ def sent_bytes(kind: str, operand: int, devices: int) -> int:
 
 
 def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh: Any) -> list[Sent]:
-    """What a device sends when it runs `local` on its pieces of arrays, and takes the gradients in those of floats.
+    """Collectives of a device that runs `local` on its pieces of arrays, and of the gradients in float arrays; traced.
 
-    An array that is not cut over an axis is the same on its ranks, and its gradient is summed over it. Nothing runs:
-    `arrays` may be shapes, the mesh abstract. Raises NotationError where a layout is none.
+    An array that is not sharded over an axis is the same on its ranks, and its gradient is summed over it. Nothing
+    runs: `arrays` may be shapes, and the mesh may be abstract. Raises NotationError for an invalid layout.
 
     >>> import jax.numpy as jnp
     >>> from parallax.sharding.collectives import all_gather

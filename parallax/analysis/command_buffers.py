@@ -1,9 +1,9 @@
-"""Which instructions the kernels of a GPU's command buffers ran.
+"""Finds the instructions that the kernels of a GPU's command buffers ran.
 
 XLA launches many kernels of a program at once, as a CUDA graph that it calls a command buffer. A trace then names each
-kernel's function, and in place of its instruction the command buffer. XLA's own functions are called as instructions;
-those that are alike share one. A library's are known by their place: kernels run in the order of the scheduled program,
-so a product of cuBLAS is the call of cuBLAS that stands there between the instructions of its neighbours.
+kernel's function, but the command buffer instead of the instruction. XLA's own functions are named after instructions;
+equal instructions share a function. Library kernels are found by position: kernels run in the order of the scheduled
+program, so a cuBLAS kernel is the cuBLAS call between the instructions of the kernels before and after it.
 """
 
 import re
@@ -12,29 +12,29 @@ from typing import NamedTuple
 
 from parallax.analysis.hlo import Instruction, Module
 
-BUFFER = "command_buffer"  # an operation's name begins so
+BUFFER = "command_buffer"  # prefix of an operation's name
 CUBLAS, CUDNN, COPIES = "cuBLAS", "cuDNN", "copies"
-# By a function's name; the first that matches.
+# Libraries by a pattern of the function's name; the first that matches.
 LIBRARY_KERNELS = {
     COPIES: re.compile(r"memcpy|memset", re.IGNORECASE),
     CUDNN: re.compile(r"cudnn", re.IGNORECASE),
     CUBLAS: re.compile(r"nvjet|xmma|cublas|cutlass|splitk|gemv", re.IGNORECASE),
 }
-LIBRARY_CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # how the targets of their custom calls begin
+LIBRARY_CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # prefixes of their custom calls' targets
 
 
-LibraryKernel = tuple[int, str]  # its number among those that ran, and its library
+LibraryKernel = tuple[int, str]  # its index among the kernels that ran, and its library
 
 
 class Place(NamedTuple):
-    """An instruction of a program: its computation's name, and its number there."""
+    """An instruction of a program: its computation's name, and its index there."""
 
     computation: str
     number: int
 
 
 def library_of(kernel: str) -> str:
-    """The library that a kernel's function is of, or `COPIES`; "" for XLA's own.
+    """The library of a kernel's function, or `COPIES`; "" for XLA's own functions.
 
     >>> library_of("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"), library_of("loop_add_fusion_12")
     ('cuBLAS', '')
@@ -47,7 +47,7 @@ class CommandBuffers:
 
     def __init__(self, program: Module):
         self.program = program
-        self.named: dict[str, list[Place]] = {}  # by a kernel's function, which is called as one of these instructions
+        self.named: dict[str, list[Place]] = {}  # by the name of the kernel's function
         groups: dict[str, list[Place]] = {}
         for name, home in program.computations.items():
             for number, one in enumerate(home.instructions):
@@ -56,7 +56,7 @@ class CommandBuffers:
                 self.named[re.sub(r"[.\-]", "_", one.name)] = alike
 
     def instructions(self, kernels: Sequence[str]) -> list[Instruction | None]:
-        """Of each kernel in the order in which they ran; None for copies, and where it is not known."""
+        """The instruction of each kernel, in the order in which they ran; None for copies and unknown ones."""
         places: list[Place | None] = [None] * len(kernels)
         last, unnamed = None, []
         for at, kernel in enumerate(kernels):
@@ -71,7 +71,7 @@ class CommandBuffers:
         return [place and self.program.computations[place.computation].instructions[place.number] for place in places]
 
     def _next(self, kernel: str, last: Place | None) -> Place:
-        """Of instructions that share a kernel the next one in the computation that runs, else its first."""
+        """Among instructions that share a kernel, the next one in the running computation, else the first."""
         found = self.named[kernel]
         near = [place for place in found if last and place.computation == last.computation]
         return next((place for place in near if place > last), (near or found)[0])
@@ -79,8 +79,8 @@ class CommandBuffers:
     def _place_between(
         self, places: list[Place | None], rest: list[LibraryKernel], before: Place | None, after: Place | None
     ) -> None:
-        """Places for kernels that ran between two instructions: before the later one, as far as its computation has
-        calls of their libraries there, the others behind the earlier one."""
+        """Places of kernels that ran between two instructions: library calls before the later one, as far as its
+        computation has them there; for the other kernels, calls after the earlier one."""
         if after is not None:
             first = before.number + 1 if before and before.computation == after.computation and before < after else 0
             rest = self._matched(places, rest[::-1], after.computation, range(after.number - 1, first - 1, -1))
@@ -91,7 +91,7 @@ class CommandBuffers:
     def _matched(
         self, places: list[Place | None], rest: list[LibraryKernel], name: str, numbers: range
     ) -> list[LibraryKernel]:
-        """Give these kernels the calls at `numbers` of a computation, one after the other; returns those without.
+        """Match these kernels in order with the calls at `numbers` of a computation; returns unmatched kernels.
 
         A call of cuBLAS is one kernel, one of cuDNN may be several.
         """

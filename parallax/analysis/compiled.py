@@ -1,9 +1,9 @@
-"""What the compiler made of a step: its memory, what a device does in turn, collectives, cycles and FLOPs."""
+"""Reads a compiled step: memory, the order of events on a device, collectives, cycles and FLOPs."""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,20 +31,22 @@ from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
+from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
+from parallax.training.step import UPDATE, TrainStep
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 
 
 class Share(NamedTuple):
-    """How often a conditional takes its second branch, which does the work, as a share of its executions.
+    """Share of a conditional's executions that take the second branch, which does the work.
 
-    `own` is the share of an average rank; `lockstep` that of the rank for which the others wait.
+    `own` is the share of an average rank; `lockstep` that of the slowest rank, for which the others wait.
     """
 
     own: float
@@ -55,23 +57,23 @@ Shares = dict[str, Share]
 
 
 def costs_of(model: ModelConfig, remat: str, *, seq: int) -> Costs:
-    """Times of a model's passes in units of a forward pass, of which the backward pass makes a share again."""
+    """Cost of each pass relative to a forward pass; `recompute` is the share that the backward pass repeats."""
     again = recomputed_flops(model, remat, seq=seq) / forward_flops(model, seq=seq)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel, *, seq: int) -> Shares:
-    """Branch shares of a model's step on rows of so many tokens; its remat policy sets the costs of passes."""
+    """Branch shares of a model's step on rows of `seq` tokens; the remat policy sets the costs of passes."""
     return shares_of(model.schedule, costs_of(model.model, model.pipeline.remat, seq=seq))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
     """Shares by name of the conditional: "F", "B" and "W" for whether a rank runs this pass in a tick, "F/end" and
-    "B/end" for whether it then stands at the pipeline's end, "exit" for the head.
+    "B/end" for whether it then runs the pipeline's first or last stage, "exit" for the head.
 
-    A tick lasts as long as its slowest rank, so that what counts for time is how often that rank runs each pass. Who is
-    slowest follows from `costs`. Where the tick runs the head, in which all ranks join between F and the rest, the
-    slowest is taken before and after it.
+    A tick lasts as long as its slowest rank, so time depends on how often that rank runs each pass. `costs` determine
+    the slowest rank. If the tick runs the head, in which all ranks take part between F and the rest, the slowest rank
+    is determined separately before and after it.
     """
     time_of = costs.of(schedule)
     acts = {kind: table >= 0 for kind, table in schedule.microbatch.items()}
@@ -90,7 +92,7 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
 
 
 def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
-    """`[tick]`: whether the rank that the others wait for runs this pass."""
+    """`[tick]`: whether the slowest rank runs this pass."""
     exits = schedule.exit_microbatch >= 0
     together = np.zeros((schedule.ticks, schedule.ranks))
     for other in acts:
@@ -101,7 +103,7 @@ def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: s
 
 
 def name_of(op_name: str) -> str:
-    """The name under which `shares_of` knows a conditional, from its operation's name; "" where it does not.
+    """The name of a conditional in `shares_of`, from its operation's name; "" if it has none.
 
     >>> name_of("jit(step)/while/body/closed_call/F/cond"), name_of("jit(step)/while/body/F/cond/branch_1_fun/cond")
     ('F', 'F/end')
@@ -116,24 +118,26 @@ def name_of(op_name: str) -> str:
     return parts[scopes[0]] + ("" if outermost else "/end")
 
 
-CUDNN = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not here, and for those that are
-KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN)
+CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
+TRITON_CALL = re.compile(r"\bmha_\w+")  # JAX's attention for Triton; XLA gives all Pallas calls one name
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
 GEMM = "__cublas"
-# How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients.
+# Prefixes of names of grouped products: the TPU compiler's own, and JAX's for gradients.
 GROUPED_KERNELS = ("ragged-dot", "gmm", "tgmm")
+EIGHT_BIT_OPERANDS = {"s8": "int8", "f8e4m3fn": "float8", "f8e5m2": "float8"}  # as in ModelConfig
 KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED_EXCHANGE: "all-to-all"}
-IN_TURN = '"is_sync":true'  # of a collective whose start and end XLA for GPU runs as one
+IN_TURN = '"is_sync":true'  # of a collective that XLA for GPU runs synchronously
 
 
 class CompiledCollective(NamedTuple):
     """A collective of the compiled program; in a timeline, its start.
 
-    `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
-    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
-    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
-    `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
-    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the others,
-    where they are not all along `axes`.
+    `bytes` is what a device sends in one call. `count` is the number of calls by an average device in a step, with all
+    iterations of loops and with branches as the schedule takes them; `lockstep_count` is that of the slowest rank.
+    `cycles_between` is the compute between start and end of one call. `merged` is the number of arrays sent together.
+    `source` is its name in the traced program or, if the compiler dropped that, its operand's. `pairs` are a
+    permutation's senders and receivers, empty for other collectives. `group` are the devices of one group of another
+    collective, if they are not all devices along `axes`.
     """
 
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
@@ -151,13 +155,13 @@ class CompiledCollective(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How many devices further a permutation's messages go, most of them; 0 for other collectives."""
+        """Distance, in devices, that most messages of a permutation travel; 0 for other collectives."""
         return int(np.median([receiver - sender for sender, receiver in self.pairs])) if self.pairs else 0
 
 
 class Compute(NamedTuple):
-    """Cycles of compute of one part of the model, 0 where nothing says them, and FLOPs of matrix products in it;
-    `product` says whether the cycles are a matrix product's."""
+    """Compute of one part of the model: cycles (0 if unknown) and FLOPs of matrix products. `product` says whether the
+    cycles are a matrix product's."""
 
     cycles: float
     flops: int
@@ -175,7 +179,7 @@ class LoopEvent(NamedTuple):
 
 
 class BranchEvent(NamedTuple):
-    """Sides with the share of times that each is taken: by an average rank, and by the one that others wait for."""
+    """Sides of a branch, with the share of executions that take each: on an average rank and on the slowest rank."""
 
     own: tuple[float, ...]
     lockstep: tuple[float, ...]
@@ -183,8 +187,9 @@ class BranchEvent(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas call, or a gather of rows, to which the compiler gives no cycles; `flops` are 0 for kernels that are not
-    of this project, and no grouped product. Of these, those of rows that are in use."""
+    """A Pallas call or a gather of rows, for which the compiler estimates no cycles. `flops` is 0 for kernels that are
+    neither this project's nor grouped products. For grouped products only the rows in use count. `matmul` is as in
+    ModelConfig."""
 
     name: str
     source: str
@@ -192,12 +197,15 @@ class Kernel(NamedTuple):
     result_bytes: int
     flops: int
     grouped: bool = False
+    matmul: str = "compute"
 
 
 class TimelineReader:
-    """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once.
+    """Reads the timeline of a module on a mesh. `unknown` collects loops whose trip count depends on data; their body
+    counts once.
 
-    Cycles are the compiler's; of a program for a `gpu`, whose compiler has none, the roofline's time in its cycles.
+    Cycles are the compiler's estimates. The compiler for a `gpu` has none; there they are the roofline's time in the
+    GPU's clock cycles.
     """
 
     def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: float = 1.0, gpu: Chip | None = None):
@@ -211,7 +219,7 @@ class TimelineReader:
         return self.computation(self.module.entry)
 
     def computation(self, name: str) -> list:
-        """What one computation does; compute that follows compute of the same kind is one event."""
+        """The events of one computation; consecutive compute of the same kind is one event."""
         if name not in self._read:
             events: list = []
             for event in self._events(self.module.computations[name]):
@@ -273,14 +281,14 @@ class TimelineReader:
         if self._is_for_usual_load(one):
             share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
-            dearest = max(range(len(sides)), key=lambda at: dearness(sides[at]))
+            dearest = max(range(len(sides)), key=lambda at: branch_cost(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
 
     def _is_for_usual_load(self, branch: Instruction) -> bool:
-        """Whether the last side of a branch is that of experts with a usual load. The branch may have lost its own
-        name, and a side may be empty."""
+        """Whether the last side of a branch is that of experts with a usual load. The compiler may have dropped the
+        branch's own name, and a side may be empty."""
         sides = [
             f"{USUAL_LOAD}/cond/branch_{number}" in one.op_name
             for number, side in enumerate(branch.called)
@@ -307,9 +315,9 @@ class TimelineReader:
             yield from self._compute(one, computation, inside)
 
     def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
-        """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
+        """Work that is offloaded from the computing core: a collective on a SparseCore, or a gather of rows.
 
-        It begins where its operands are there. In programs of newer compilers a start has none, and its update has.
+        It begins when its operands are ready. In programs of newer compilers the start has no operands; its update has.
         """
         start = caller.find(self._start_of(one, caller)) if one.kind == "call-update" else one
         if one.kind == "call-start" and not one.operands:
@@ -328,7 +336,7 @@ class TimelineReader:
         return next((one.shape for one in done if self._start_of(one, caller) == start.name), "")
 
     def _inside(self, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """What a fusion or a call holds, and in which computation."""
+        """The instructions inside a fusion or a call, with their computation."""
         for name in one.called:
             home = self.module.computations[name]
             for inner in home.instructions:
@@ -337,7 +345,7 @@ class TimelineReader:
                     yield from self._inside(inner)
 
     def _collective(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Iterator:
-        """A collective of the computation `home`; `outer` is what stands for it in the schedule, in `caller`."""
+        """A collective of the computation `home`; `outer` is its instruction in the schedule, in `caller`."""
         apart = outer.kind.endswith("-start") and IN_TURN not in outer.rest
         call = self._call(piece, home, outer, caller, apart)
         if call.axes:
@@ -370,14 +378,14 @@ class TimelineReader:
         )
 
     def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
-        """Bytes of what is sent; of a ragged exchange, of the rows that are in use."""
+        """Bytes of the operands that are sent; of a ragged exchange, only rows in use."""
         if not piece.kind.startswith(RAGGED_EXCHANGE):
             return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
-        # Behind them come where rows begin, and how many there are. The smaller holds what is sent, and no more.
+        # Input and output come first, then offsets and sizes. The smaller one has no more room than what is sent.
         return min(shape_bytes(_shape(home, name)) for name in piece.operands[:2])
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
-        """Operation name; merged collectives have none, and take that of their first operand."""
+        """Operation name; merged collectives have none and take that of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
         return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
 
@@ -388,12 +396,12 @@ class TimelineReader:
             used = lambda shape: shape_bytes(shape) * (self.load if _has_rows(shape) else 1)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
             flops = round(self.load * flops)
-        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
+        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), _matmul(shapes))
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
-    """All events that are no loops and no branches, with how often an average rank executes each in a step, and how
-    often the one that the others wait for does."""
+    """All events except loops and branches, with the number of times that an average rank and the slowest rank execute
+    each in a step."""
     for event in events:
         if isinstance(event, LoopEvent):
             yield from executed(event.body, own * event.trips, lockstep * event.trips)
@@ -405,8 +413,7 @@ def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[
 
 
 def weight(events: list) -> tuple[float, float, float]:
-    """What one pass through a timeline costs on the rank that the others wait for: cycles, FLOPs, and bytes sent.
-    Kernels have FLOPs alone."""
+    """Cost of one pass through a timeline on the slowest rank: cycles, FLOPs, bytes sent. Kernels have FLOPs only."""
     cycles, flops, sent = 0.0, 0.0, 0.0
     for event, _, count in executed(events):
         if isinstance(event, Compute):
@@ -419,14 +426,14 @@ def weight(events: list) -> tuple[float, float, float]:
     return cycles, flops, sent
 
 
-def dearness(events: list) -> tuple[float, float, float]:
-    """By what sides of a branch are compared: FLOPs, which kernels have too, then cycles and bytes sent."""
+def branch_cost(events: list) -> tuple[float, float, float]:
+    """Key that orders the sides of a branch by cost: FLOPs, which kernels have too, then cycles and bytes sent."""
     cycles, flops, sent = weight(events)
     return flops, cycles, sent
 
 
 def _with_cycles_between(event: Any, after: list) -> Any:
-    """A collective with the cycles of compute until its end; any other event as it is."""
+    """A collective with the cycles of compute until its end; other events are unchanged."""
     if not isinstance(event, CompiledCollective):
         return event
     last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
@@ -450,19 +457,19 @@ def _shape(computation: Computation, name: str) -> str:
 
 class CompiledFlops(NamedTuple):
     """FLOPs of matrix products that an average device executes in a step, 2 for each multiply-add: for loss and
-    gradients, which can be traced, and for the update of the parameters. What is multiplied by the zeros of a padded or
-    spread operand is not counted."""
+    gradients, which can be traced, and for the update of the parameters. Products with the zeros of a padded or dilated
+    operand are not counted."""
 
     passes: float
     update: float
 
 
 class Compiled(NamedTuple):
-    """A compiled program; sizes are in bytes for a device, 0 where its text alone was read.
+    """A compiled program. Sizes are bytes on a device, 0 if only its text was read.
 
-    `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
-    is what a device must have. `cycles` are of compute, loops turned, on the rank that the others wait for; None where
-    nothing says them: see `TimelineReader`. `unknown_loops` turn as often as data says and count once.
+    `peak` is the compiler's figure for the most bytes at any moment. XLA for CPU leaves temporaries out of it, so use
+    `together` for what a device must have. `cycles` are of compute on the slowest rank, with all iterations of loops;
+    None if unknown: see `TimelineReader`. The trip count of `unknown_loops` depends on data, and they count once.
     """
 
     collectives: list[CompiledCollective]
@@ -481,23 +488,22 @@ class Compiled(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Arguments, results that do not take their place, and temporaries."""
+        """Arguments, results that do not reuse their buffers, and temporaries."""
         return self.arguments + self.temporaries + self.outputs - self.aliased
 
 
 def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -> Compiled:
-    """`read_compiled` of a training step of this model on rows of so many tokens."""
+    """`read_compiled` for a training step of this model on rows of `seq` tokens."""
     return read_compiled(compiled, model.mesh, branch_shares(model, seq=seq), model.load)
 
 
 def read_compiled(
     compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: float = 1.0
 ) -> Compiled:
-    """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
+    """Read the result of `jax.jit(step).lower(...).compile()` on this mesh.
 
-    `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
-    there are none, are taken to run their dearer branch each time. `load` says how much of their rows a mixture's
-    products use.
+    `branch_shares` say how often each branch runs: see `shares_of`. Conditionals without a share are assumed to take
+    the more expensive branch. `load` is the share of their rows that a mixture's products use.
     """
     sizes = compiled.memory_analysis()
     return read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
@@ -510,7 +516,7 @@ def read_compiled(
 
 
 def gpu_of(mesh: Mesh | None) -> Chip | None:
-    """The kind of the mesh's GPUs; None of other devices, of GPUs of which nothing is known, and of no mesh."""
+    """The mesh's GPU model, or None for other devices, unknown GPUs and no mesh."""
     if mesh is None:
         return None
     device = mesh.devices.flat[0]
@@ -527,7 +533,7 @@ def read_hlo_text(
     load: float = 1.0,
     gpu: Chip | None = None,
 ) -> Compiled:
-    """The same from the program's text alone, without sizes; that of a `gpu` is priced by a roofline."""
+    """The same from the program's text alone, without sizes; times of a `gpu` program come from a roofline."""
     reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load, gpu)
     timeline = reader.entry()
     collectives: dict[str, CompiledCollective] = {}
@@ -555,17 +561,17 @@ def read_hlo_text(
     )
 
 
-# Names that a stack has of how the program is run, and not of what it runs.
-RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
+# Names in a stack that describe how the program is run, not a part of the model.
+RUNNING = {TrainStep.train_step.__name__, "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
+RUNNING |= {*PASSES, GRADIENTS, Block.__name__, ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")
-SLOTS, ELSEWHERE, UPDATE = "slots and sums", "elsewhere", "update"
+SLOTS, ELSEWHERE = "slots and sums", "elsewhere"
 
 
 class ModuleSecs(NamedTuple):
-    """Seconds of a step on the rank that the others wait for: in products and what is fused with them, in the rest."""
+    """Seconds of a step on the slowest rank: in products, including what is fused with them, and in the rest."""
 
     module: str
     products: float
@@ -577,7 +583,7 @@ class ModuleSecs(NamedTuple):
 
 
 def secs_by_module(compiled: Compiled, clock_hz: float) -> list[ModuleSecs]:
-    """The modules of a program, those that take longest first."""
+    """The modules of a program, slowest first."""
     rows = [ModuleSecs(name, *(part / clock_hz for part in parts)) for name, parts in compiled.modules.items()]
     return sorted(rows, key=lambda row: -row.total)
 
@@ -592,7 +598,7 @@ def module_of(op_name: str) -> str:
     """
     if of_update(op_name):
         return UPDATE
-    # A function that is jitted by itself, or is private, as jit(_where), is no part of the model.
+    # A function that is jitted separately, or is private, as jit(_where), is not a part of the model.
     *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
     names = [name for name in stack if name not in RUNNING and not name.startswith(("branch_", "_"))]
     if names:
@@ -601,7 +607,7 @@ def module_of(op_name: str) -> str:
 
 
 def instruction_flops(one: Instruction, home: Computation) -> int:
-    """FLOPs of the matrix product that an instruction of this computation is; 0 for others."""
+    """FLOPs of an instruction of this computation if it is a matrix product; otherwise 0."""
     if one.kind == "dot":
         return _dot(one, home)
     if one.kind == "convolution":
@@ -638,7 +644,7 @@ def _convolution(one: Instruction, home: Computation) -> int:
 
 
 def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
-    """Pairs of places in the output and the kernel that meet an entry of the input, along one dim."""
+    """Number of pairs of output and kernel positions that read an entry of the input, along one dim."""
     stride, spread, apart = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(window.get("pad", "0_0").split("_")[0])
     places = (at * stride + k * apart - low for at in range(out) for k in range(kernel))
@@ -656,18 +662,31 @@ def _is_grouped(one: Instruction) -> bool:
     return one.name.startswith(GROUPED_KERNELS)
 
 
+def _matmul(shapes: Sequence[str]) -> str:
+    """The 8-bit dtype of a kernel's operands, or "compute"."""
+    kinds = (EIGHT_BIT_OPERANDS.get(dtype) for shape in shapes for dtype, _ in arrays_of(shape))
+    return next(filter(None, kinds), "compute")
+
+
+def _factors(shape: str) -> list[tuple[int, ...]]:
+    """Dims of rows and matrices in a grouped product's operands or results, without the sizes of groups."""
+    return [dims for _, dims in arrays_of(shape) if len(dims) > 1]
+
+
 def _has_rows(shape: str) -> bool:
-    """Whether a grouped product's operand or result are rows, and neither a matrix for each group nor their sizes."""
-    return any(len(dims) == 2 for dims in float_dims(shape))
+    """Whether a grouped product's operand or result are rows, not a matrix for each group or the groups' sizes."""
+    return any(len(dims) == 2 for dims in _factors(shape))
 
 
 def _kernel_flops(one: Instruction, home: Computation) -> int:
     if _is_grouped(one):
-        operands = [dims for name in one.operands for dims in float_dims(_shape(home, name))]
-        results = float_dims(one.shape)  # none where it only says which blocks there are
+        operands = [dims for name in one.operands for dims in _factors(_shape(home, name))]
+        results = _factors(one.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, *results) if results else 0
     name = one.name
-    if one.target.startswith(CUDNN):
+    if found := TRITON_CALL.search(one.op_name):
+        name = found[0]
+    elif one.target.startswith(CUDNN_CALLS):
         name = "cudnn_bwd" if re.search("bwd|Backward", one.target) else "cudnn_fwd"
     return kernel_flops(name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 

@@ -1,4 +1,4 @@
-"""The devices of this machine: FLOP/s and bandwidths, from data sheets or measured, and memory."""
+"""This machine's devices: FLOP/s and bandwidths, from data sheets or measured, and memory."""
 
 import math
 import os
@@ -30,7 +30,7 @@ MEASURED_SECS = 0.5
 
 
 def local_topology(dtype: str) -> Topology:
-    """The devices that JAX has here. What CPUs do a second is measured, in `dtype`, by all of them together."""
+    """The devices of this machine. The speed of CPUs is measured in `dtype`, with all devices busy."""
     devices = jax.devices()
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
@@ -43,7 +43,7 @@ def local_topology(dtype: str) -> Topology:
 
 
 def measured(dtype: str) -> Chip:
-    """A chip as good as one of the devices is while all are at work; takes a few seconds."""
+    """The measured speed of one device while all are busy, as a Chip; takes a few seconds."""
     count = jax.device_count()
     mesh = Mesh(jax.devices(), "all", axis_types=(AxisType.Auto,))
     square = jnp.ones((count * MATMUL, MATMUL), dtype)
@@ -67,13 +67,13 @@ def measured(dtype: str) -> Chip:
 
 
 def _best_secs(mesh: Mesh, local: Callable[[Array], Array], x: Array) -> float:
-    """The least time in which all devices have done this once, each with its piece of x."""
+    """The shortest time in which all devices run this once, each on its piece of x."""
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=True))
     return _least_secs(run, x)
 
 
 def _least_secs(run: Callable[[Array], Array], x: Array) -> float:
-    """The least time of a call, of as many as fit into half a second."""
+    """The shortest time of a call, among as many calls as fit into half a second."""
     run(x).block_until_ready()
     end, least = time.perf_counter() + MEASURED_SECS, float("inf")
     while (begun := time.perf_counter()) < end:
@@ -83,24 +83,24 @@ def _least_secs(run: Callable[[Array], Array], x: Array) -> float:
 
 
 def peak_flops(dtype: str) -> tuple[float | None, str]:
-    """FLOPs a second of all devices together, None where unknown, and how we know.
+    """FLOP/s of all devices together, None if unknown, and the source of the number.
 
-    Simulated devices share the machine, whose matmul rate in `dtype` is measured; chips are looked up.
+    Simulated devices share the machine, whose matmul rate in `dtype` is measured; for chips it is looked up.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
         return measure_matmul(dtype), f"measured {dtype} matmul"
     try:
         known = chip(device.device_kind)
-    except ConfigError:  # a run needs no peak: it goes on without a share of it
+    except ConfigError:  # a run does not need the peak: it goes on without MFU
         return None, f"unknown for {device.device_kind}"
     return known.peak(dtype) * jax.device_count(), f"{jax.device_count()} x {known.name}, {dtype}"
 
 
 def most_memory() -> int | None:
-    """Bytes that any of this process's devices has held at most, None where the backend does not say.
+    """Peak bytes in use on any of this process's devices; None if the backend does not report it.
 
-    Simulated devices share the process, whose own peak it is.
+    Simulated devices share the process; for them it is the peak of the process.
     """
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
@@ -111,7 +111,7 @@ def most_memory() -> int | None:
 
 
 def device_memory() -> int | None:
-    """Bytes that a device has, None where the backend does not say; simulated devices share the machine's."""
+    """Bytes of memory of a device; None if the backend does not report it. Simulated devices share the machine's."""
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
@@ -119,7 +119,7 @@ def device_memory() -> int | None:
 
 
 def check_fits(state: Any) -> None:
-    """Raise ConfigError where a state's pieces alone, of a tree of ShapeDtypeStruct, are more than a device holds."""
+    """Raise ConfigError if the state alone, a tree of ShapeDtypeStruct, does not fit on a device."""
     there = device_memory()
     needed = bytes_on_device(state)
     if there is not None and needed > there:
@@ -130,20 +130,26 @@ def check_fits(state: Any) -> None:
 
 
 def measure_matmul(dtype: str) -> float:
-    """FLOPs a second of square matmuls on one device, the best of as many as fit into half a second."""
+    """FLOP/s of square matmuls on one device, the best of as many as fit into half a second."""
     x = jnp.ones((MACHINE_MATMUL, MACHINE_MATMUL), dtype)
     return 2 * MACHINE_MATMUL**3 / _least_secs(jax.jit(lambda x: x @ x), x)
 
 
+def fastest_matmul(known: Chip) -> str:
+    """The value of `model.matmul` that is fastest on this chip. If several are, "compute" before "float8", which has a
+    wider range than "int8"."""
+    return max(("compute", "float8", "int8"), key=known.matmul_speed)
+
+
 def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
-    """Which products are made in 8 bits, with a warning where the chip makes the other kind faster, or no kind fast."""
+    """Which products are computed in 8 bits, with a warning if another dtype would be faster on this chip."""
     if model.matmul == "compute":
         return
     saved = ", which save their input in 8 bits" * (model.matmul_residuals != "compute")
-    yield f"products of {' and '.join(model.matmul_parts.split())} in {model.matmul}{saved}"
+    yield f"products of {' and '.join(model.products_in_8_bits)} in {model.matmul}{saved}"
     speeds = {name: known.matmul_speed(name) for name in MATMULS}
-    best = max(MATMULS, key=lambda name: speeds[name])
-    if model.matmul != best:
+    best = fastest_matmul(known)
+    if speeds[model.matmul] < speeds[best]:
         figures = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
         yield (
             f"warning: model.matmul={model.matmul!r} is not the fastest on {known.name}; speed of products over "

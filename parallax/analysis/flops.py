@@ -1,4 +1,4 @@
-"""Parameters and FLOPs: of the model, and of the traced step on each device."""
+"""Parameters and FLOPs of the model, and FLOPs of the traced step on each device."""
 
 import dataclasses
 import math
@@ -12,26 +12,28 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import AXES, LAYER_KINDS, ModelConfig
+from parallax.config.sections import AXES, BLOCKS, EMBEDDING, HEAD, LAYER_KINDS, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
-from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.model.products import AMAX
+from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
+from parallax.model.moe import MIXTURE_PARTS
+from parallax.model.norm import SCALE
+from parallax.model.products import is_scale
+from parallax.model.transformer import LAYER_PARTS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import is_simulated
 
-COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
-OF_MIXTURES = ("router", "experts", "shared")  # components of a mixture, in place of its "mlp"
-# Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.
+COMPONENTS = (EMBEDDING, *LAYER_PARTS, "norms", HEAD)  # a mixture has MIXTURE_PARTS instead of its "mlp"
+# Forward takes 2 FLOPs per weight and token, backward twice that: once for weights, once for activations.
 FLOPS_PER_WEIGHT = 6
 
 
 def parameters_by_component(shapes: Any) -> dict[str, int]:
-    """Number of parameters of each of COMPONENTS, and of others that blocks have, over all layers and devices; scales
-    of 8-bit products are not counted.
+    """Number of parameters of each of COMPONENTS, and of other components of blocks, over all layers and devices.
+    Scales of 8-bit products are not counted.
 
     >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
     >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
@@ -39,7 +41,7 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in named_leaves(shapes).items():
-        if path.endswith(f"/{AMAX}"):
+        if is_scale(path):
             continue
         component = component_of(path)
         counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
@@ -47,26 +49,26 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
 
 
 def component_of(path: str) -> str:
-    """Which of COMPONENTS or OF_MIXTURES a parameter belongs to, by its path.
+    """Which of COMPONENTS or MIXTURE_PARTS a parameter belongs to, by its path.
 
     >>> [component_of(f"blocks/{path}") for path in ("attention/norm/scale", "mlp/gate/kernel", "moe/mlp/experts/up")]
     ['norms', 'mlp', 'experts']
     """
     first, *names = path.split("/")
-    if any("norm" in name for name in names):
+    if names[-1] == SCALE:
         return "norms"
-    if first != "blocks":
+    if first != BLOCKS:
         return first
-    return next((name for name in OF_MIXTURES if name in names), names[names[0] in LAYER_KINDS])
+    return next((name for name in MIXTURE_PARTS if name in names), names[names[0] in LAYER_KINDS])
 
 
 def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
-    """Of numbers of parameters by component those of layers, norms aside."""
-    return {name: counts[name] for name in ("attention", "mlp", *OF_MIXTURES) if name in counts}
+    """Parameters of layers by component, without norms."""
+    return {name: counts[name] for name in (*LAYER_PARTS, *MIXTURE_PARTS) if name in counts}
 
 
 def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
-    """Of numbers of parameters by component those that a token meets: of experts, of the ones that it goes to.
+    """Parameters active for one token, by component: of the experts, those that it is sent to.
 
     >>> active_parameters(ModelConfig(experts=8, experts_per_token=2), {"attention": 10, "experts": 80})
     {'attention': 10, 'experts': 20}
@@ -81,33 +83,32 @@ def qk_width(model: ModelConfig) -> int:
 
 
 def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
-    """Parameters that multiply a token: those of blocks but norms' and biases, of experts those that it goes to, and
-    the head's table, tied or not, without rows that pad its vocab; no embedding."""
+    """Parameters of matrix products for one token: those of blocks without norms and biases, of the experts only those
+    that it is sent to, and the head's table, tied or not, without rows that pad the vocab. No embedding."""
     return sum(matmul_parameters_by_stack(model, shapes).values()) + model.vocab * model.d_model
 
 
 def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int]:
-    """Those of blocks by the name of their stack, as "blocks" or "blocks/moe"."""
+    """The same for blocks, by the name of their stack, as "blocks" or "blocks/moe"."""
     found: dict[str, Counter] = defaultdict(Counter)
     for path, leaf in named_leaves(shapes).items():
         first, second, *_ = path.split("/")
         component = component_of(path)
-        if first == "blocks" and component != "norms" and not path.endswith(("/bias", f"/{AMAX}")):
+        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_scale(path)):
             found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 
 
 def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
-    """Model FLOPs utilization: the share of what devices could do in this time that the model's mathematics is. Both
-    numbers are of the same devices, one or all."""
+    """Model FLOPs utilization: model FLOPs over peak FLOP/s times the time; both of the same devices, one or all."""
     return model_flops / secs / peak_flops
 
 
 def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
-    """FLOPs of the model's mathematics for one token, forward and backward; recomputation is not in it.
+    """Model FLOPs for one token, forward and backward, without recomputation.
 
-    6 for each parameter in a matmul that meets it; in causal attention a token reads seq / 2 others on average, in each
-    head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    6 for each active parameter of a matmul. In causal attention a token reads seq / 2 others on average, in each head
+    with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
     """
     return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + scores_flops(model, seq)
 
@@ -117,22 +118,23 @@ def scores_flops(model: ModelConfig, seq: int) -> int:
     return 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
 
 
-# Of each kernel of attention, and the passes that it has.
+# The kernels of attention and their passes.
 ATTENTION_FLOPS = {
     "xla": (blockwise_flops, ("fwd", "bwd")),
     "cudnn": (cudnn_flops, ("fwd", "bwd")),
     "splash": (attention_flops, ("fwd", "dq", "dkv")),
+    "triton": (triton_flops, ("fwd", "bwd")),
 }
 GROUPED = ("ragged_dot", "ragged_dot_general")
-KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # where each has its kernel's name
+KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the parameter that holds the kernel's name
 UNCOUNTED = ("conv_general_dilated",)
 
 
 def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: float = 1.0) -> int:
-    """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add; of
-    grouped products those of the rows that are in use, by the load.
+    """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add. Grouped
+    products count rows in use, the share `load` of all.
 
-    Raises ValueError where it depends on data which side of a branch is taken, and the sides cost differently.
+    Raises ValueError if the taken side of a branch depends on data and the sides have different costs.
 
     >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
     >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
@@ -142,7 +144,7 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: fl
 
 
 def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
-    """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
+    """`matmul_flops` of a traced program, separately for "forward", "backward" and "recompute"."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         flops = product_flops(equation, load, origin.stack)
@@ -155,10 +157,10 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: flo
 
 
 def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int | None:
-    """FLOPs of one equation's matrix products, whose names are those of Origin; None where they cannot be counted."""
+    """FLOPs of one equation's matrix products; `stack` is that of Origin. None if they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
-        rows, other = (var.aval.shape for var in equation.invars if _is_float(var))
+        rows, other = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)  # how many are whose aside
         return round(load * grouped_flops(rows, other, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
@@ -194,11 +196,11 @@ def grouped_flops(rows: Sequence[int], other: Sequence[int], result: Sequence[in
 class Flops(NamedTuple):
     """FLOPs of matrix products in a step, of an average device.
 
-    `model` is 6 for each parameter in a matmul and token, and causal attention's; the next four are executed beside it.
-    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, rows that
-    fill blocks of an expert's, and whatever else layers multiply. `repeated`: what several devices do alike, or do in
-    vain. `recomputed`: forward passes run again in the backward pass. `waiting` is not executed, but could have been
-    while a tick lasts as long as its dearest rank.
+    `model` is 6 for each parameter of a matmul and token, plus causal attention. The next four are executed, too.
+    `masked`: scores that causality hides, or that a kernel recomputes. `padding`: padded heads and vocab, rows that pad
+    an expert's blocks, and other products of layers. `repeated`: work that several devices duplicate, or whose result
+    is unused. `recomputed`: forward work repeated in the backward pass. `waiting` is not executed: it is what a rank
+    could execute while it waits for others. A tick lasts as long as its slowest rank.
     """
 
     model: float
@@ -214,15 +216,15 @@ class Flops(NamedTuple):
         return sum(self) - self.waiting
 
     @property
-    def ceiling(self) -> float:
-        """The most that MFU can be: 1 where only the model's products are executed, and nobody waits."""
+    def mfu_ceiling(self) -> float:
+        """Upper limit of MFU: 1 if only the model's products are executed and no rank waits."""
         return self.model / sum(self)
 
 
 def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
     """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
 
-    `entries` are those of the vocab that are tokens, where some are not; rows that pad it never count as the model's.
+    `entries` is the number of tokens in the vocab, if smaller than the vocab; padding rows are not the model's.
     """
     tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
     counted = _countable(model)
@@ -237,7 +239,7 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
         model=useful,
         masked=masked,
         padding=alone - useful - on_one / devices,
-        # Blocks of scores are smaller where cp cuts seq, and hide less.
+        # Blocks of scores are smaller if cp shards seq, and fewer scores are masked.
         repeated=mean["forward"] + mean["backward"] - alone - (masked - on_one / devices),
         recomputed=mean["recompute"],
         waiting=_waiting(model, _layer(model, mean, tokens), seq),
@@ -245,14 +247,14 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
 
 
 def _countable(model: ShardedModel) -> ShardedModel:
-    """The model with countable attention: on an abstract mesh, cuDNN's kernels are traced as calls with known FLOPs."""
+    """The model with countable attention: an abstract mesh on which cuDNN's kernels are calls with known FLOPs."""
     if model.model.kernel != "cudnn":
         return model
     return model.replace(mesh=abstract_mesh(model.axis_sizes))
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
-    """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
+    """The model on a mesh of one device, without recomputation and without padded chunks of tokens."""
     pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none")
     loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
     layout = dataclasses.replace(model.layout, expert_chunk_tokens=0)
@@ -261,17 +263,17 @@ def _on_one_device(model: ShardedModel) -> ShardedModel:
 
 
 def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
-    """FLOPs by direction, of a device of each pipeline rank."""
+    """FLOPs by direction of one device of each pipeline rank."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [flops_by_direction(program, at=at, load=model.load) for at in places]
 
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
-    """FLOPs that attention's core takes on all devices, less those that are the model's."""
+    """FLOPs of attention's core on all devices, minus those of the model."""
     config, widths = model.model, (qk_width(model.model), model.model.d_head)
     causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
-    # Where all tokens of a row meet on one rank, heads are cut over context ranks, and no queries.
+    # If all tokens of a row are on one rank, context ranks shard heads instead of queries.
     shared = CONTEXTS[model.layout.context].meets != WHOLE
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
@@ -283,8 +285,8 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
 
 
 def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str, float]:
-    """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out: all ranks run
-    them at the same time."""
+    """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out, since all
+    ranks run them at the same time."""
     config, sizes = model.model, model.axis_sizes
     head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
     share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
@@ -297,7 +299,7 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str
 
 
 def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
-    """FLOPs that an average rank could execute while others in its ticks work."""
+    """FLOPs that an average rank could execute while it waits for others in its ticks."""
     schedule, layers = model.schedule, layers_of_stages(model, seq)
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():
@@ -306,7 +308,7 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 
 
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
-    """Layers of each stage, where one of a kind that computes more than an average layer counts as more than one."""
+    """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
     scores = scores_flops(model.model, seq) / model.model.layers
     stacks = matmul_parameters_by_stack(model.model, model.shapes)
     flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}

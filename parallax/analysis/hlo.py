@@ -1,6 +1,9 @@
-"""The compiler's program as text, read: optimised and scheduled HLO of the TPU, CPU and GPU backends.
+"""Parses the text of compiled programs: optimised and scheduled HLO of the TPU, CPU and GPU backends.
 
-Instructions stand in the order in which a device runs them. Shapes are of one device.
+Instructions are in the order in which a device runs them. Shapes are those on one device.
+
+Written here, since JAX's public API gives a compiled program as text, and its cost only as sums: not by instruction,
+loop or branch.
 """
 
 import functools
@@ -23,18 +26,18 @@ NAME = re.compile(r"%([\w.\-]+)")
 
 
 class Instruction(NamedTuple):
-    """One line. `rest` is all that follows the operands: what it calls, its metadata, the backend's own notes."""
+    """One line. `rest` is all text after the operands: called computations, metadata and the backend's annotations."""
 
     name: str
     kind: str
     shape: str
     operands: tuple[str, ...]
-    literal: str  # what stands between the parentheses, a constant's value
+    literal: str  # the text between the parentheses, a constant's value
     rest: str
     root: bool
 
     def attribute(self, name: str) -> str:
-        """The computation or word that `name=` gives, "" where there is none."""
+        """The value of `name=`, a computation or a word; "" if it is missing."""
         return self._note(rf"\b{name}=%?([\w.\-]+)")
 
     def _note(self, pattern: str) -> str:
@@ -52,28 +55,28 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The TPU compiler's estimate for this instruction; collectives, loops and kernels have none."""
+        """The TPU compiler's estimate for this instruction; None for collectives, loops and kernels."""
         found = self._note(r'"estimated_cycles":"(\d+)"')
         return int(found) if found else None
 
     @property
     def op_name(self) -> str:
-        """Where the traced program asked for it: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
+        """Its origin in the traced program: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
         return self._note(r'op_name="([^"]*)"')
 
     @property
     def chain(self) -> str:
-        """Of a collective in pieces, the number that its pieces share."""
+        """For a collective in several pieces, the number that its pieces share."""
         return self._note(r'chain_id="(\d+)"')
 
     @property
     def deduplicated_name(self) -> str:
-        """The instruction whose kernel it runs on a GPU, "" where that is its own."""
+        """The instruction whose kernel it reuses on a GPU; "" if it has its own."""
         return self._note(r'deduplicated_name="([^"]*)"')
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return self._note(r'custom_call_target="([^"]*)"')
 
 
@@ -83,7 +86,7 @@ class Computation(NamedTuple):
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose value it returns."""
         return next((one for one in self.instructions if one.root), self.instructions[-1])
 
     def find(self, name: str) -> Instruction | None:
@@ -98,10 +101,10 @@ class Module(NamedTuple):
     entry: str
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
-        """How often a while loop of this computation turns; None where it depends on data.
+        """Trip count of a while loop of this computation; None if unknown.
 
-        From the compiler's own note, or from the constants that its counter starts with, rises by (1 where the sum is
-        hidden in a fusion) and is compared with, which may stand in the fusion that compares.
+        It is read from XLA's annotation, or from the constant start, step and limit of the loop's counter. The step is
+        taken to be 1 if the sum is inside a fusion; the limit may be inside the fusion that compares.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
@@ -118,14 +121,14 @@ class Module(NamedTuple):
         return -(-(last - first) // _rise(body, int(counter.attribute("index"))))
 
     def _compared(self, name: str, test: Instruction, condition: Computation) -> Instruction | None:
-        """An operand of a comparison, which a condition makes itself or by a fusion."""
+        """An operand of the condition's comparison, which may be inside a fusion."""
         if test.kind != "fusion":
             return condition.find(name)
         one = self.computations[test.called[0]].find(name)
         return condition.find(test.operands[int(one.literal)]) if one.kind == "parameter" else one
 
     def _at_start(self, one: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
-        """What a condition reads, before the first turn: its own constant, or what the loop is started with."""
+        """A value that the condition reads before the first iteration: a constant, or an initial value of the loop."""
         if one is None or one.kind != "get-tuple-element":
             return one
         start = caller.find(loop.operands[0])
@@ -137,7 +140,7 @@ class Module(NamedTuple):
 
 
 def of_update(op_name: str) -> bool:
-    """Whether an operation belongs to the update of the parameters, and not to loss and gradients.
+    """Whether an operation belongs to the update of the parameters, not to loss and gradients.
 
     >>> of_update("jit(train_step)/update/while/body/dot_general"), of_update("jit(train_step)/shard_map/dot_general")
     (True, False)
@@ -146,7 +149,7 @@ def of_update(op_name: str) -> bool:
 
 
 def parse_hlo(text: str) -> Module:
-    """Read the text of a compiled program, as `Compiled.as_text()` gives it."""
+    """Parse the text of a compiled program, as returned by `Compiled.as_text()`."""
     computations, entry = {}, ""
     lines = iter(text.splitlines())
     for line in lines:
@@ -164,7 +167,7 @@ def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
 
 
 def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
-    """Instructions until the computation ends, with lines that go on in a next one: metadata of kernels does."""
+    """Instructions until the end of the computation; continued lines, as in metadata of kernels, are joined."""
     found, parts = None, []
     for line in lines:
         begins = INSTRUCTION_LINE.match(line)
@@ -180,7 +183,7 @@ def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
 
 
 def _closed(after: str) -> tuple[str, str]:
-    """What stands before the parenthesis that closes the operands, and what after it."""
+    """The text before and after the parenthesis that closes the operands."""
     depth = 1
     for at in re.finditer(r"[()]", after):
         depth += 1 if at[0] == "(" else -1
@@ -196,7 +199,7 @@ def _whole_number(one: Instruction | None) -> int | None:
 
 
 def _rise(body: Computation, at: int) -> int:
-    """By how much the counter, at this place of what a loop carries, rises in a turn; unrolled loops skip turns."""
+    """Increment of the counter at this index of the loop's state; it is more than 1 in unrolled loops."""
     sum_ = body.find(body.root.operands[at]) if body.root.kind == "tuple" else None
     if sum_ is None or sum_.kind not in ("add", "fusion"):
         return 1
@@ -204,14 +207,14 @@ def _rise(body: Computation, at: int) -> int:
 
 
 def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and dims of an array, or of all arrays of a tuple."""
+    """Dtype and dims of an array or of each array of a tuple."""
     found = ARRAY.findall(shape)
     return [(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found]
 
 
 @functools.cache
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array or of all arrays of a tuple, without what a layout pads.
+    """Bytes of an array or of all arrays of a tuple, without padding by the memory layout.
 
     >>> shape_bytes("(bf16[2,3]{1,0:T(8,128)}, pred[4], s32[])")
     20
@@ -225,7 +228,7 @@ def shape_bytes(shape: str) -> int:
 
 
 def float_dims(shape: str) -> list[tuple[int, ...]]:
-    """Dims of the arrays of floating point numbers in a shape.
+    """Dims of the floating point arrays in a shape.
 
     >>> float_dims("(bf16[2,3]{1,0}, s32[4])")
     [(2, 3)]
@@ -237,10 +240,10 @@ Groups = list[tuple[int, ...]]
 
 
 def groups_of(rest: str, devices: int) -> Groups:
-    """Devices that exchange something with each other, from an instruction's attributes.
+    """Groups of devices that communicate, from an instruction's attributes.
 
-    Reads lists `{{0,1},{2,3}}`, ranges `[2,2]<=[4]` and meshes `mesh['a'=2,'b'=2] {'b'}`; of a permutation each pair
-    is a group. Raises ValueError for a form that is not known.
+    Reads lists `{{0,1},{2,3}}`, ranges `[2,2]<=[4]` and meshes `mesh['a'=2,'b'=2] {'b'}`. Each pair of a permutation
+    is a group. Raises ValueError for an unknown form.
 
     >>> groups_of("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
     [(0, 2), (1, 3)]
@@ -262,7 +265,7 @@ def groups_of(rest: str, devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which members of a group differ, in mesh order.
+    """Mesh axes along which the members of a group differ, in mesh order.
 
     >>> axes_of([(0, 1), (2, 3)], {"dp": 2, "tp": 2})
     ('tp',)

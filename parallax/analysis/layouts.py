@@ -1,4 +1,4 @@
-"""The layouts that a sweep tries: mesh, microbatches, schedule, remat and the sharding policy."""
+"""Layouts that a sweep tries: mesh, microbatches, schedule, remat and sharding policy."""
 
 import dataclasses
 import itertools
@@ -18,14 +18,14 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.training.step import model_of
+from parallax.training.step import abstract_state, model_and_optimizer
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
-# Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
+# Stages per rank that are tried with "interleaved"; more stages send more and gain little.
 VIRTUAL = (2, 4)
-# Schedules of several ranks, and how many stages each rank has.
+# Schedules for several ranks, and the number of stages on each rank.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
-# Of the settings that a sweep varies, the section of the config.
+# The config section of each setting that a sweep varies.
 SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "ep", "tp"), "mesh") | {"prefetch": "fsdp"}
 SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
     @property
     def mesh(self) -> str:
-        """The mesh in short, pp·dp·tp, and behind it what cuts seq, and what cuts experts; and how, where it is said.
+        """The mesh in short: pp·dp·tp, then the axes that shard seq and experts, and the form of each if it is set.
 
         >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, cp=4, context="ring").mesh
         '1·4·1 cp=4 ring'
@@ -68,18 +68,18 @@ class Choice(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks data axes cut a parameter."""
+        """Number of ranks over which data axes shard a parameter."""
         return self.dp * self.cp * self.ep
 
     def applied(self, settings: Settings) -> Settings:
-        """The settings with this layout in place of their own."""
+        """The settings with this layout instead of their own."""
         for section in set(SECTION_OF.values()):
             values = {name: getattr(self, name) for name in self._fields if SECTION_OF[name] == section}
             settings = with_changes(settings, section, **values)
         return settings
 
     def variations(self, further: Sequence[str]) -> list["Choice"]:
-        """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
+        """Layouts that differ in one setting or in the sizes of two axes; `further` are axes besides pp, dp and tp."""
         changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMAT]
         changes += [{"microbatches": many} for many in (2 * self.microbatches, self.microbatches // 2) if many]
         names = ("policy", "exceptions", "prefetch")
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
         return [choice for change in changes if (choice := self._replace(**change)) != self]
 
     def flags_to(self, other: "Choice") -> list[str]:
-        """What to add to this layout's command line for another one."""
+        """Flags that turn this layout's command line into that of another one."""
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
         return [f"--config.{SECTION_OF[name]}.{name}={getattr(other, name)}" for name in changed]
 
@@ -105,21 +105,21 @@ def with_changes(settings: Settings, section: str, **changes: object) -> Setting
 
 
 def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
-    """Policies over so many data ranks with exceptions, and how many layers ahead weights are gathered, as far as it
-    makes a difference; tables are worth an exception where each rank of a pipeline would hold them whole."""
+    """Policies, exceptions and prefetch depths that make a difference on this many data ranks. An exception for tables
+    is worthwhile if each pipeline rank would hold them whole."""
     if ranks == 1:
         return [("zero3", "", 0)]
     return [*((policy, "", 0) for policy in POLICY_NAMES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """Every combination worth a try on so many devices, in the settings' replicas, legal or not."""
+    """Every combination worth trying on this number of devices, with the settings' replicas; some may not be legal."""
     replicas = settings.mesh.replica
     for cp, context in contexts(settings, devices // replicas):
         for ep in expert_ranks(settings.model, devices // replicas // cp):
             for pp, dp, tp in factorisations(devices // replicas // cp // ep):
                 rows_fit = settings.data.global_batch % (replicas * dp * ep) == 0
-                if rows_fit and _takes(settings.model, cp, tp, context):
+                if rows_fit and _context_fits(settings.model, cp, tp, context):
                     yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 
 
@@ -127,7 +127,7 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
     own = settings.pipeline.schedule, settings.pipeline.virtual
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
     for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp * ep)):
-        for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
+        for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all schedules are the same
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
@@ -135,8 +135,8 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
 
 
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
-    """The sizes of cp that are worth a try on so many devices, each with the forms of context parallelism: sizes over
-    1 only where the settings have context ranks, or fewer rows than there are devices."""
+    """Sizes of cp worth trying on this number of devices, each with the forms of context parallelism. Sizes above 1 are
+    tried only if the settings have context ranks, or fewer rows than there are devices."""
     found = [(1, settings.layout.context)]
     if settings.mesh.cp > 1 or settings.data.global_batch < settings.mesh.replica * devices:
         sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
@@ -145,7 +145,7 @@ def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
 
 
 def expert_ranks(model: ModelConfig, devices: int) -> list[int]:
-    """The sizes of ep that are worth a try on so many devices: where no layer has experts, it is dp by another name.
+    """Sizes of ep worth trying on this number of devices: only 1 if no layer has experts, since ep would act as dp.
 
     >>> expert_ranks(ModelConfig(layers=2, layers_of="moe*2", experts=12), 8), expert_ranks(ModelConfig(), 8)
     ([1, 2, 4], [1])
@@ -153,7 +153,7 @@ def expert_ranks(model: ModelConfig, devices: int) -> list[int]:
     return [ep for ep in divisors(devices) if model.experts % ep == 0] if "moe" in model.kinds else [1]
 
 
-def _takes(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
+def _context_fits(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
     try:
         check_context(model, context, {"cp": cp, "tp": tp})
     except ConfigError:
@@ -162,29 +162,29 @@ def _takes(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
 
 
 def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
-    """The settings with every mesh axis a number; ConfigError where these are not the topology's devices."""
+    """The settings with a number for every mesh axis; ConfigError if these do not fit the topology's devices."""
     simulate = topology.devices if topology.shared else 0
     return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate)
 
 
 def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
-    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a topology, or that the
-    topology's chips run the attention kernel at no known speed."""
+    """The model on an abstract mesh. A ParallaxError says why the layout is not legal on a topology, or that the speed
+    of the attention kernel on its chips is unknown."""
     kernel, chip = settings.model.kernel, topology.chip
     check_kernel_on(settings.model, chip.platform, chip.name)
     if chip.platform in ATTENTION_KERNELS[kernel].interpreted:
         raise ConfigError(
-            f"model.kernel={kernel!r} is interpreted on {chip.platform.upper()}s, at a speed that no plan knows; "
+            f"model.kernel={kernel!r} is interpreted on {chip.platform.upper()}s, so no plan knows its speed; "
             "use kernel='xla', or --topology for chips that have it."
         )
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
-    model = model_of(settings, mesh)
-    model.check_batch(settings.data.global_batch, settings.data.seq)
+    model, tx = model_and_optimizer(settings, mesh)
+    abstract_state(model, tx)  # for its checks
     return model
 
 
 def build_if_legal(settings: Settings, topology: Topology) -> ShardedModel | None:
-    """The model, or None where the layout is not legal."""
+    """The model, or None if the layout is not legal."""
     try:
         return model_on_topology(settings, topology)
     except ParallaxError:

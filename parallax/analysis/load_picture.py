@@ -1,4 +1,4 @@
-"""The load of experts in SVG: the largest of each layer by step, and of some steps a map of layers by experts."""
+"""The load of experts as SVG: the largest load of each layer by step, and maps of layers by experts for some steps."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.run_files import number_of
 from parallax.runtime.svg import TIP, svg
 
-MAPS = 4  # steps that are drawn, the first and the last among them
-WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points
+MAPS = 4  # number of steps that are drawn, including the first and the last
+PICTURE_WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points
 # Blue, white and vermilion, of Okabe and Ito: no load, an even one, STRONGEST or more.
 COLOURS = ("#0072b2", "#f4f4f4", "#d55e00")
 STRONGEST = 3.0
-MOST_NAMES, MOST_TIPS = 8, 1000  # layers that are named, and cells that are while the mouse is on them
+MOST_NAMES, MOST_TIPS = 8, 1000  # most layers with labels, and most cells with tooltips
 
 
 def load_picture(rows: Sequence[dict[str, Any]]) -> str:
@@ -21,7 +21,7 @@ def load_picture(rows: Sequence[dict[str, Any]]) -> str:
 
     A load is an expert's share of its layer's choices times the number of experts: 1 is even.
 
-    Raises ConfigError where no row has "experts/shares", or what stands there are no numbers.
+    Raises ConfigError if no row has "experts/shares", or if its values are not numbers.
     """
     tables = [row for row in rows if _is_table(row.get("experts/shares"), row.get("experts/layers"))]
     if not tables:
@@ -41,12 +41,17 @@ def load_picture(rows: Sequence[dict[str, Any]]) -> str:
         axes.set_xlabel("step", loc="left")
         axes.set_title("largest load of an expert, times even", loc="left")
         axes.legend(frameon=False)
-        width = (WIDTH - (len(shown) - 1) * 14) / len(shown)
+        width = (PICTURE_WIDTH - (len(shown) - 1) * 14) / len(shown)
         for at, row in enumerate(shown):
-            place = (at * (width + 14) / WIDTH, -(MAP_HEIGHT + GAP) / HEIGHT, width / WIDTH, MAP_HEIGHT / HEIGHT)
+            place = (
+                at * (width + 14) / PICTURE_WIDTH,
+                -(MAP_HEIGHT + GAP) / HEIGHT,
+                width / PICTURE_WIDTH,
+                MAP_HEIGHT / HEIGHT,
+            )
             _map(axes.inset_axes(place), row, named=at == 0)
 
-    return svg(draw, WIDTH, HEIGHT)
+    return svg(draw, PICTURE_WIDTH, HEIGHT)
 
 
 def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:
@@ -78,7 +83,7 @@ def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:
 
 
 def _is_table(shares: Any, layers: Any, experts: int | None = None) -> bool:
-    """Whether these are as many lists as layers, equally long, of finite numbers: a file may hold anything."""
+    """Whether `shares` has a list of finite numbers for each layer, all of one length: the file may hold anything."""
     if not isinstance(shares, list) or not isinstance(layers, list) or not 0 < len(shares) == len(layers):
         return False
     if not all(isinstance(own, list) and own and len(own) == (experts or len(shares[0])) for own in shares):

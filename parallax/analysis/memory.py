@@ -1,8 +1,8 @@
-"""Memory of a device: exact for what a step is given, and for the rest the most that its traced program holds at once.
+"""Memory of a device: exact for a step's arguments; for the rest, the most that its traced program holds at once.
 
-What an operation writes takes memory until its last reader has run. Elementwise operations, slices and broadcasts are
-fused into whatever reads them and write nothing, but for expensive ones with several readers and for what a loop, a
-kernel or a collective reads. Loops carry in place, and branches hand on in place what they do not change.
+The result of an operation takes memory until its last reader has run. Elementwise operations, slices and broadcasts are
+fused into their readers and write nothing, except for expensive ones with several readers and those that a loop, a
+kernel or a collective reads. Loops update their state in place, and branches pass unchanged values on in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAME_BYTES = {
     "pvary", "pcast", "copy", "stop_gradient", "optimization_barrier", "layout_constraint", "name", "reshape",
     "squeeze", "expand_dims", "bitcast_convert_type",
 }
-# Fused into each reader, unless there are several.
+# Fused into its reader, if there is only one.
 EXPENSIVE = {
     "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "div", "rem", "pow", "erf",
     "sin", "cos", "tan",
@@ -48,24 +48,24 @@ FUSED = EXPENSIVE | SAME_BYTES | {
 }
 # fmt: on
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
-# They compute on the way what they read; device_put among them, which gives room in host memory its zeros.
+# Operands are computed while they are read. device_put is one of them: it fills buffers in host memory with zeros.
 FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin", "device_put"}
 REDUCTION = "reduce_"
-# Of what ticks carry, by its field; the rest are pipeline buffers.
+# Components of the ticks' state by field; other fields are pipeline buffers.
 WAITING = "in host memory"
 STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
-NOTHING, WEIGHTS, DATA = range(3)  # what a value is made of: neither, parameters alone, the batch
-END = 1 << 60  # the number of what comes after all operations
+NOTHING, PARAMETERS, DATA = range(3)  # inputs that a value depends on: none, only parameters, the batch
+END = 1 << 60  # an index after all operations
 
 
 class Memory(NamedTuple):
-    """Bytes of a device at the moment of a step when they are most: the sum is the predicted peak.
+    """Bytes on a device at the peak of a step, by component; their sum is the predicted peak.
 
-    `gradients` are summed over microbatches, and those of a layer before they are. `gathered_weights` are copies in
-    the compute dtype: of a layer at a time or of all once a step. `saved_activations` are residuals, as many
-    microbatches as the schedule has slots; `pipeline_buffers` messages, and what enters the first stage and leaves the
-    last. `working_activations` are those of the layer or, with remat="stage", of the stage that runs, and their
-    gradients; `logits` those of a chunk of tokens, and their gradients.
+    `gradients` are the sums over microbatches, and those of a layer before they are added. `gathered_weights` are
+    copies in the compute dtype: of one layer at a time, or of all layers once a step. `saved_activations` are
+    residuals, for as many microbatches as the schedule has slots. `pipeline_buffers` are messages, inputs of the first
+    stage and outputs of the last. `working_activations` are those of the running layer (with remat="stage", stage) and
+    their gradients; `logits` are those of a chunk of tokens, and their gradients.
     """
 
     parameters: int
@@ -85,7 +85,7 @@ class Memory(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Bytes of host memory that a device has between steps, and of residuals during one."""
+    """Bytes of host memory used by a device between steps, and by its residuals during a step."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -117,27 +117,27 @@ def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:
-    """What a step holds on an accelerator; `opt_state` is a tree of ShapeDtypeStruct with shardings.
+    """Memory of a step on an accelerator; `opt_state` is a tree of ShapeDtypeStruct with shardings.
 
-    The update of the parameters is taken to be in place, and so never to hold more than the passes did.
+    The update of the parameters is assumed to be in place, and so never to need more memory than the passes.
     """
     traced = step_program(model, global_batch, seq).jaxpr
     (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
     program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))
-    kinds = dict.fromkeys(traced.invars[:params], WEIGHTS) | dict.fromkeys(traced.invars[params:], DATA)
+    kinds = dict.fromkeys(traced.invars[:params], PARAMETERS) | dict.fromkeys(traced.invars[params:], DATA)
     made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
     held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
     on_host = (row.memory == HOST for row in jax.tree.leaves(model.plan.rows))
     waiting = {var for var, waits in zip(traced.invars, on_host) if waits}
     inputs = zip(mapped.invars, program.inputs)
-    held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == WEIGHTS and var not in waiting)
+    held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == PARAMETERS and var not in waiting)
     held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)
     held["optimizer"] = bytes_on_device(opt_state)
     return Memory(**{name: held[name] for name in Memory._fields})
 
 
 def bytes_on_device(tree: Any, *, memory: str = DEVICE) -> int:
-    """Bytes of each device's pieces in this memory of a tree of arrays, or of ShapeDtypeStruct with shardings."""
+    """Bytes on each device, in this memory, of a tree of arrays or of ShapeDtypeStruct with shardings."""
     here = (x for x in jax.tree.leaves(tree) if rests_on_host(x.sharding) == (memory == HOST))
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
@@ -148,7 +148,7 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
 
 
 def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
-    """The same with the bytes of each; the component of what is in host memory is WAITING."""
+    """The same with the bytes of each; the component of arrays in host memory is WAITING."""
     found: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
@@ -168,7 +168,7 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an operation makes or a program takes, as a device has it."""
+    """A result of an operation or an input of a program, as on one device."""
 
     shape: tuple[int, ...]
     bytes: int
@@ -190,7 +190,7 @@ class Op:
     loop: Loop | None = None
 
     def reads_from_memory(self, at: int) -> bool:
-        """Whether operand `at` is read from memory, and not computed on the way; a loop may begin with a constant."""
+        """Whether operand `at` is read from memory, not fused; a loop may start from a constant."""
         if self.loop:
             return not self.loop.consts <= at < self.loop.consts + self.loop.carried
         return self.name not in FUSES_OPERANDS and not self.name.startswith(REDUCTION)
@@ -206,7 +206,7 @@ class Program:
 
 
 def flat(program: ClosedJaxpr) -> Program:
-    """A traced program, and those in it, each as one list of operations that something needs."""
+    """A traced program and its inner programs, each as one list of operations whose results are used."""
     inputs, ops = [Value.of(var.aval) for var in program.jaxpr.invars], []
     outputs = _inline(program, inputs, ops)
     return Program(inputs, ops, outputs)
@@ -234,10 +234,10 @@ def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> 
 
 
 class Buffers:
-    """Which values of a program are written to memory, in whose place each lies, and who reads it last.
+    """Which values of a program are written to memory, which buffer each uses, and who reads it last.
 
-    `home` is the value in whose memory another one lies, None where it is in none. `sources` are the values in memory
-    from which one is computed.
+    `home` maps a value to the value whose buffer it uses, None if it is not in memory. `sources` are the values in
+    memory from which it is computed.
     """
 
     def __init__(self, program: Program, buffers_of: Callable[[Program], Buffers]):
@@ -256,12 +256,12 @@ class Buffers:
         }
 
     def passed_on(self, output: int) -> int | None:
-        """The number of the input in whose place an output lies."""
+        """Index of the input whose buffer an output reuses."""
         home = self.home.get(self.program.outputs[output])
         return self.program.inputs.index(home) if home in self.program.inputs else None
 
     def _fused_but_written(self) -> set[Value]:
-        """Results of operations that could be fused, but that something needs in memory, or that cost too much."""
+        """Results of operations that could be fused, but are needed in memory or too expensive to compute twice."""
         written: set[Value] = set()
         needed: set[Value] = set()
         readers: dict[Value, set] = defaultdict(set)
@@ -296,7 +296,7 @@ class Buffers:
             self.home[value], self.sources[value] = home, frozenset([home])
 
     def _continued(self, op: Op, output: int) -> Value | None:
-        """The operand in whose place an output lies."""
+        """The operand whose buffer an output reuses."""
         if op.name in IN_PLACE:
             return op.ins[0]
         if op.loop:
@@ -306,35 +306,35 @@ class Buffers:
 
 
 class Liveness:
-    """Finds the moment when a program holds most, and what it holds then, by component."""
+    """Finds the peak of a program's memory, and its components at that moment."""
 
     def __init__(self, model: ShardedModel, state: list[tuple[tuple[int, ...], str]], inputs: dict[Value, int]):
-        """`state` is what ticks carry, see `carried_by_ticks`; `inputs` say what each input is made of."""
+        """`state` is the ticks' state, see `carried_by_ticks`; `inputs` say what each input depends on."""
         vocab = model.model.padded_vocab
         self.columns, self.state, self.inputs = {vocab, vocab // model.axis_sizes["tp"]}, state, inputs
-        # Residuals that no tick leaves to another are in no loop's state.
+        # Residuals that are used in the tick that writes them are not part of a loop's state.
         of_a_tick = not model.carries_residuals
         self.residuals = {shape for shape, component in state if of_a_tick and component == "saved_activations"}
-        weights = (value.shape for value, kind in inputs.items() if kind == WEIGHTS)
+        weights = (value.shape for value, kind in inputs.items() if kind == PARAMETERS)
         self.weight_shapes = {shape for whole in weights for shape in (whole, whole[1:])}
         self.named: dict[Value, str] = {}
         self.buffers_of, self.inside = cache(lambda program: Buffers(program, self.buffers_of)), cache(self._inside)
 
     def peak(self, program: Program) -> Counter:
-        """Bytes at the peak of a step, inputs left out."""
+        """Bytes at the peak of a step, without inputs."""
         for op in program.ops:
             self.named |= self._names_of_state(op)
         return self._run(program, [self.inputs[value] for value in program.inputs], given=set())[0]
 
     def _names_of_state(self, op: Op) -> dict[Value, str]:
-        """The components of what a loop carries if that is the ticks' state, or some of it in the same order."""
+        """Components of a loop's state if it is the ticks' state, or a part of it in the same order."""
         names, rest = {}, iter(self.state)
         for value in op.outs[: op.loop.carried] if op.loop else ():
             names[value] = next((component for shape, component in rest if shape == value.shape), None)
         return {} if None in names.values() else names
 
     def _inside(self, program: Program, made_of: tuple[int, ...]) -> tuple[Counter, list[int]]:
-        """Of a body or a branch: the peak besides its inputs and outputs, and what the outputs are made of."""
+        """For a body or a branch: its peak without inputs and outputs, and what the outputs depend on."""
         home = self.buffers_of(program).home
         return self._run(program, made_of, given={home.get(value) for value in program.outputs})
 
@@ -355,7 +355,7 @@ class Liveness:
         return most, [kinds.get(value, NOTHING) for value in program.outputs]
 
     def _inner(self, op: Op, made_of: list[int]) -> tuple[Counter, list[int]]:
-        """What the programs of an operation hold at most, and what its outputs are made of."""
+        """Peak of an operation's inner programs, and what its outputs depend on."""
         if op.loop:
             first, last = op.loop.consts, op.loop.consts + op.loop.carried
             while True:
@@ -374,7 +374,7 @@ class Liveness:
             return self.named[value]
         if value.shape in self.residuals:
             return "saved_activations"
-        if made_of == WEIGHTS:
+        if made_of == PARAMETERS:
             self.weight_shapes.add(value.shape)
             return "gathered_weights"
         if value.shape in self.weight_shapes:

@@ -1,4 +1,4 @@
-"""Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
+"""Plans: predicted memory and time of a step on chips that need not be present, helpful changes, and comparisons."""
 
 import contextlib
 import dataclasses
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from parallax.analysis.devices import matmul_lines
+from parallax.analysis.devices import fastest_matmul, matmul_lines
 from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, settings_on_topology, with_changes
 from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
 from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
-from parallax.config.sections import MATMULS, STATE_DTYPES
+from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
@@ -44,12 +44,12 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the model's mathematics over what the chips could do in that time."""
+        """Model FLOPs over what the chips could compute in that time."""
         return self.estimate.mfu
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the chip that holds most."""
+        """Peak bytes of the fullest chip."""
         return self.estimate.peak_bytes
 
     @property
@@ -63,12 +63,12 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by what they go to; their sum is `secs`."""
+        """Seconds of a step by purpose; their sum is `secs`."""
         return analytic_parts(self.estimate)
 
     @property
     def layout(self) -> Choice:
-        """What of the settings a sweep varies: mesh, microbatches, schedule, remat and the sharding policy."""
+        """The settings that a sweep varies: mesh, microbatches, schedule, remat and the sharding policy."""
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
@@ -82,8 +82,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
-    """Plans for one topology, the fastest first. It prints as a table, * on the Pareto front of memory and time, > the
-    first of those that were given; notebooks draw it. What does not fit is named below the table."""
+    """Plans for one topology, fastest first. It prints as a table: * marks the Pareto front of memory and time, > the
+    first plan that was given. Notebooks draw it. Plans that do not fit are named below the table."""
 
     name: str
     own: Choice
@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def front(self) -> list[Choice]:
-        """Layouts than which no other here is faster in as little memory."""
+        """Layouts on the Pareto front of memory and time."""
         return front(self._rows)
 
     @property
@@ -111,9 +111,10 @@ class Comparison:
 
 
 def plan(settings: Settings, topology: str | Topology, *, name: str = "step") -> Plan:
-    """The step of these settings on `topology`, as "v5p:4x4x4" or "H100:8"; nothing is compiled, no device needed.
+    """Plan the step of these settings on `topology`, as "v5p:4x4x4" or "H100:8". Nothing is compiled, and no device is
+    needed.
 
-    Raises ConfigError where the topology is unknown, or where mesh or layout are not legal there.
+    Raises ConfigError if the topology is unknown, or if mesh or layout are not legal on it.
     """
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
@@ -122,17 +123,17 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
 
 
 def compare_plans(plans: Sequence[Plan]) -> Comparison:
-    """Plans side by side; the first is the one that the others are compared with.
+    """Compare plans with the first one.
 
-    Raises ConfigError where there is none, or where they are for different places.
+    Raises ConfigError without plans, or if they are for different topologies.
     """
     if not plans:
-        raise ConfigError("there is no plan to compare; give at least one")
+        raise ConfigError("there are no plans to compare; give at least one")
     first = plans[0]
     other = next((plan for plan in plans if plan.topology != first.topology), None)
     if other:
         raise ConfigError(
-            f"plans for {first.topology.name} and {other.topology.name} cannot be compared; plan for one place"
+            f"plans for {first.topology.name} and {other.topology.name} cannot be compared; plan for one topology"
         )
     ordered = sorted(plans, key=lambda plan: plan.secs)
     fitting = tuple(plan for plan in ordered if plan.fits)
@@ -140,11 +141,11 @@ def compare_plans(plans: Sequence[Plan]) -> Comparison:
 
 
 CHANGES_SHOWN = 6
-LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares below which a change is none
+LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 
 
 class Change(NamedTuple):
-    """Flags to add to the command, and what they do: bytes of a chip, and a share of the step's time."""
+    """Flags to add to the command and their effect: bytes of a chip, and a share of the step's time."""
 
     flags: str
     bytes: int
@@ -154,10 +155,10 @@ class Change(NamedTuple):
 def helpful_changes(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Change]:
-    """The changes that save time or memory; those first that save most time and fit, then those that save memory.
+    """Changes that save time or memory: first those that fit, by time saved, then those that save memory.
 
-    Of a step that does not fit, those that make it fit, the fastest first, and then those that come nearest. `show` is
-    told how many of how many are priced.
+    If the step does not fit: first those that make it fit, fastest first, then those that come nearest. `show` is
+    called with the number of changes priced so far and the number of all.
     """
     found = list(_priced(settings, topology, now, show))
     room, by_secs, by_bytes = topology.chip.usable_bytes - now.peak_bytes, attrgetter("secs"), attrgetter("bytes")
@@ -165,8 +166,8 @@ def helpful_changes(
         smaller = sorted((change for change in found if change.bytes < 0), key=by_bytes)
         enough = sorted((change for change in smaller if change.bytes <= room), key=by_secs)
         return (enough + [change for change in smaller if change.bytes > room])[:CHANGES_SHOWN]
-    faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
-    smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
+    faster = [change for change in found if change.secs < -LEAST_SPEEDUP and change.bytes <= room]
+    smaller = [change for change in found if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     return sorted(faster, key=by_secs)[:most] + sorted(smaller, key=by_bytes)[:least]
@@ -175,21 +176,21 @@ def helpful_changes(
 def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
-    tried = list(neighbours(settings, topology))
+    tried = list(single_changes(settings, topology))
     for done, (flags, changed) in enumerate(tried):
         show(done, len(tried))
         model = build_if_legal(changed, topology)
         if model is None:
             continue
-        with contextlib.suppress(ConfigError):  # of an optimizer that cannot keep these parameters so
+        with contextlib.suppress(ConfigError):  # an optimizer may not support this for these parameters
             then = predict_of(model, changed, topology)
             if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
                 yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
-def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
-    """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
-    that the topology's chips run, not those that they interpret."""
+def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
+    """Settings that differ in one key, legal or not, with the flags for them. Attention kernels are those that the
+    topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
     further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
     for choice in own.variations(further):
@@ -207,7 +208,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     changes = [("loss", {"chunk_tokens": chunk})] if chunk else []
     for section, values in (*changes, *_narrower(settings, topology), *_on_host(settings, topology)):
         flags = shlex.join(f"--config.{section}.{name}={value}" for name, value in values.items())
-        with contextlib.suppress(ConfigError):  # of values that do not go with others of the section
+        with contextlib.suppress(ConfigError):  # a value may not be allowed with others of the section
             yield flags, with_changes(settings, section, **values)
 
 
@@ -215,8 +216,8 @@ Values = tuple[str, dict[str, Any]]  # a section, and other values of keys in it
 
 
 def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
-    """What may be in fewer bits: states, parameters, weights that travel, operands of products. Of products those that
-    the chip makes fastest, where these are faster than others."""
+    """Values in fewer bits: states, parameters, weights that are sent, operands of products. For products the dtype
+    that is fastest on the chip, if it is faster than the others."""
     optimizer, own = settings.optimizer, Choice.of(settings)
     now = {"m_dtype": optimizer.m_dtype, "v_dtype": optimizer.v_dtype}
     for dtype in STATE_DTYPES:
@@ -227,7 +228,7 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
         yield "optimizer", {"weights_dtype": "bfloat16"}
     if settings.fsdp.gather_dtype == "compute" and own.data_ranks > 1:
         yield "fsdp", {"gather_dtype": "int8"}
-    fastest = max(MATMULS, key=topology.chip.matmul_speed)
+    fastest = fastest_matmul(topology.chip)
     if settings.model.matmul == "compute" != fastest:
         yield "model", {"matmul": fastest}
     elif settings.model.matmul != "compute" == settings.model.matmul_residuals:
@@ -235,7 +236,7 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
 
 
 def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
-    """What may be in host memory, where the chip's link to it is known."""
+    """Values that may be in host memory, if the speed of the chip's link to it is known."""
     keys = [("optimizer", "states_on"), ("optimizer", "masters_on"), ("pipeline", "residuals_on")]
     for section, key in keys if topology.chip.host_bandwidth else ():
         if getattr(getattr(settings, section), key) != HOST:
@@ -243,7 +244,7 @@ def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
-    """How tokens come to experts of other ranks; "" where none do."""
+    """How tokens are sent to experts of other ranks; "" if none are."""
     model, ranks = settings.model, settings.mesh.ep
     if "moe" not in model.kinds or ranks == 1:
         return ""
@@ -254,7 +255,7 @@ JAX_TAKES = 0.75  # of a GPU's memory
 
 
 def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
-    """What is planned, and where."""
+    """The planned settings and the topology."""
     mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
     data, pipeline = settings.data, settings.pipeline
     ranks = math.prod(getattr(settings.mesh, axis) for axis in BATCH_AXES)
@@ -265,7 +266,7 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
     lines = [
-        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
+        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}" + " core" * (topology.chip.cores > 1),
         f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
         f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         *_mixture_lines(settings, topology),
@@ -276,9 +277,9 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
 
 
 def dtype_lines(settings: Settings) -> Iterator[str]:
-    """What is kept in fewer bits than float32 between steps, what travels in 8 bits, and what is in host memory."""
+    """Arrays in fewer bits than float32 between steps, arrays sent in 8 bits, and arrays in host memory."""
     if settings.fsdp.gather_dtype != "compute":
-        yield f"matrices of layers travel in {settings.fsdp.gather_dtype}"
+        yield f"matrices of layers are sent in {settings.fsdp.gather_dtype}"
     optimizer = settings.optimizer
     where = {"residuals": settings.pipeline.residuals_on, "m and v": optimizer.states_on}
     where |= {"weights between steps": optimizer.masters_on}
@@ -290,7 +291,7 @@ def dtype_lines(settings: Settings) -> Iterator[str]:
 
 
 def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> Iterator[str]:
-    """A step with products in 8 bits beside the same without."""
+    """Compares the step with products in 8 bits and the same without."""
     if settings.model.matmul == "compute":
         return
     plain = with_changes(settings, "model", matmul="compute", matmul_residuals="compute")
@@ -304,7 +305,7 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
 
 
 def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
-    """Of a mixture, how many experts a token goes to, and how it comes to those of other ranks."""
+    """For a mixture, the number of experts of a token, and how it is sent to those of other ranks."""
     model, chunk, exchange = settings.model, settings.layout.expert_chunk_tokens, _exchange(settings, topology)
     if "moe" not in model.kinds:
         return
@@ -321,14 +322,14 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     usable = topology.chip.usable_bytes
     fits = "fits" if peak_bytes <= usable else "does not fit"
     share = percent(peak_bytes / usable)
-    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
+    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a {topology.chip.unit}, {share} ({who})"
     if topology.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
-        said += f"\nJAX takes {in_bytes(JAX_TAKES * usable)} if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+        said += f"\nJAX reserves {in_bytes(JAX_TAKES * usable)} by default: XLA_CLIENT_MEM_FRACTION=0.95"
     return said
 
 
 def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]:
-    """A predicted step: whether it fits, its memory by component, the largest first, and its time by parts."""
+    """A predicted step: whether it fits, its memory by component, largest first, and its time by parts."""
     yield from verdict(found.peak_bytes, topology, "predicted").splitlines()
     yield f"MFU {percent(found.mfu)} (analytic)"
     yield ""
@@ -337,7 +338,7 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
     shares = [size / found.peak_bytes for _, size in parts]
     rows = [[name, in_bytes(size), percent(share)] for (name, size), share in zip(parts, shares)]
     bars = [[("predicted", share)] for share in shares]
-    yield Table(["memory of a chip", "predicted", "of the peak"], rows, 1, bars)
+    yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
     yield time_parts(analytic_parts(found), found.secs)
     name, size = parts[0]
@@ -349,7 +350,7 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
 
 
 def host_lines(found: Estimate, topology: Topology) -> Iterator[str]:
-    """What waits in host memory, whether there is room, and whether the step waits for the link to it."""
+    """Use of host memory, whether it fits, and whether the step waits for the link to it."""
     if not found.host_bytes:
         return
     chip = topology.chip
@@ -357,7 +358,7 @@ def host_lines(found: Estimate, topology: Topology) -> Iterator[str]:
         yield f"host memory: {in_bytes(found.host_bytes)}; the link of {chip.name} to its host is not known"
         return
     fits = "" if found.host_bytes <= chip.host_bytes else ", which does not fit"
-    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a chip{fits}"
+    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
     rate = f"{in_bytes(found.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
     yield f"{rate}; " + (f"the step waits {found.link_secs:.3f} s" if found.link_secs else "the step does not wait")
 
@@ -366,7 +367,7 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
     """The parts of a predicted step, with their names."""
     return {
         "work of the model": found.work_secs - found.recompute_secs,
-        "work done again": found.recompute_secs,
+        "recomputed work": found.recompute_secs,
         **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
         "bubble of the pipeline": found.bubble_secs,
         "update": found.update_secs,
@@ -375,7 +376,7 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
 
 
 def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
-    """What the compiler says of a step."""
+    """The compiler's figures for a step."""
     if made.refused:
         yield f"does not fit: the compiler says {made.refused}"
         return
@@ -393,14 +394,14 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
 
 
 def sent_table(sent: Sequence[Overlap]) -> Iterator[str]:
-    """What becomes of a compiled step's collectives."""
+    """Collectives of a compiled step, with the shares that are asynchronous and hidden."""
     shares = lambda row: (percent(row.asynchronous), percent(row.hidden))  # noqa: E731
     rows = [[f"{row.axes} {row.kind}", f"{row.calls:,.0f}", in_bytes(row.bytes), *shares(row)] for row in sent]
     yield from text_table(["a GPU sends", "calls", "bytes", "asynchronous", "hidden"], rows, left=1)
 
 
 def rests_on(topology: Topology) -> dict[str, str]:
-    """What each figure of a step that was compiled for GPUs rests on."""
+    """How each figure of a step that was compiled for GPUs is determined."""
     chip = topology.chip
     links = f"{chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host"
     network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * (topology.devices > topology.shape[-1])
@@ -414,18 +415,18 @@ def rests_on(topology: Topology) -> dict[str, str]:
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:
-    """What each change of one setting would do, by the analytic plan."""
+    """The effect of each single change, by the analytic plan."""
     rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"] for change in found]
     yield from text_table(["what would change it, each alone", "memory", "step"], rows, left=1)
 
 
-TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and in it of a set of parts
+TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
 
 
 def sweep_table(
     rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
-    """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
+    """One line for each layout: * marks the Pareto front of memory and time, > the config's own."""
     rows = list(rows)
     cut, experts = (any(getattr(choice, axis) > 1 for choice, _ in rows) for axis in ("cp", "ep"))
     mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
@@ -447,7 +448,7 @@ def sweep_table(
 
 
 def sets_table(sets: Sequence[PricedLayout], own: Choice) -> Iterator[str]:
-    """The Pareto front of memory and time over `pipeline.remat` alone, > the config's own, which may lie behind it."""
+    """The Pareto front of memory and time over `pipeline.remat` alone; > marks the config's own, even off the front."""
     marked = front(sets)
     now = next((row.estimate for row in sets if row.choice == own), None)
     rows = []
@@ -483,7 +484,7 @@ def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[
 
 
 def passed_over_line(search: Sweep) -> str:
-    """How many layouts were priced, and why others were not."""
+    """Number of layouts that were priced, and the reasons why others were not."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
 

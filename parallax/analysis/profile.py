@@ -1,4 +1,8 @@
-"""Where the time of traced steps went, from a trace of JAX's profiler: modules, collectives, idle time."""
+"""Time of traced steps by module, collective and idle time, from a trace of JAX's profiler.
+
+JAX's `ProfileData` reads the file. Written here is which module or collective an event belongs to: that takes the
+compiled and the traced program.
+"""
 
 import dataclasses
 import json
@@ -14,17 +18,17 @@ from jax.profiler import ProfileData
 from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, CommandBuffers, library_of
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
-from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
+from parallax.analysis.render import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.runtime.errors import DataError
 from parallax.runtime.files import read_object
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.runtime.units import percent
 
 XPLANE = "*.xplane.pb"
-STEP = "train"  # the span of a step's dispatch, which has its number
+STEP = "train"  # the span of a step's dispatch, which holds the step's number
 CONTROL = tuple(kind for kind in NO_COMPUTE if kind not in COLLECTIVES)
-DEVICE = re.compile(r"/device:\w+:(\d+)")
-# How NVIDIA's library and the operations of a program without its text call what they send.
+DEVICE_PLANE = re.compile(r"/device:\w+:(\d+)")
+# Names of collectives in NVIDIA's library and in programs whose text is missing.
 NAMED = {"allgather": "all-gather", "allreduce": "all-reduce", "reducescatter": "reduce-scatter"}
 NAMED |= {"alltoall": "all-to-all", "sendrecv": "permute", "collectivepermute": "permute", "ppermute": "permute"}
 NAMED |= {"psum": "all-reduce"}
@@ -32,8 +36,8 @@ OTHERS = "other programs"
 
 
 class About(NamedTuple):
-    """What an operation does: its part of the model, of a collective its kind and axes; whether it is a collective, and
-    whether it is a product."""
+    """Description of an operation: its part of the model or, for a collective, kind and axes; whether it is a
+    collective, and whether it is a product."""
 
     module: str
     collective: bool
@@ -49,7 +53,7 @@ class Operation(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What each device did in the traced steps, by number, from 0 to `secs`, their wall time."""
+    """Operations of each device, by its number, in the traced steps; times go from 0 to `secs`, the wall time."""
 
     name: str
     devices: dict[int, list[Operation]]
@@ -61,8 +65,8 @@ class Trace(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A compiled program: its name, as a trace calls it, what its operations do, by name, None of what only runs
-    others, and those in its command buffers."""
+    """A program in a trace: its name, its operations by name (None for those that only contain others), and its command
+    buffers."""
 
     name: str
     known: dict[str, About | None]
@@ -70,7 +74,7 @@ class Traced(NamedTuple):
 
     @staticmethod
     def of(text: str, mesh: dict[str, int]) -> "Traced":
-        """Of its text; without one, of no operations."""
+        """Read its text; if it is empty, there are no operations."""
         program = parse_hlo(text)
         instructions = [one for home in program.computations.values() for one in home.instructions]
         head = re.match(r"HloModule ([^\s,]+)", text)
@@ -96,21 +100,21 @@ def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
 
 
 def read_traces(path: Path) -> Trace:
-    """The newest trace in a run's folder, or that of a folder or file of the profiler; processes are put together.
+    """The newest trace in a run's folder, or in a folder or file of the profiler; processes are merged.
 
     Raises:
-        DataError: there is none, or it has no operation of a device.
+        DataError: there is no trace, or it has no operations of a device.
     """
     files = trace_files(path)
     traces = [_read(file) for file in files]
     devices = {number: ran for trace in traces for number, ran in trace.devices.items()}
     if not devices:
-        raise DataError(f"{files[0]} has no operation of a device; trace steps with train.profile_steps=FIRST:LAST")
+        raise DataError(f"{files[0]} has no operations of a device; trace steps with train.profile_steps=FIRST:LAST")
     return traces[0]._replace(devices=dict(sorted(devices.items())), secs=max(trace.secs for trace in traces))
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The profiler's file of each process of one trace, the newest below `path`; DataError where there is none."""
+    """The profiler's file of each process for the newest trace below `path`; DataError if there is none."""
     if path.is_file() and path.name.endswith(XPLANE[1:]):
         return [path]
     profile = RunFiles(path).profile
@@ -126,7 +130,7 @@ def trace_files(path: Path) -> list[Path]:
 
 
 def _home(file: Path) -> Path | None:
-    """The folder of the process that wrote a trace, with what is beside it."""
+    """The folder of the process that wrote a trace, with the files beside it."""
     return next((folder for folder in file.parents if (folder / TRACED).is_file()), None)
 
 
@@ -147,7 +151,7 @@ def _read(file: Path) -> Trace:
             own = number if number in local or number >= len(local) else local[number]
             devices.setdefault(own, []).append(ran)
     (begin, end), steps = _span(planes, devices)
-    # Each process has a clock of its own: every device is measured against the span of its process.
+    # Each process has its own clock: times of a device are relative to the span of its process.
     inside = {
         number: [
             one._replace(start=one.start - begin, end=one.end - begin)
@@ -175,9 +179,9 @@ def _about(file: Path) -> dict[str, Any]:
 
 
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
-    """Operations with the number of their device. CPUs write theirs by thread, each with its device; GPUs and TPUs have
-    a plane each, GPUs with a line for each stream."""
-    found = DEVICE.match(plane.name)
+    """Operations with the number of their device. On CPUs each thread's line names the device of its operations. Each
+    GPU or TPU has a plane; on GPUs it has a line for each stream."""
+    found = DEVICE_PLANE.match(plane.name)
     if found is None and plane.name != "/host:CPU":
         return
     lines = list(plane.lines)
@@ -198,7 +202,7 @@ def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
 
 
 def _of_buffers(events: list[tuple[Any, dict[str, Any]]], program: Traced) -> dict[int, About | None]:
-    """What the kernels of a stream's command buffers do, by the number of their event."""
+    """Descriptions of kernels in a stream's command buffers, by index of the event."""
     kernels = [
         at
         for at, (_, stats) in enumerate(events)
@@ -216,7 +220,7 @@ def _of_kernel(name: str) -> About | None:
 
 
 def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
-    written = re.match(r"%([\w.\-]+) =", name)  # TPUs name an operation by its whole line
+    written = re.match(r"%([\w.\-]+) =", name)  # on TPUs the name of an operation is its whole line
     op = str(stats.get("hlo_op") or (written[1] if written else name))
     module = str(stats.get("hlo_module", ""))
     if program.name and module and program.name not in module:
@@ -225,7 +229,7 @@ def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
 
 
 def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple[float, float], tuple[int, ...]]:
-    """From the first to the last moment of the traced steps, and their numbers."""
+    """Start and end of the traced steps, and the steps' numbers."""
     span, steps = None, set()
     for plane in planes:
         if plane.name != "/host:CPU":
@@ -236,7 +240,7 @@ def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple
                     span = event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
                 elif event.name == STEP:
                     steps.update(int(value) for name, value in event.stats if name == "step_num")
-    if span is None:  # a trace that no run of ours wrote
+    if span is None:  # not written by a run of Parallax
         ran = [one for found in devices.values() for one in found]
         span = min((one.start for one in ran), default=0.0), max((one.end for one in ran), default=0.0)
     return span, tuple(sorted(steps))
@@ -255,8 +259,8 @@ def _guessed(op: str) -> About | None:
 
 
 class PartTime(NamedTuple):
-    """Seconds of an average device in all traced steps. `hidden` are those of a collective during which the device
-    computed: they are part of its compute. `calls` are of an average device, too."""
+    """Seconds of an average device in all traced steps. `hidden` is the time of a collective during which the device
+    computed; it is counted in compute. `calls` are those of an average device, too."""
 
     name: str
     secs: float
@@ -295,7 +299,7 @@ class StepProfile:
         return dataclasses.asdict(self) | named
 
     def to_json(self) -> str:
-        """All of it."""
+        """The whole profile as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __repr__(self) -> str:
@@ -305,11 +309,11 @@ class StepProfile:
 
 def add_up(ran: list[Operation], wall_secs: float) -> Counter:
     """Seconds of one device by purpose and module: "compute" and the "products" in it, "exposed" and "hidden"
-    collectives, "idle"; and the "calls". A moment belongs to the operations that compute then, in equal parts; to
-    collectives where none does; and is idle where nothing runs."""
+    collectives, "idle"; and the "calls". Each moment is divided equally among the operations that compute then. If none
+    computes, it counts for collectives; if nothing runs, it is idle."""
     spent = Counter(("calls", one.about.module) for one in ran)
     now, running = 0.0, set()
-    # A start comes before an end of the same moment, that of an operation of no length too.
+    # Starts come before ends at the same moment, so that an operation of zero length starts before it ends.
     edges = [(one.start, False, at) for at, one in enumerate(ran)] + [(one.end, True, at) for at, one in enumerate(ran)]
     for time, ends, at in [*sorted(edges), (wall_secs, True, None)]:
         until = min(max(time, now), wall_secs)
@@ -327,7 +331,7 @@ def add_up(ran: list[Operation], wall_secs: float) -> Counter:
 
 
 def profile_steps(trace: Trace) -> StepProfile:
-    """The profile of a trace: of an average device, and of each."""
+    """The profile of a trace: an average device, and each device."""
     by_device = {number: add_up(ran, trace.secs) for number, ran in trace.devices.items()}
     mean: Counter = Counter()
     for spent in by_device.values():
@@ -358,7 +362,7 @@ def profile_steps(trace: Trace) -> StepProfile:
 
 
 def _place(trace: Trace, number: int) -> str:
-    """Where on the mesh a device lies, as "pp=0 dp=1 tp=0"."""
+    """Mesh coordinates of a device, as "pp=0 dp=1 tp=0"."""
     if number not in trace.order or not trace.mesh:
         return ""
     at, ranks = trace.order.index(number), []
@@ -372,7 +376,7 @@ SHOWN_DEVICES = 16
 
 
 def _heading(found: StepProfile) -> Iterator[str]:
-    """What was traced."""
+    """Name, steps and mesh of the trace."""
     mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.items())
     where = f"{len(found.devices)} devices" + (f" ({found.kind})" if found.kind else "")
     steps = found.steps
@@ -402,7 +406,7 @@ def _parts(found: StepProfile) -> Iterator[str]:
     rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
     total = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
     rows.append(["together", "", _ms(total / steps), percent(total / found.secs), ""])
-    yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=WIDTH)
+    yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=TEXT_WIDTH)
     yield ""
     yield "hidden: a collective runs while the device computes, and is counted there."
     if found.kind == "cpu":
@@ -419,7 +423,7 @@ def _devices(found: StepProfile) -> Iterator[str]:
         [str(one.device), one.place, *(percent(part / found.secs) for part in (one.compute, one.exposed, one.idle))]
         for one in found.devices[:SHOWN_DEVICES]
     ]
-    yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=WIDTH)
+    yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=TEXT_WIDTH)
     if len(found.devices) > SHOWN_DEVICES:
         yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
 

@@ -1,6 +1,6 @@
-"""What a part of a layer costs: entries that are saved, or FLOPs where the backward pass makes it again instead.
+"""Cost of each part of a layer: entries if it is saved, FLOPs if the backward pass recomputes it.
 
-All of it follows from the widths of the model; tests/pipeline/test_remat.py holds it to traced steps.
+Both follow from the widths of the model; tests/pipeline/test_remat.py compares them with traced steps.
 """
 
 import functools
@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
-from parallax.config.sections import MATMUL_PARTS, ModelConfig
+from parallax.config.sections import ModelConfig
 from parallax.sharding.plan import FLOAT32_BYTES
 
-# Of the most that is saved: how far apart sets are that each layout of a sweep is tried with, and those of one layout.
+# Least distance in memory between sets, as a share of the most memory: for each layout of a sweep, for one layout.
 APART, FINER = 0.2, 0.04
-LEAST_SHARE = 0.01  # of a forward pass; a part that takes less is worth making again
+LEAST_SHARE = 0.01  # of a forward pass; a cheaper part is always recomputed
 
 
 class PartCost(NamedTuple):
-    """Of a token, in all layers: entries in the model's dtype, and FLOPs of matrix products."""
+    """Cost per token, over all layers: entries in the model's dtype, and FLOPs of matrix products."""
 
     width: float
     flops: float
@@ -40,7 +40,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     d, heads, sizes = model.d_model, model.heads * model.d_head, model.sizes
     itemsize = jnp.dtype(model.dtype).itemsize
     of_float32 = FLOAT32_BYTES / itemsize
-    # Entries of a token in a layer that has the part, and parameters that it multiplies for them.
+    # Entries per token in a layer that has the part, and parameters that are multiplied to compute them.
     attention = {"out": (d, heads * d)}
     if model.attention == "mla":
         latents, shared = model.d_latent + model.d_latent_q, model.d_rope
@@ -50,7 +50,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     else:
         values = model.kv_heads * model.d_head
         attention["qk"] = heads + values, d * (heads + values)
-        # What is made again of normed queries and keys alone takes no product.
+        # Recomputing normed queries and keys alone takes no product.
         attention["q"] = heads, d * heads * (not model.qk_norm)
         attention["kv"] = 2 * values, d * (values if model.qk_norm else 2 * values)
     scores = seq * model.heads * ((sizes["d_qk"] if model.attention == "mla" else model.d_head) + model.d_head)
@@ -62,10 +62,10 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
     hidden = kinds["dense"] * model.d_ff + kinds["moe"] * sizes["d_shared"]
     layers |= {"ffn": (1, 2 * hidden, 2 * d * hidden)}
-    # What is saved as 8-bit products read it. Router and experts read theirs too, and so does what makes d_rope.
+    # Saved in the form that 8-bit products read. Router, experts and the product for d_rope read their inputs, too.
     of_8_bits = model.matmul != "compute" and model.matmul_residuals == "8bit"
     of_heads, of_mlp = (
-        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in MATMUL_PARTS
+        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in ("attention", "mlp")
     )
     of_heads = 1 if model.attention == "mla" else of_heads
     layers["norm"] = 1, d * (model.layers * of_heads + kinds["dense"] * of_mlp + kinds["moe"]), 0
@@ -76,8 +76,8 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
 
 
 def down_flops(model: ModelConfig) -> float:
-    """FLOPs of a token's last products of MLPs, in all layers. Nothing in a layer reads their result, so that the
-    backward pass never makes it again; a whole stage does."""
+    """FLOPs per token of the last products of MLPs, in all layers. Nothing in a layer reads their result, so the
+    backward pass recomputes it only with remat="stage"."""
     kinds = Counter(model.kinds)
     moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
     return 2.0 * model.d_model * (kinds["dense"] * model.d_ff + kinds["moe"] * moe)
@@ -85,7 +85,7 @@ def down_flops(model: ModelConfig) -> float:
 
 @functools.cache
 def recomputed_flops(model: ModelConfig, remat: str, *, seq: int) -> float:
-    """FLOPs of matrix products that the backward pass makes again, of a token in all layers."""
+    """FLOPs per token of matrix products that the backward pass recomputes, over all layers."""
     costs = part_costs(model, seq=seq)
     parts = () if remat == "none" else recomputed_parts(remat) or costs
     whole_stage = down_flops(model) if remat == "stage" else 0
@@ -94,15 +94,16 @@ def recomputed_flops(model: ModelConfig, remat: str, *, seq: int) -> float:
 
 @functools.cache
 def forward_flops(model: ModelConfig, *, seq: int) -> float:
-    """FLOPs of matrix products of the layers' forward pass, of a token."""
+    """FLOPs per token of matrix products of the layers' forward pass."""
     return recomputed_flops(model, "stage", seq=seq)
 
 
 def sets_to_try(model: ModelConfig, *, seq: int, exchanges: bool = False, apart: float = APART) -> list[str]:
-    """Values of `pipeline.remat` that are worth a try: the words, and sets than which no other saves less for as few
-    FLOPs made again, those alone that save less than the one before by this share of the most. Queries, keys and values
-    go together, and what takes next to no product is in all of them; where ranks `exchanges` tokens, these sets are
-    there with what arrived saved, too.
+    """Values of `pipeline.remat` to try: the named ones and sets on the Pareto front of memory and recomputed FLOPs.
+
+    Successive sets differ in memory by at least the share `apart` of the most. Queries, keys and values are recomputed
+    together, and parts of almost no cost are recomputed in every set. If ranks exchange tokens (`exchanges`), each set
+    is tried also with the received tokens saved.
 
     >>> sets_to_try(ModelConfig(attention="gqa", layers=1), seq=2048)
     ['none', 'elementwise', 'attention', 'layer', 'stage', 'elementwise qkv', 'elementwise ffn', 'elementwise qkv ffn']
@@ -127,7 +128,7 @@ def sets_to_try(model: ModelConfig, *, seq: int, exchanges: bool = False, apart:
 
 
 def name_of_set(model: ModelConfig, parts: Collection[str]) -> str:
-    """The shortest way to write a set of parts of the model: "layer" for all of them."""
+    """The shortest name of a set of parts of the model: "layer" for all of them."""
     of_model = set(model.remat_parts)
     if set(parts) == of_model:
         return "layer"

@@ -1,4 +1,4 @@
-"""How reports and plans are drawn: tables of text, and bars and tables of HTML."""
+"""Rendering of reports and plans: tables of text, and bars and tables of HTML."""
 
 import math
 import textwrap
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from parallax.runtime.html import html_table
 from parallax.runtime.units import percent
 
-WIDTH = 80  # columns of text
-LEAST_CELL = 8  # letters that are left of a name in a column that is too wide
-LEAST_SHOWN = 0.0005  # of a step: parts that take less have no line
+TEXT_WIDTH = 80  # columns of text
+LEAST_CELL = 8  # characters that a shortened name keeps
+LEAST_SHOWN = 0.0005  # share of a step; smaller parts have no line
 
 BarPart = tuple[str, float]  # a colour's class, and a share of the whole bar
 
 
 class Table(NamedTuple):
-    """A table for text or a page; a row that is a string is a line of its own, and the first `left` columns are flush
-    left. On a page the first rows have `bars`."""
+    """A table for text or a page. A row that is a string is a separate line; the first `left` columns are flush left.
+    On a page the first rows have `bars`."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str] | str]
@@ -37,19 +38,19 @@ class TitledTables(NamedTuple):
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with sentences that are longer than WIDTH in several; tables fit by themselves."""
+    """The lines, with sentences longer than TEXT_WIDTH wrapped; tables fit already."""
     for line in lines:
-        long = len(line) > WIDTH
-        yield from textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
+        long = len(line) > TEXT_WIDTH
+        yield from textwrap.wrap(line, TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
 
 
 def text_table(
     head: Sequence[str], rows: Sequence[Sequence[str] | str], *, left: int, width: float = math.inf
 ) -> Iterator[str]:
-    """Columns as wide as their cells, two spaces apart; the first `left` of them are flush left, the others right.
+    """Columns as wide as their cells, two spaces apart; the first `left` columns are flush left, the others right.
 
-    A row that is a string is a line of its own. Where the table is wider than `width`, columns are one space apart,
-    and then names in the widest of the first columns are cut in the middle.
+    A row that is a string is a separate line. If the table is wider than `width`, columns are one space apart, and then
+    names in the widest of the first columns are shortened in the middle.
 
     >>> print("\\n".join(text_table(["axis", "bytes"], ["all", ["  pp", "8"], ["  dp", "128"]], left=1)))
     axis  bytes
@@ -87,7 +88,7 @@ def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
 
 def table_text(table: Table) -> Iterator[str]:
     """Lines of text."""
-    return text_table(table.head, table.rows, left=table.left, width=WIDTH)
+    return text_table(table.head, table.rows, left=table.left, width=TEXT_WIDTH)
 
 
 def time_parts(parts: Mapping[str, float], secs: float) -> Table:
@@ -125,14 +126,12 @@ dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 .wide { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
 th, td { padding: 0.28rem 0.9rem 0.28rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { text-align: left; }
-th.number, td.number { text-align: right; }
 td.group { font-weight: 600; padding-top: 0.9rem; }
 """
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """A page that needs no other file."""
+    """A self-contained page."""
     lines = "\n".join(body)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -158,29 +157,21 @@ def parts_html(parts: Iterable[Table | str]) -> Iterator[str]:
 
 
 def table_html(table: Table) -> Iterator[str]:
-    """A table that scrolls by itself where it is wider than the page, with what several colours of bars mean."""
+    """A table, which scrolls if it is wider than the page, with a key if its bars have several colours."""
     bars, drawn = iter(table.bars), [""] * bool(table.bars)
-    yield '<div class="wide"><table>'
-    yield _html_row([*map(escape, table.head), *drawn], table.left, "th")
-    for row in table.rows:
-        if isinstance(row, str):
-            yield f'<tr><td class="group" colspan="{len(table.head) + len(drawn)}">{escape(row)}</td></tr>'
-        else:
-            yield _html_row([*map(escape, row), *(_bar(next(bars, ())) for _ in drawn)], table.left, "td")
-    yield "</table></div>"
+    rows = (
+        escape(row) if isinstance(row, str) else [*map(escape, row), *(_bar(next(bars, ())) for _ in drawn)]
+        for row in table.rows
+    )
+    yield f'<div class="wide">{html_table(rows, left=table.left, head=[*map(escape, table.head), *drawn])}</div>'
     colours = dict.fromkeys(colour for parts in table.bars for colour, _ in parts)
     if len(colours) > 1:
         items = (f'<span style="color:{BAR_COLOURS[name]}">&#9632;</span> {name}' for name in colours)
         yield f"<p>{' &ensp; '.join(items)}</p>"
 
 
-def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
-    numbers = (' class="number"' if at >= left else "" for at in range(len(cells)))
-    return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in zip(numbers, cells))}</tr>"
-
-
 def _bar(parts: Sequence[BarPart]) -> str:
-    """Parts beside one another, each as wide as its share."""
+    """Adjacent parts, each as wide as its share."""
     styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in parts if share)
     pieces = "".join(f'<i style="{style}"></i>' for style in styles)
     return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if parts else ""

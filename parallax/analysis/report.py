@@ -1,4 +1,4 @@
-"""The report of a step: what it sends, stores and computes, and what the compiler makes of it."""
+"""The report of a step: collectives, memory and FLOPs, traced and as compiled."""
 
 import dataclasses
 import json
@@ -28,19 +28,19 @@ from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
 from parallax.training.step import TrainStep, abstract_state, step_of
 
-GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
+GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
+LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # fields of `compiled` that JSON leaves out
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """A report as plain data. It prints as text; notebooks show it as a page.
 
-    `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
-    rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
-    when they are most; `dtypes` says in which parameters and optimizer are kept. `compiled` is None where nothing was
-    compiled; `compiled_for` says for what, or why not. `time` is None where nothing says cycles,
-    `computed` its compute by module.
+    `sent` holds the collectives of a device for loss and gradients: see `busiest`. `sent_on_average` holds those of an
+    average pipeline rank, to compare with the compiled program. `memory` holds the predicted bytes on a device by
+    component, at the peak; `dtypes` those of parameters and optimizer states. `compiled` is None if nothing was
+    compiled; `compiled_for` says for which devices, or why not. `time` is None if cycles are unknown; `computed` is
+    its compute by module.
     """
 
     name: str
@@ -70,16 +70,16 @@ class Report:
 
     @property
     def peak(self) -> int:
-        """Predicted bytes on a device, all components together."""
+        """Predicted peak bytes on a device, the sum of all components."""
         return sum(self.memory.values())
 
     @property
     def compiled_flops(self) -> CompiledFlops | None:
-        """Those that an average device executes of the compiled program, the update's apart."""
+        """FLOPs of the compiled program on an average device, with those of the update separate."""
         return self.compiled and self.compiled.flops
 
     def beside_compiler(self) -> list[tuple[str, int, int]]:
-        """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
+        """Label, predicted bytes and the compiler's bytes: for the arguments of a step, and for its peak."""
         arguments = sum(size for name, size in self.memory.items() if name in GIVEN)
         made = self.compiled
         return [("arguments", arguments, made.arguments), ("together", self.peak, made.together)]
@@ -88,7 +88,7 @@ class Report:
         """Nested dicts and lists that JSON can hold."""
         plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
         plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
-        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
+        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
         plain["time"] = self.time and self.time._asdict()
         plain["computed"] = [one._asdict() for one in self.computed]
         if self.compiled is not None:
@@ -103,33 +103,33 @@ class Report:
         return plain
 
     def to_json(self) -> str:
-        """All of it, every collective too."""
+        """The whole report as JSON, with every collective."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """One page that needs nothing else."""
+        """A self-contained page."""
         return report_page(self)
 
     def __repr__(self) -> str:
         return report_text(self)
 
     def _repr_html_(self) -> str:
-        # In a frame of its own: the page's style is not the notebook's.
+        # In a separate frame, so that the page's style does not affect the notebook.
         return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:40rem;border:0"></iframe>'
 
 
 def report(
     step: TrainStep, batch: Any = None, *, name: str = "step", entries: int | None = None, compiled: bool = True
 ) -> Report:
-    """What a step of `make_train_step` sends, stores and computes.
+    """Report what a step of `make_train_step` sends, stores and computes.
 
     Args:
-        batch: the arrays that the step takes, or their shapes; those of the last step where it has taken one.
-        name: what is reported, as it is printed.
-        entries: of the model's vocab that are tokens, where some are padding.
-        compiled: whether to compile the step and read what became of it. Not where the mesh is abstract.
+        batch: the arrays that the step takes, or their shapes; by default those of the last step.
+        name: the printed name.
+        entries: number of tokens in the model's vocab, if part of it is padding.
+        compiled: whether to compile the step and read the result. Not possible on an abstract mesh.
 
-    Raises ConfigError where the batch's shape is not known.
+    Raises ConfigError if the batch's shape is not known.
     """
     model, shape = step.model, step.batch_shape if batch is None else batch["tokens"].shape
     if shape is None:
@@ -172,7 +172,7 @@ def report(
 
 
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
-    """The report of the step that these settings train on a mesh; compiled where its devices are real or simulated."""
+    """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
     filled = with_likely_vocab(settings)
     array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
     entries = None if settings.model.vocab else likely_entries(settings.data)
@@ -182,7 +182,7 @@ def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str)
 DIRECTIONS = ("forward", "recompute", "backward", "update")
 FLOPS_LABELS = {
     "model": "the model's own",
-    "masked": "attention scores that are masked or made again",
+    "masked": "attention scores that are masked or recomputed",
     "padding": "heads and vocab filled up, other products",
     "repeated": "done on several devices alike, or in vain",
     "recomputed": "forward run again in the backward pass",
@@ -191,7 +191,7 @@ FLOPS_LABELS = {
 
 
 class CompiledRow(NamedTuple):
-    """What the compiler made of the collectives of one kind over some axes; an average device's."""
+    """Traced and compiled collectives of one kind over some axes, of an average device."""
 
     axes: tuple[str, ...]
     kind: str
@@ -205,7 +205,7 @@ class CompiledRow(NamedTuple):
 
 
 def grouped_by(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sent]]]:
-    """What sends something by these fields, of which axes are the first: in mesh order, then the most bytes first."""
+    """Collectives that send something, grouped by fields of which the first is axes: in mesh order, then by bytes."""
     found: dict[tuple, list[Sent]] = defaultdict(list)
     for one in sent:
         if one.bytes:
@@ -214,13 +214,13 @@ def grouped_by(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sen
 
 
 def by_direction(sent: Iterable[Sent]) -> list[float]:
-    """Bytes in a step of each of DIRECTIONS."""
+    """Bytes in a step for each of DIRECTIONS."""
     found = bytes_by(sent, "direction")
     return [found.get((way,), 0) for way in DIRECTIONS]
 
 
 def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
-    """Traced and compiled collectives of an average device, by axes and kind; also those that only one of them has."""
+    """Traced and compiled collectives of an average device by axes and kind, including those that only one has."""
     found: dict[tuple, Counter] = defaultdict(Counter)
     for one in filter(lambda one: one.bytes, sent):
         row = found[one.axes, one.kind, one.direction == "update"]
@@ -234,7 +234,7 @@ def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[Co
 
 
 def shares_of_flops(flops: Flops) -> list[tuple[str, float, float]]:
-    """Label, FLOPs and share of all, waiting included, of what there is."""
+    """Label, FLOPs and share of the total, including waiting, for each purpose that is not zero."""
     whole = sum(flops)
     pairs = ((label, getattr(flops, name)) for name, label in FLOPS_LABELS.items())
     return [(label, value, value / whole) for label, value in pairs if value / whole >= 0.00005]
@@ -260,7 +260,7 @@ def report_page(report: Report) -> str:
         "A device sends": in_bytes(total),
         "for each token": in_bytes(total / report.tokens),
         "Memory, predicted": in_bytes(report.peak),
-        "MFU at most": percent(report.flops.ceiling),
+        "MFU at most": percent(report.flops.mfu_ceiling),
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     body = [f"<h1>{escape(first)}</h1>", f"<p>{escape(second)}</p>", '<dl class="facts">', *shown, "</dl>"]
@@ -269,7 +269,7 @@ def report_page(report: Report) -> str:
 
 
 def report_heading(report: Report) -> list[str]:
-    """What is reported, in two lines."""
+    """Two lines: name, mesh, schedule and batch."""
     mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
     return [
@@ -279,7 +279,7 @@ def report_heading(report: Report) -> list[str]:
 
 
 def sections_of(report: Report) -> Iterator[TitledTables]:
-    """All that follows the heading, for text and page."""
+    """All sections after the heading, for text and page."""
     yield sent_section(report)
     yield call_site_section(report)
     yield flops_section(report)
@@ -316,7 +316,7 @@ def _total(ways: list[float], sent: Iterable[Sent], report: Report) -> tuple[str
 
 
 def call_site_section(report: Report) -> TitledTables:
-    """The source lines that send, by axis and kind, the most bytes first."""
+    """The source lines that send, by axis and kind, most bytes first."""
     rows: list[str | list[str]] = []
     for (axes, kind), of_kind in grouped_by(report.sent, "axes", "kind"):
         rows.append(f"{', '.join(axes)} {kind}")
@@ -336,12 +336,12 @@ def flops_section(report: Report) -> TitledTables:
     if report.compiled_flops is not None:
         passes, update = map(in_flops, report.compiled_flops)
         executed += f"; in the compiled program {passes}, and {update} for the optimizer's update"
-    ceiling = f"MFU is at most {percent(report.flops.ceiling)}."
+    ceiling = f"MFU is at most {percent(report.flops.mfu_ceiling)}."
     return TitledTables("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
 
 
 def dtypes_of(tree: Any) -> tuple[str, ...]:
-    """The dtypes of a tree's numbers, counts and keys left out, those of most bytes first."""
+    """The dtypes of a tree without counts and keys, those of most bytes first."""
     sizes: Counter[str] = Counter()
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim:
@@ -388,12 +388,12 @@ def collectives_section(report: Report) -> TitledTables:
         rows.append([*cells, f"{row.cycles_between:,.0f}"] if timed else cells)
         before = axes
     table = Table([*head, "cycles\nbetween"] if timed else head, rows, 1)
-    title = f"What the compiler made of the collectives, for {report.compiled_for}"
+    title = f"Compiled collectives beside the traced ones, for {report.compiled_for}"
     return TitledTables("collectives", title, [table, *collective_notes(report, found)])
 
 
 def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
-    """What the table says, in words."""
+    """Sentences that explain the table."""
     merged = [one for one in report.compiled.collectives if one.merged > 1]
     count, arrays = sum(one.count for one in merged), sum(one.count * one.merged for one in merged)
     if merged:
@@ -407,7 +407,7 @@ def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
 
 
 def time_section(report: Report) -> TitledTables:
-    """Where the time of a step goes, by the compiler's cycles, or for GPUs by a roofline over the program's fusions."""
+    """Time of a step by part, from the compiler's cycles or, for GPUs, from a roofline over the program's fusions."""
     on_gpu = report.compiled is not None and gpu_of(report.compiled.mesh) is not None
     by = "a roofline over its fusions" if on_gpu else "the compiler's cycles"
     time, total = report.time, report.time.total_secs

@@ -1,10 +1,10 @@
-"""The time of an instruction on a GPU, whose compiler estimates no cycles: a roofline over the compiled fusions.
+"""Time of an instruction on a GPU by a roofline over compiled fusions, since XLA for GPU estimates no cycles.
 
 An instruction takes the longer of two times: that of its matrix products at the chip's peak for their dtype, and that
-of its bytes at the bandwidth of the chip's memory. What a fusion computes stays in its core; of an array that it slices
-the slice alone is read, and of one that it updates in place the update alone is written. A fusion that runs beside
-others, as jax 0.12 copies slots, takes the memory's bandwidth from them, and counts as if in turn. Launches, caches,
-other arithmetic and tiles that fill no core count as nothing, so that most steps take longer than this.
+of its bytes at the bandwidth of the chip's memory. Intermediate values of a fusion stay in its core. If it slices an
+array, only the slice is read; if it updates one in place, only the update is written. A fusion that runs at the same
+time as others, as jax 0.12 copies slots, takes memory bandwidth from them, so it counts as if it ran after them.
+Launches, caches, other arithmetic and tiles that do not fill a core are not counted, so most steps take longer.
 """
 
 import re
@@ -14,7 +14,7 @@ from parallax.analysis.hlo import Computation, Instruction, Module, arrays_of, s
 from parallax.runtime.chips import Chip
 
 PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
-# What runs nothing, and copies between a GPU and its host, which are none of its memory's bandwidth.
+# Instructions that run nothing, and copies between GPU and host, which do not use the bandwidth of GPU memory.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"copy-start", "copy-done", "opt-barrier", "add-dependency"}
 FUSIONS = ("fusion", "fusion-start")
@@ -25,12 +25,12 @@ VIEWS = ("bitcast", "reshape", "get-tuple-element")
 
 
 def roofline_secs(products: Iterable[tuple[Instruction, Computation, int]], moved: int, chip: Chip) -> float:
-    """The longer of these products, each with its computation and its FLOPs, at their peaks, and of moving bytes."""
+    """The longer of two times: these products, each with computation and FLOPs, at peak, and moving the bytes."""
     return max(sum(flops / _peak(one, home, chip) for one, home, flops in products), moved / chip.hbm_bandwidth)
 
 
 def _peak(one: Instruction, home: Computation, chip: Chip) -> float:
-    """FLOP/s of a product: on tensor cores, but of the float units where it asks for the highest precision."""
+    """FLOP/s of a product: of the tensor cores or, at the highest precision, of the float units."""
     dtype = arrays_of(home.find(one.operands[0]).shape)[0][0]
     name = "float8" if dtype.startswith("f8") else PEAK_OF_DTYPE.get(dtype)
     if name not in chip.flops or (name == "float32" and "highest" in one.rest):
@@ -39,7 +39,7 @@ def _peak(one: Instruction, home: Computation, chip: Chip) -> float:
 
 
 def moved_bytes(one: Instruction, home: Computation, module: Module) -> int:
-    """Bytes that an instruction of this computation reads from memory and writes there."""
+    """Bytes that an instruction of this computation reads from and writes to memory."""
     if one.kind in FREE or one.kind.endswith("-done"):
         return 0
     if one.kind in FUSIONS:
@@ -49,7 +49,7 @@ def moved_bytes(one: Instruction, home: Computation, module: Module) -> int:
     if one.kind in UPDATES:
         return 2 * _updated(one, home)
     written = re.findall(r"\w+\[[\d,]*\]", one.shape)
-    if one.kind == "custom-call":  # behind a product's result, a library's call has bytes to work in
+    if one.kind == "custom-call":  # a library call has a workspace after a product's result
         written = [array for at, array in enumerate(written) if not (at and array.startswith(WORKSPACE))]
     return sum(map(shape_bytes, written)) + sum(shape_bytes(_shape(home, name)) for name in dict.fromkeys(one.operands))
 
@@ -72,18 +72,18 @@ def _written(root: Instruction, inside: Computation) -> int:
 
 
 def _updated(one: Instruction, home: Computation) -> int:
-    """Bytes of what an update in place writes: a scatter has indices before it."""
+    """Bytes that an update in place writes; the operands of a scatter have indices before the update."""
     return shape_bytes(_shape(home, one.operands[1 if one.kind == UPDATES[0] else -1]))
 
 
 def _read(number: int, inside: Computation, module: Module) -> int:
-    """Bytes that a fusion reads of an operand."""
+    """Bytes of an operand that a fusion reads."""
     parameter = next(one for one in inside.instructions if one.kind == "parameter" and one.literal == str(number))
     return min(shape_bytes(parameter.shape), sum(_uses(parameter, inside, module)))
 
 
 def _uses(one: Instruction, inside: Computation, module: Module) -> Iterable[int]:
-    """Bytes that each use of a value in a fusion reads of it."""
+    """Bytes of a value that each of its uses in a fusion reads."""
     for user in inside.instructions:
         places = [at for at, name in enumerate(user.operands) if name == one.name]
         if not places:

@@ -1,21 +1,21 @@
-"""How long a step takes: estimated from its traced program, to rank layouts, or read from a compiled one, to decide.
+"""Time of a step: estimated from its traced program, to rank layouts, or read from a compiled one, to decide.
 
 The estimate needs no compiler and no device:
 
     step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
 
-*Work* is the sum over matrix products of the longer of FLOPs over the chip's peak and bytes of factors and result over
-its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
-over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
-to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
-are the traced collectives over the links of their axes. Gathers of layers over data axes, one by one, hide behind the
-work, as the permutes of layout.context="ring" do, and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their
-gradients, as far as `hidden_secs` says; all others are exposed. The *update* reads and writes parameters and optimizer
-state, and reads gradients, at memory bandwidth.
+*Work* is a sum of three terms. A matrix product takes the longer of FLOPs over the chip's peak and bytes of factors and
+result over its memory bandwidth. A reduction reads its operand twice, since later operations wait for its result. A
+write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these.
+*Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
+traced collectives over the links of their axes. Gathers of single layers over data axes overlap with the work, as do
+the permutes of layout.context="ring" and, with fsdp.reduce="compute" or fsdp.prefetch=1, sums of the layers' gradients;
+`hidden_secs` says how much of them is hidden. All other messages are exposed. The *update* reads and writes parameters
+and optimizer state, and reads gradients, at memory bandwidth.
 
-What waits in host memory goes over the chip's link to its host, both ways at once: residuals beside the passes that
-write and read them, states beside the update. Where that takes longer, the step waits for the rest; and it waits for
-all of the parameters that are brought to the device before the first pass.
+Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
+passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
+rest. It always waits for the parameters that are copied to the device before the first pass.
 """
 
 import dataclasses
@@ -49,7 +49,9 @@ from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.sections import EMBEDDING, HEAD
 from parallax.config.settings import Settings
+from parallax.model.transformer import ATTENTION, LAYER_PARTS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
@@ -64,15 +66,14 @@ REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCT_PRIMITIVES = ("dot_general", *KERNEL_CALLS, *GROUPED)
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}  # dtypes of products, in ModelConfig
-TABLE_MODULES = ("embedding", "head")
+TABLE_MODULES = (EMBEDDING, HEAD)
 GROUPED_PRODUCTS = "grouped"
-KERNEL_PARTS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
-LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
+KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # of compiled programs
 
 
 class OpCost(NamedTuple):
-    """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step.
-    `matmul` is as in ModelConfig, "compute" for what has no operands of 8 bits."""
+    """A matrix product of one shape, a reduction or a write: FLOPs, bytes of memory traffic, and number of runs in a
+    device's step. `matmul` is as in ModelConfig; "compute" for operations without 8-bit operands."""
 
     flops: int
     bytes: int
@@ -81,23 +82,23 @@ class OpCost(NamedTuple):
     matmul: str = "compute"
 
     def secs(self, rate: float, bandwidth: float) -> float:
-        """The longer of computing it once, at FLOP/s, and of moving its bytes."""
+        """Seconds of one run: the longer of its FLOPs at `rate` and its bytes at `bandwidth`."""
         return max(self.flops / rate, self.bytes / bandwidth)
 
 
 class TracedWork(NamedTuple):
-    """What one device does in a step, before any chip is named."""
+    """Work of one device in a step, independent of the chip."""
 
     products: list[OpCost]
     sent: list[Sent]
-    model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
-    bubble: float  # share of the ticks in which the average rank has nothing to do
+    model_flops: float  # a device's share of the model FLOPs, without recomputation
+    bubble: float  # share of the ticks in which an average rank is idle
     moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
 
 
 class CollectiveTime(NamedTuple):
-    """What one collective takes in a step. `hides`: work may run meanwhile. `ticking`: it belongs to the ticks, so
-    that ranks wait for it as they do for work."""
+    """Time of one collective in a step. `hides`: it may overlap with work. `ticking`: it is part of the ticks, so ranks
+    wait for it as for work."""
 
     axes: str
     secs: float
@@ -119,7 +120,7 @@ class Estimate(NamedTuple):
     secs: float
     mfu: float
     host_bytes: int = 0  # of host memory
-    link_bytes: int = 0  # that go over the link to the host in a step, both ways
+    link_bytes: int = 0  # copied over the link to the host in a step, in both directions
     link_secs: float = 0.0  # in which the step waits for that link
 
     @property
@@ -129,7 +130,7 @@ class Estimate(NamedTuple):
 
 
 def predict(settings: Settings, topology: Topology) -> Estimate:
-    """The step of these settings on a topology; ConfigError where their mesh or layout is not legal there.
+    """Predict the step of these settings on a topology. ConfigError if their mesh or layout is not legal on it.
 
     >>> from configs.llama_1b_16 import get_config
     >>> from parallax.analysis.topology import read_topology
@@ -143,7 +144,7 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
 
 
 def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
-    """`predict` for a model that was built, with settings that were placed."""
+    """`predict` for a model that exists already and settings without -1 in the mesh."""
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
     return estimate(settings, topology, held, traced_work(model, settings), host)
 
@@ -164,8 +165,8 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
 
 
 def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
-    """Bytes that an equation moves to host memory or from there, by the scope of the pass and where they go; room for
-    slots, and what is loaded once a step, is of no pass."""
+    """Bytes that an equation moves to or from host memory, by scope of the pass and target. Allocation of slots and
+    loads once a step belong to no pass."""
     scope = next((name for name in origin.stack.split("/") if name in (FORWARD, BACKWARD, WEIGHTS)), None)
     if equation.primitive.name != "device_put" or scope is None:
         return Counter()
@@ -179,7 +180,7 @@ def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
 def estimate(
     settings: Settings, topology: Topology, held: Memory, traced: TracedWork, host: HostMemory | None = None
 ) -> Estimate:
-    """The step of a traced program on these chips; without `host`, nothing waits in host memory."""
+    """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory."""
     host = host or HostMemory()
     bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
@@ -219,9 +220,9 @@ def link_waits(
     host: HostMemory,
     chip: Chip,
 ) -> tuple[float, float]:
-    """Seconds in which passes wait for the link to the host, and those once a step; `timed` are those of the work by
-    direction, `update` those of the update without waiting."""
-    if not chip.host_bandwidth:  # of simulated devices both memories are one
+    """Seconds of waiting for the link to the host, in the passes and once a step. `timed` is the time of the work by
+    direction, `update` that of the update without waiting."""
+    if not chip.host_bandwidth:  # simulated devices use the same memory for both
         return 0.0, 0.0
     work: Counter = Counter()
     for direction, secs in timed:
@@ -235,16 +236,16 @@ def link_waits(
 
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
-    """The traced collectives in seconds; those that send nothing are left out."""
+    """Times of the traced collectives, without those that send nothing."""
     sizes, found = settings.mesh.sizes, []
     for one in sent:
         if not one.bytes:
             continue
         links = topology.route(sizes, one.axes)
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
-        # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
+        # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
         beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
-        # Of the ring, keys travel while those before them are met.
+        # In the ring, keys are sent while the previous ones are used.
         ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
         hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
         secs = links.secs(one.kind, one.total_bytes)
@@ -253,19 +254,19 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
 
 
 def _is_of_parameters(one: Sent) -> bool:
-    """Whether weights or their gradients are sent, over the data axes that cut them."""
+    """Whether weights or their gradients are sent, over the data axes that shard them."""
     return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
 
 
 def _is_per_use(one: Sent, settings: Settings) -> bool:
-    """Whether layers' weights, or their gradients, travel over data axes at each use, not once a step."""
+    """Whether layers' weights, or their gradients, are sent over data axes at each use, not once a step."""
     stay = layouts_of_policy(settings.data_parallel.policy)
     return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
 
 
 def _ticks(one: Sent, settings: Settings) -> bool:
-    """Whether it belongs to the ticks: it is sent for each microbatch. Of a single one the count does not tell, but
-    what layers send is of their passes, weights that are gathered once aside."""
+    """Whether it is part of the ticks, that is, sent for each microbatch. With one microbatch the count does not tell;
+    then collectives of layers are part of the ticks, except for weights that are gathered once a step."""
     if settings.pipeline.microbatches > 1:
         return one.count >= settings.pipeline.microbatches
     of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
@@ -273,11 +274,11 @@ def _ticks(one: Sent, settings: Settings) -> bool:
 
 
 def hidden_secs(work: float, sent: float) -> float:
-    """Of so many seconds of messages that can hide behind the work, those that do: the more there are, the oftener one
-    waits for another.
+    """Seconds that are hidden, of `sent` seconds of messages that can overlap with `work`. The more messages there are,
+    the more often one waits for another.
 
-    Fitted to the waits of compiled steps of llama_1b_16, by analysis.step_time: of 166 ms of messages 14 with
-    2 microbatches, of 677 ms 207 with 8.
+    Fitted to compiled steps of llama_1b_16, by analysis.step_time: with 2 microbatches steps wait for 14 of 166 ms of
+    messages, with 8 microbatches for 207 of 677 ms.
 
     >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
     (0.181..., 0.550..., 0.999...)
@@ -286,7 +287,7 @@ def hidden_secs(work: float, sent: float) -> float:
 
 
 def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[CollectiveTime]:
-    """The messages with their exposed seconds, where `hidden` seconds of those that can hide do."""
+    """The messages with their exposed seconds, if `hidden` seconds of those that can overlap are hidden."""
     hiding = sum(message.secs for message in sent if message.hides)
     return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
@@ -308,22 +309,23 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
     elif name not in PRODUCT_PRIMITIVES:
         return Counter()
     size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
-    # Of a grouped product's rows those that are in use; the last operand says how many are whose.
+    # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
     moved = sum(map(size, arrays)) - round((1 - load) * sum(map(size, rows)))
-    # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if name == "dot_general" else "compute"
+    # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
+    by_dtype = name in ("dot_general", *GROUPED)
+    matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, load, origin.stack) or 0
     return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step on the rank that the others wait for.
+    """Seconds of a step on the slowest rank.
 
-    `exposed_secs` are those in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
-    are priced apart and can be left out: see `step_time`; `grouped_secs` are those of them that multiply by experts.
-    `bubble` is the share of the time in which an average rank
-    waits for others. `mfu` is model FLOPs over what the chip could do in `total_secs`.
+    `exposed_secs` is the time in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
+    are estimated separately and can be left out: see `step_time`; `grouped_secs` are the part of them for products with
+    experts. `bubble` is the share of the time in which an average rank waits for others. `mfu` is model FLOPs over what
+    the chip could compute in `total_secs`.
     """
 
     compute_secs: float
@@ -338,19 +340,19 @@ class StepTime(NamedTuple):
 def step_time(
     compiled: Compiled, chip: Chip, model_flops: float, *, dtype: str = "bfloat16", kernel_efficiency: float = 1.0
 ) -> StepTime:
-    """The time of one step, with `model_flops` a device.
+    """The time of one step with `model_flops` on a device.
 
-    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock;
-    on GPUs the time of the roofline (parallax/analysis/roofline.py) in place of cycles.
-    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
-    axes follow each other, but messages in two directions travel at once. What compute between its start and its end
-    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
-    `kernel_efficiency` of peak and of reading operands and writing results once; at 1 no kernel beats it. Raises
-    ConfigError where the program has no cycles, as on CPU.
+    Compute takes the compiler's estimated cycles over the clock, with all iterations of loops and with branches as the
+    schedule takes them; on GPUs the time of the roofline (parallax/analysis/roofline.py).
+    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`). Collectives over
+    the same axes run one after the other, but messages in opposite directions overlap. The part of a collective that
+    compute between its start and its end does not cover is exposed. Pallas calls, for which the compiler estimates no
+    cycles, take the longer of their FLOPs at `kernel_efficiency` of peak and of reading operands and writing results
+    once; an efficiency of 1 is a lower bound. Raises ConfigError if the program has no cycles, as on CPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(
-            f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU and GPU alone."
+            f"the compiler of {chip.name} estimates no cycles; a step time can only be read on TPU and GPU."
         )
     mesh, events = compiled.mesh, compiled.timeline
     critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
@@ -363,7 +365,7 @@ def step_time(
 
 
 class Clock:
-    """Simulates a timeline, and adds up where its time goes."""
+    """Simulates a timeline and adds up its time by purpose."""
 
     def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool, kernel_efficiency: float):
         self.mesh, self.chip, self.lockstep = mesh, chip, lockstep
@@ -371,10 +373,10 @@ class Clock:
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds by "compute", KERNEL_PARTS and axes waited for; all links are free at the start."""
+        """Seconds of "compute", of KERNEL_PARTS and of waits by axes; all links are free at the start."""
         spent: Counter = Counter()
-        free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
-        ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
+        free: dict[tuple, float] = {}  # when the links of these axes, or of one direction, become free
+        ready: dict[str, tuple[float, str]] = {}  # when a started collective is done
         for event in events:
             now = sum(spent.values())
             if isinstance(event, CompiledCollective):
@@ -392,7 +394,7 @@ class Clock:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
-            counts = event.flops or event.grouped  # what only moves rows, as a gather does, is no product
+            counts = event.flops or event.grouped  # a kernel that only moves rows, as a gather does, is not a product
             return {KERNEL_PARTS[event.grouped] if counts else "compute": self._kernel_secs(event)}
         if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
@@ -404,12 +406,13 @@ class Clock:
         return {}
 
     def _kernel_secs(self, kernel: Kernel) -> float:
-        """FLOPs at the rate of kernels, or operands and results once through memory."""
+        """The longer of FLOPs at the rate of kernels, and operands and results once through memory."""
         moved = kernel.operand_bytes + kernel.result_bytes
-        return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
+        rate = self.kernel_rate * self.chip.matmul_speed(kernel.matmul)
+        return max(kernel.flops / rate, moved / self.chip.hbm_bandwidth)
 
     def collective_secs(self, call: CompiledCollective) -> float:
-        """How long one call takes with the links to itself."""
+        """Seconds of one call without other traffic on its links."""
         if call.pairs:
             return call.bytes / one_way(self.mesh, call.pairs, self.chip)
         key = call.axes, call.group
@@ -419,9 +422,9 @@ class Clock:
 
 
 class CompiledStep(NamedTuple):
-    """What the compiler says of a step: bytes of a device, and the time where it estimates cycles.
+    """The compiler's figures for a step: bytes on a device, and the time if it estimates cycles.
 
-    `refused` is its own word where the step does not fit, and then there is nothing else. `sent` has a row for each
+    `refused` is the compiler's message if the step does not fit; then nothing else is set. `sent` has a row for each
     kind of collective and its axes.
     """
 
@@ -434,8 +437,8 @@ class CompiledStep(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The compiled collectives of one kind over some axes: what an average device sends in a step, and the shares of
-    these bytes that are sent asynchronously, and that compute between start and done hides."""
+    """The compiled collectives of one kind over some axes: bytes that an average device sends in a step, the share of
+    them that is sent asynchronously, and the share that is hidden by compute between start and done."""
 
     axes: str
     kind: str
@@ -460,7 +463,7 @@ def compile_and_read(
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
     found = read_step(program, model, seq=shape[1])
-    # Another backend's peak, as that for CPU, may leave temporaries out.
+    # The peak of other backends, as of the one for CPU, may leave temporaries out.
     peak = found.peak if topology.is_tpu else found.together
     if found.cycles is None:
         return CompiledStep("", found.arguments, found.temporaries, peak)
@@ -471,7 +474,7 @@ def compile_and_read(
 
 
 def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
-    """What becomes of the collectives of a program for this chip, by axes and kind, the most bytes first."""
+    """The collectives of a program compiled for this chip, by axes and kind, most bytes first."""
     clock = Clock(compiled.mesh, chip, "bfloat16", lockstep=True, kernel_efficiency=1.0)
     found: dict[tuple[str, str], Counter] = defaultdict(Counter)
     for one in compiled.collectives:
@@ -489,7 +492,7 @@ def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
 
 
 def compiled_parts(time: StepTime) -> dict[str, float]:
-    """Seconds of a compiled step, with their names."""
+    """Seconds of a compiled step by name."""
     exposed = {f"exposed over {axes}": secs for axes, secs in time.exposed_secs.items()}
     kernels = {"attention kernel": time.pallas_secs - time.grouped_secs}
     if time.grouped_secs:

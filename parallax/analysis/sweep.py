@@ -1,7 +1,7 @@
-"""The search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
+"""Search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
 
-A bound is the estimate of step_time.py for the least that a layout can compute, send and hold: never above the estimate
-of its traced step, as a test holds, and often far below it.
+A bound is the estimate of step_time.py for the least that a layout can compute, send and hold. It is never above the
+estimate of the traced step, which a test checks, and often far below it.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,18 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import flops_per_token, layer_parameters, parameters_by_component, qk_width, scores_flops
+from parallax.analysis.flops import (
+    FLOPS_PER_WEIGHT,
+    flops_per_token,
+    layer_parameters,
+    parameters_by_component,
+    qk_width,
+    scores_flops,
+)
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.step_time import (
-    LAYER_PARTS,
     CompiledStep,
     Estimate,
     OpCost,
@@ -38,6 +44,7 @@ from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
 from parallax.config.settings import Settings
 from parallax.model.traffic import exchange_of, exchanged_rows
+from parallax.model.transformer import ATTENTION
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError, errors_as
@@ -49,18 +56,18 @@ from parallax.schedules import Costs, by_name, figures
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
-# Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
-# write scores or gradients of weights, in float32.
+# Of the seven products of blockwise attention, forward and backward: the number that read attention weights or their
+# gradients, and the number that write scores or gradients of attention weights, in float32.
 SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
 
 
 class LeastWork:
-    """The least that a step of one model computes and sends, in each layout; a lower bound follows from it."""
+    """Lower bound on the time of a model's step in each layout, from the least that it computes and sends."""
 
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
-        """`model` is the model on any mesh: its global shapes are the same on all."""
+        """`model` may be on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.shapes = settings, topology, model.shapes
-        # Of one replica, which all do the same.
+        # For one replica; all do the same.
         self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
         self.parameters = layer_parameters(parameters_by_component(model.shapes))
@@ -68,7 +75,7 @@ class LeastWork:
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
     def bound(self, choice: Choice) -> float:
-        """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
+        """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
         bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, choice.remat, seq=self.seq))
         traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
@@ -76,32 +83,40 @@ class LeastWork:
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def _products(self, choice: Choice) -> list[OpCost]:
-        """Of a token: products of weights; attention; those that remat runs again; what is kept for backward."""
+        """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
+
+        Of the products with layers' weights, those forward, of input gradients and recomputed may be in 8 bits.
+        """
         model = self.settings.model
+        rate = partial(self.topology.matmul_rate, model.dtype)
+        fastest = max("compute", model.matmul, key=rate)  # some of them are in the compute dtype in any case
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        weights = self.flops - attention
-        if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
+        head = FLOPS_PER_WEIGHT * model.vocab * model.d_model
+        weights = self.flops - attention - head
+        if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
             pairs = model.layers * model.heads * self.settings.data.seq / 2
             attention += 2 * pairs * qk_width(model)
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
         remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
-        costs = (weights, 0), (attention, scores), (again, 0), (0, kept)
-        return [OpCost(flops, moved, "forward", self.tokens / self.devices) for flops, moved in costs]
+        costs = [(head + weights / 3, 0, "compute"), (weights * 2 / 3, 0, fastest), (again, 0, fastest)]
+        costs += [(attention, scores, "compute"), (0, kept, "compute")]
+        count = self.tokens / self.devices
+        return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]
 
     def _sent(self, choice: Choice) -> list[Sent]:
-        """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider, or weights in 8
-        bits if they travel so; over tp, columns then rows, what a layer's two branches gather of their inputs and
-        scatter of their outputs, forward and back; over ep what the exchange of a mixture's tokens sends there and
-        back. What attention sends over cp is left out, and what routers send."""
+        """Least communication. Over data axes: the layers' weights and sums of gradients, in the compute dtype or
+        wider, or weights in 8 bits if they are sent so. Over tp, with columns then rows: gathered inputs and scattered
+        outputs of a layer's two branches, forward and backward. Over ep: the exchange of a mixture's tokens, there and
+        back. Communication of attention over cp and of routers is left out."""
         model, pieces = self.settings.model, choice.pp * choice.tp
         experts = self.parameters.get("experts", 0) / pieces / choice.ep
         layers = sum(self.parameters[name] for name in self.parameters if name not in ("experts", "router")) / pieces
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
-        whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
+        whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum sends twice as much as a scatter
         gathers = 2 * choice.microbatches if per_use else 1 - whole
         sums = choice.microbatches if per_gradient else 1 + whole
         exchange = per_gradient and self.settings.fsdp.reduce == "compute"
@@ -125,13 +140,13 @@ class LeastWork:
             calls.append(("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * choice.microbatches))
         share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
-            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
+            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", ATTENTION, "")
             for kind, axes, entries, count in calls
         ]
 
     def _width_kept(self, remat: str) -> float:
-        """Entries of a token that are kept at least, in all layers: each layer's input, and the parts that are saved.
-        Of those of experts none where a backward pass may make each chunk of tokens again."""
+        """Least number of saved entries per token, in all layers: each layer's input, and the saved parts. Those of
+        experts are not counted if the backward pass may recompute each chunk of tokens."""
         if remat == "stage":
             return 0
         model = self.settings.model
@@ -151,7 +166,7 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 class Cache:
-    """A folder with a file for each result, named by the hash of all that it follows from, versions too."""
+    """A folder with a file for each result, named by the hash of everything that determines it, including versions."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -160,8 +175,8 @@ class Cache:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def kept(self, what: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives and follows from `what`, both of which JSON can hold; it is made and stored where no file
-        has it, or where the file is damaged. Tuples that were stored are lists."""
+        """The stored result for `what`. If its file is missing or damaged, `make` is called and its result stored. Both
+        must be JSON values; stored tuples become lists."""
         path = self.folder / f"{digest([what, self.versions])}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             entry = read_object(path, odd_numbers=True)
@@ -181,7 +196,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-# A plan follows from these.
+# The sections of the config that determine a plan.
 PRICED_SECTIONS = ("mesh", "model", "layout", "pipeline", "data_parallel", "fsdp", "loss", "optimizer", "guard")
 
 
@@ -193,14 +208,14 @@ class PricedLayout(NamedTuple):
 
 
 class Sweep:
-    """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first; `passed` counts the
-    others by the reason why they were passed over: "not legal", "too large", "slower", "beyond --most". `sets` are the
+    """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first. `passed` counts the
+    others by the reason for passing them over: "not legal", "too large", "slower", "beyond --most". `sets` are the
     settings' own layout with other values of `pipeline.remat`, fastest first."""
 
     def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int, most: int = 0):
-        """Looks at `most` layouts beside the settings' own, those whose bound is least, or at all if that is 0.
+        """Looks at the `most` layouts with the least bounds besides the settings' own, or at all of them if 0.
 
-        ConfigError where the settings' own layout is not legal.
+        ConfigError if the settings' own layout is not legal.
         """
         self.settings, self.cache, self.keep, self.most = settings, cache, keep, most
         self.own = Choice.of(settings)
@@ -211,10 +226,10 @@ class Sweep:
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price layouts, those first whose bound is least, until no other can be among the best, or `most` were looked
+        """Price layouts in the order of their bounds until no other can be among the best, or until `most` were looked
         at.
 
-        `progress` is told how many of how many are done. What was done before an interruption is kept.
+        `progress` is called with the number done and the number of all. Results survive an interruption.
         """
         bound_of = {choice: self.least.bound(choice) for choice in choices(self.settings, self.topology.devices)}
         waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
@@ -232,7 +247,7 @@ class Sweep:
         progress(len(waiting), len(waiting))
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price the settings' own layout with each set of parts to make again, for `sets`; what does not fit is left
+        """Price the settings' own layout with each set of recomputed parts, for `sets`; sets that do not fit are left
         out."""
         exchanges = self.own.ep > 1
         sets = sets_to_try(self.settings.model, seq=self.settings.data.seq, exchanges=exchanges, apart=FINER)
@@ -260,12 +275,12 @@ class Sweep:
         return found if isinstance(found, str) else Estimate(*found)
 
     def shown(self) -> list[PricedLayout]:
-        """The rows of the table: the fastest, and the config's own where it is none of them."""
+        """The rows of the table: the fastest layouts, and the config's own if it is not among them."""
         own = [row for row in self.rows[self.keep :] if row.choice == self.own]
         return self.rows[: self.keep] + own
 
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
-        """What the compiler says of a layout, from the cache or compiled."""
+        """The compiler's figures for a layout, from the cache or by compiling it."""
         settings = choice.applied(self.settings)
         what = ["compiled", key_of(settings, self.topology)]
         *sizes, time, sent = self.cache.kept(what, lambda: compile_and_read(settings, self.topology, devices))
@@ -273,9 +288,9 @@ class Sweep:
 
 
 def as_measured_first(topology: Topology, cache: Cache) -> Topology:
-    """The topology; for this machine's devices, with the speeds that were measured when the cache first had them.
+    """The topology; for this machine's devices, with the speeds that the cache holds from the first measurement.
 
-    A new measurement differs a little, and so would all keys of the cache.
+    A new measurement differs slightly, which would change all keys of the cache.
     """
     if not topology.shared:
         return topology
@@ -284,7 +299,7 @@ def as_measured_first(topology: Topology, cache: Cache) -> Topology:
 
 
 def price(settings: Settings, topology: Topology) -> Estimate | str:
-    """The estimate of a layout; "not legal" or "too large" where there is none."""
+    """The estimate of a layout, or "not legal" or "too large"."""
     model = build_if_legal(settings, topology)
     if model is None:
         return "not legal"
@@ -295,16 +310,16 @@ def price(settings: Settings, topology: Topology) -> Estimate | str:
 
 
 def key_of(settings: Settings, topology: Topology) -> list[Any]:
-    """All that a prediction follows from, beside versions."""
+    """Everything that determines a prediction, except versions."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
     return [{name: sections[name] for name in PRICED_SECTIONS}, data, topology]
 
 
 def front(rows: Sequence[PricedLayout]) -> list[Choice]:
-    """The layouts than which no other is faster in as little memory, the fastest first.
+    """Layouts on the Pareto front of memory and time, fastest first.
 
-    Times that differ by less than three digits show are the same.
+    Times that are equal to three digits count as the same.
     """
     found, least = [], math.inf
     for choice, cost in sorted(rows, key=lambda row: (float(f"{row.estimate.secs:.3g}"), row.estimate.peak_bytes)):
@@ -314,26 +329,26 @@ def front(rows: Sequence[PricedLayout]) -> list[Choice]:
     return found
 
 
-# By what the mesh uses.
+# Colours and labels by the axes that the mesh uses.
 MESH_COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7", "cp": "#d55e00"}
 MESH_COLOURS |= {"ep": "#56b4e9"}
 MESH_LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
 MESH_LABELS |= {"cp": "context", "ep": "experts"}
-LIGHT = ("pp", "pp tp")  # colours on which ink is dark
-PICTURE = 580, 265  # points of the plot; below it the key has a line for each layout of the front
+LIGHT = ("pp", "pp tp")  # fills that need dark text
+PICTURE = 580, 265  # size of the plot in points; below it, the key has a line for each layout of the front
 KEY_LINE = 13
 
 
 def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choice) -> str:
-    """An SVG of memory against time with a point for each layout; `own` has a ring around it."""
+    """An SVG of memory against time with a point for each layout; `own` is ringed."""
     row_of, marked = {row.choice: row for row in rows}, front(rows)
     on_front = [row_of[choice] for choice in marked]
-    under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(topology.chip.usable_bytes)}"
+    under = f"{len(rows)} layouts, predicted; a {topology.chip.unit} holds {in_bytes(topology.chip.usable_bytes)}"
     edges = {True: {"markersize": 13, "markeredgecolor": INK}, False: {"markersize": 6, "alpha": 0.55}}
 
     def points(axes: Any) -> None:
         axes.set_title(f"{title}\n{under}", loc="left")
-        axes.set(xlabel="memory of a chip, GiB", ylabel="time of a step, s")
+        axes.set(xlabel=f"memory of a {topology.chip.unit}, GiB", ylabel="time of a step, s")
         axes.margins(0.08)
         axes.plot(*zip(*map(_place, on_front)), "--", color=INK, linewidth=0.8, gid="front")
         for row in reversed(rows):

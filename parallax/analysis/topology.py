@@ -1,4 +1,4 @@
-"""Where a step would run: chips of one kind, the links between them, and the compiler's devices where none are."""
+"""Chips of one kind, the links between them, and the compiler's descriptions of chips that are not present."""
 
 import functools
 import importlib.util
@@ -16,27 +16,30 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import Chip, chip
+from parallax.runtime.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.runtime.errors import ConfigError, how_to_install
 from parallax.sharding.mesh import resolve_sizes
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin, is not installed: {how_to_install('gpu-compiler')}"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-CUDNN_VERSION = "major: 9 minor: 10"  # which a GPU that is not here is said to have
+CUDNN_VERSION = "major: 9 minor: 10"  # assumed for GPUs that are not present
+# The driver's name of a GPU, which JAX looks up, if this project uses a shorter one.
+DRIVER_NAMES = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
 
-DEVICES_ARE_CORES = ("TPU v7x",)
+COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by another one
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
-# Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
-# of 13 layouts were from 5 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
+# Share of a data sheet's FLOP/s that matrix products reach, including operations fused with them. With it, analytic
+# steps of 13 layouts were from 5 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
 MATMUL_EFFICIENCY = 0.8
 
 
 class Topology(NamedTuple):
-    """So many chips along each dim of a torus; of chips on switches, the last number is those on one switch.
+    """`shape` is the number of chips along each dim of a torus; for chips on switches, the last number is per switch.
 
-    `shared`: the devices are simulated by one machine and share its cores, so that an idle one lends them to others.
+    A chip may be several devices, its cores. `shared`: one machine simulates the devices, which share its cores, so
+    that others can use those of an idle one.
     """
 
     name: str
@@ -46,25 +49,25 @@ class Topology(NamedTuple):
 
     @property
     def devices(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.chip.cores
 
     @property
     def is_tpu(self) -> bool:
         return self.chip.platform == "tpu"
 
     def matmul_rate(self, dtype: str, matmul: str = "compute") -> float:
-        """FLOP/s that matrix products reach, in this dtype or in 8 bits; what was measured is not reduced."""
+        """FLOP/s that matrix products reach, in this dtype or in 8 bits; measured rates are not reduced."""
         wide = dtype if matmul == "compute" or "bfloat16" not in self.chip.flops else "bfloat16"
         peak = self.chip.peak(wide) * self.chip.matmul_speed(matmul)
         return peak * (1 if self.shared else MATMUL_EFFICIENCY)
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
-        return route(_laid_out(self.shape, tuple(sizes.items())), tuple(axes), self.chip)
+        return route(_laid_out(self.shape, self.chip.cores, tuple(sizes.items())), tuple(axes), self.chip)
 
 
 def read_topology(text: str) -> Topology:
-    """The topology "v5p:4x4x4"; ConfigError where the chip is unknown or the sizes are no shape of a slice of it.
+    """Parse a topology as "v5p:4x4x4"; ConfigError if the chip is unknown or has no slice of this shape.
 
     >>> topology = read_topology("v5p:4x4x4")
     >>> topology.devices, topology.route({"pp": 1, "dp": 16, "tp": 4}, ["dp"]).bandwidth / 1e9
@@ -72,7 +75,7 @@ def read_topology(text: str) -> Topology:
     """
     if not TOPOLOGY.fullmatch(text):
         raise ConfigError(
-            f"--topology={text} is no topology; write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host."
+            f"--topology={text} is not a topology; write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host."
         )
     known = chip(text)
     shape = tuple(map(int, text.split(":")[1].split("x")))
@@ -85,14 +88,15 @@ def read_topology(text: str) -> Topology:
     if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
         hosts = -(-math.prod(shape) // known.switched)
         raise ConfigError(
-            f"--topology={text} is no number of hosts and of GPUs on each; a host has at most {known.switched} "
-            f"{known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for {hosts * known.switched} GPUs."
+            f"--topology={text} is not a valid number of hosts and of GPUs on each; a host has at most "
+            f"{known.switched} {known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for "
+            f"{hosts * known.switched} GPUs."
         )
     return Topology(text, known, shape)
 
 
 def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
-    """Size of each mesh axis on a topology, -1 replaced; ConfigError where they are not the topology's devices."""
+    """Size of each mesh axis on a topology, with -1 replaced; ConfigError if they do not fit its devices."""
     try:
         return resolve_sizes(config, topology.devices, simulated=False)
     except ConfigError as error:
@@ -100,20 +104,15 @@ def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
 
 
 def why_not(topology: Topology) -> str:
-    """Why nothing can be compiled for chips that are not here; "" where it can."""
+    """Why steps cannot be compiled for chips that are not present; "" if they can."""
     if not topology.is_tpu:
         return "" if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else GET_CUDA
-    if topology.chip.name in DEVICES_ARE_CORES:
-        return (
-            f"nothing is compiled for {topology.name}: the compiler has two devices for a {topology.chip.name}, one "
-            "for each core, and a plan counts chips"
-        )
     return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
 
 
 def devices_of(topology: Topology | str) -> list[Any]:
-    """The devices of chips that need not be here, as their compiler describes them; ConfigError where it knows no such
-    slice, or is not installed."""
+    """Devices of chips that need not be present, as their compiler describes them; ConfigError if it does not support
+    such a slice, or is not installed."""
     topology = read_topology(topology) if isinstance(topology, str) else topology
     if reason := why_not(topology):
         raise ConfigError(reason)
@@ -122,16 +121,19 @@ def devices_of(topology: Topology | str) -> list[Any]:
         return describe(topology).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--topology={topology.name} is nothing that the compiler knows: {reason}") from error
+        what = f"--topology={topology.name} is not a topology that the compiler supports"
+        raise ConfigError(f"{what}: {reason}") from error
 
 
 def _describe_slice(topology: Topology) -> topologies.TopologyDescription:
     options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+    known = COMPILER_NAMES.get(topology.chip.name)
+    name = f"{known}:{topology.name.split(':')[1]}" if known else topology.name
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
 def _describe_hosts(topology: Topology) -> topologies.TopologyDescription:
-    """Of GPUs: one slice of hosts with so many GPUs on each."""
+    """For GPUs: one slice of hosts with the same number of GPUs on each."""
     hosts, gpus = (1, *topology.shape)[-2:]
     return topologies.get_topology_desc(
         platform="cuda",
@@ -166,15 +168,15 @@ def target_config(chip: Chip) -> str:
     )
     lines = [f"{name}: {value}" for name, value in info.items()]
     lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    named = f'platform_name: "CUDA" device_description_str: "{chip.name}"'
+    named = f'platform_name: "CUDA" device_description_str: "{DRIVER_NAMES.get(chip.name, chip.name)}"'
     return f"gpu_device_info {{ {' '.join(lines)} }} dnn_version_info {{ {CUDNN_VERSION} }} {named}"
 
 
 def without_chips(argv: Sequence[str]) -> None:
-    """Set up a process whose command line names a topology, before its first array: to compile without the chips.
+    """Set up a process to compile without chips, if its command line names a topology; call before the first array.
 
-    libtpu asks no metadata server, and lets another process compile at the same time. It needs some accelerator type,
-    though the topology says what is compiled for.
+    Then libtpu does not query a metadata server, and allows another process to compile at the same time. It needs some
+    accelerator type, although the topology determines the target.
     """
     if any(argument.startswith("--topology") for argument in argv):
         os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -183,11 +185,13 @@ def without_chips(argv: Sequence[str]) -> None:
 
 
 @functools.lru_cache
-def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any:
-    """A mesh of stand-ins for chips that fill a torus of this shape; the last axis is laid out first, along few dims.
+def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], ...]) -> Any:
+    """A mesh of stand-ins for the cores of chips that fill a torus of this shape; the last axis is placed first, along
+    few dims.
 
-    Of chips on switches, those of one switch have the same process index.
+    Chips on one switch have the same process index.
     """
+    shape = *shape, cores
     lengths = [n for _, n in sizes]
     index = np.indices(lengths)
     places = np.zeros((*lengths, len(shape)), int)
@@ -201,7 +205,8 @@ def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any
             left[dim], stride[dim] = left[dim] // part, stride[dim] * part
     devices = np.empty(lengths, object)
     for number, at in enumerate(np.ndindex(*lengths)):
-        devices[at] = SimpleNamespace(coords=tuple(places[at]), process_index=number // shape[-1])
+        *coords, core = places[at]
+        devices[at] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
 
@@ -221,15 +226,15 @@ class Route(NamedTuple):
 
 
 def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = ()) -> Route:
-    """The links between devices that differ along these mesh axes: all of them, or a group of them by their numbers.
+    """The links between devices that differ along these mesh axes: all of them, or a group given by device numbers.
 
-    On a torus, a collective uses all dims along which its devices lie at once. A dim that they fill, and that closes to
-    a ring, gives two links of each chip, one for each direction; any other dim, a line, one, since its end has no
-    other; devices that lie k apart share links with k - 1 others. Where devices have no place on a torus, as when a
-    mesh of simulated ones stands for it, each mesh axis is a dim of its own, filled. In an all-to-all, data passes a
-    quarter of each dim on average, and loads links by as much. Between slices it is the network.
-
-    A switch gives all links of a GPU. Between hosts of GPUs see `_between_hosts`. Latency counts as nothing.
+    On a torus, a collective uses all dims along which its devices differ at once. A dim that they fill, and that closes
+    to a ring, has two links per chip, one for each direction. Any other dim is a line and has one, since a chip at its
+    end has only one. Devices at a distance of k share links with k - 1 others. If devices have no coordinates, as in a
+    mesh of simulated devices, each mesh axis counts as a separate, filled dim. In an all-to-all, data passes a quarter
+    of each dim on average, which loads links by as much. Cores of a chip share its links: a core has its part of them,
+    and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
+    slices it uses the network; between hosts of GPUs see `_between_hosts`. Latency is not modelled.
     """
     devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
     if not chip.torus_dims:
@@ -237,7 +242,8 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     if _differ(devices, "slice_index"):
         return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth)
     places, extents = _places(mesh, axes, devices)
-    links, hops = 0.0, 0.0
+    *extents, _ = extents
+    links, hops, cores = 0.0, 0.0, len(np.unique(places[:, -1]))
     for dim, extent in enumerate(extents):
         values = np.unique(places[:, dim])
         if len(values) > 1:
@@ -245,15 +251,18 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
             links += (2 if whole and closes(chip, extents, extent) else 1) / int(np.diff(values).min())
             hops += len(values) / 4
     members = len(devices)
-    return Route(chip.ici_bandwidth * links, max(1.0, hops * members / (members - 1)), chip.ici_bandwidth)
+    if not links:
+        return Route(chip.ici_bandwidth * LINKS_BETWEEN_CORES, 1.0, chip.ici_bandwidth * LINKS_BETWEEN_CORES)
+    rings = chip.ici_bandwidth * links * cores / chip.cores
+    return Route(rings, max(1.0, hops * members / (members - 1)), chip.ici_bandwidth)
 
 
 def _between_hosts(hosts: list[int], chip: Chip) -> Route:
-    """The links between GPUs, of which each is on the host of this number.
+    """The links between GPUs; `hosts` are the numbers of their hosts.
 
-    NCCL runs a ring through each network interface: of k GPUs on each host it has k rings, which enter and leave a host
-    at another GPU each, and go through the others by the switch. Each sends a k-th of the bytes over the network. In an
-    all-to-all each GPU sends to all n - k of other hosts what is theirs, by its own interface.
+    NCCL runs a ring through each network interface. For k GPUs on each host there are k rings: each enters and leaves a
+    host at another GPU, passes the others over the switch, and sends a k-th of the bytes over the network. In an
+    all-to-all each GPU sends to the n - k GPUs of other hosts over its own interface.
     """
     switch, network, members = chip.ici_bandwidth * chip.ici_links, chip.dcn_bandwidth, len(hosts)
     if len(set(hosts)) == 1:
@@ -264,16 +273,16 @@ def _between_hosts(hosts: list[int], chip: Chip) -> Route:
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
-    """Whether a dim of a slice of these extents is a ring."""
+    """Whether a dim of this extent is a ring in a slice of these extents."""
     fits = [size % chip.ring_multiple == 0 for size in extents]
     return all(fits) if chip.cube else extent % chip.ring_multiple == 0
 
 
 def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
-    """Bytes a second of each message, where all devices of these pairs send at once.
+    """Bytes a second of each message, if all devices of these pairs send at once.
 
-    On a torus a message goes along one dim after the other, the shorter way round a ring, and those that share a link
-    share its bandwidth. A switch gives a card all of its links.
+    On a torus a message follows one dim after the other, the shorter way around a ring, and messages on the same link
+    share its bandwidth. On a switch a message uses all links of a card.
     """
     devices = list(mesh.devices.flat)
     if not chip.torus_dims:
@@ -282,14 +291,14 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
         return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
     if any(_differ([devices[one], devices[other]], "slice_index") for one, other in pairs):
         return chip.dcn_bandwidth
-    places, extents = _places(mesh, mesh.axis_names, devices)
+    places, extents = (found[..., :-1] for found in _places(mesh, mesh.axis_names, devices))
     rings = [closes(chip, extents, extent) for extent in extents]
     load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
     return chip.ici_bandwidth / max(load.values(), default=1)
 
 
 def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bool]) -> Iterator[tuple]:
-    """The links that a message takes, each as its chip, its dim and its direction."""
+    """The links of a message's path, each as chip, dim and direction."""
     here = [int(at) for at in start]
     for dim, goal in enumerate(map(int, end)):
         way = 1 if goal > here[dim] else -1
@@ -306,8 +315,8 @@ def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:
 
 
 def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
-    """The host of each GPU. Of GPUs that are here JAX calls a host a slice, however many processes run on it; of those
-    that a compiler describes, which are all of one slice, a host is a process."""
+    """The host of each GPU. For GPUs that are present JAX calls a host a slice, however many processes run on it. The
+    ones that a compiler describes are all in one slice; there a host is a process."""
     return [getattr(device, "slice_index" if here else "process_index", 0) for device in devices]
 
 
@@ -320,12 +329,17 @@ def _differ(devices: list, attribute: str) -> bool:
     return len({getattr(device, attribute, None) for device in devices}) > 1
 
 
-def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarray, list[int]]:
-    """Coordinates of these devices, and the extents of what all devices of the mesh fill."""
+def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of these devices, of which the last is the core on a chip, and the extents of the slice that all
+    devices of the mesh fill."""
     if getattr(devices[0], "coords", None) is not None:
-        everywhere = np.array([device.coords for device in mesh.devices.flat])
-        return np.array([device.coords for device in devices]), list(np.ptp(everywhere, axis=0) + 1)
+        everywhere = np.array([_coordinates(device) for device in mesh.devices.flat])
+        return np.array([_coordinates(device) for device in devices]), np.ptp(everywhere, axis=0) + 1
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in axes]
     if len(devices) < math.prod(sizes):  # a group of them
         sizes = [len(devices)]
-    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1), sizes
+    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), [*sizes, 1]), axis=1), np.array([*sizes, 1])
+
+
+def _coordinates(device: Any) -> tuple[int, ...]:
+    return *device.coords, getattr(device, "core_on_chip", 0)

@@ -1,7 +1,7 @@
-"""A traced program, walked as one device runs it, counting on the way; and where each equation comes from.
+"""Walks a traced program as one device runs it and counts on the way; also finds the origin of each equation.
 
-Values that follow from tables, loop counters and the device's place in the mesh are computed, so that of a branch only
-the side is counted that is taken, and of a loop every turn. What no output needs is not counted: XLA drops it.
+Values that depend only on tables, loop counters and the device's mesh coordinates are computed. So only the taken side
+of a branch is counted, and every iteration of a loop. Equations that no output needs are not counted: XLA drops them.
 """
 
 import functools
@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts import USUAL_LOAD
+from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
@@ -30,26 +31,26 @@ from parallax.sharding import collectives, layout
 from parallax.sharding.plan import GRADIENTS
 from parallax.training.step import UPDATE, TrainStep, abstract_state
 
-# They ask on behalf of others.
+# Files that send on behalf of their callers.
 PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
-# Scopes of the executor's passes, of messages of gradients, and of the update. In B, what is not transposed is work of
-# forward, done again.
+# Scopes of the executor's passes, of messages of gradients, and of the update. In B, equations that are not transposed
+# are recomputed forward work.
 SCOPES = {FORWARD: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward", UPDATE: "update"}
-REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
-OUTERMOST = "Block"  # names no part of the model: every layer is one
+REMATTED = "rematted_computation"  # JAX's name for what jax.checkpoint recomputes
+OUTERMOST = Block.__name__  # not a part of the model: every layer has this name
 
 
 class Origin(NamedTuple):
-    """`stack` holds names of transformations, scopes and modules, outermost first, with those of calling programs."""
+    """`stack` holds names of transformations, scopes and modules, outermost first, including those of callers."""
 
     stack: str
     traceback: Any
 
     @property
     def direction(self) -> str:
-        """What is transposed is "backward"; what forward did, and the backward pass does again, "recompute"."""
+        """Transposed equations are "backward"; forward work that the backward pass repeats is "recompute"."""
         again = REMATTED in self.stack
         if "transpose(" in self.stack and not again:
             return "backward"
@@ -57,12 +58,12 @@ class Origin(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The Flax module, as "attention/q"; of what none asked for, the file, as "pipeline/executor"."""
+        """The Flax module, as "attention/q"; outside of modules the file, as "pipeline/executor"."""
         return _module(self.stack) or self.source.rpartition(":")[0].removeprefix("parallax/").removesuffix(".py")
 
     @property
     def source(self) -> str:
-        """The innermost line that is not the library's: "parallax/model/dense.py:57"; "" where none is known."""
+        """The innermost line outside of libraries, as "parallax/model/dense.py:57"; "" if unknown."""
         for frame in self.traceback.frames if self.traceback else ():
             if (name := _shown(frame.file_name)) is not None:
                 return f"{name}:{frame.line_num}"
@@ -71,7 +72,7 @@ class Origin(NamedTuple):
 
 @functools.cache
 def _scope(stack: str) -> str | None:
-    """What the innermost of the executor's scopes says."""
+    """The direction that the innermost of the executor's scopes stands for."""
     return next((SCOPES[name] for name in reversed(_names(stack)) if name in SCOPES), None)
 
 
@@ -93,7 +94,7 @@ def _names(stack: str) -> list[str]:
 
 @functools.cache
 def _shown(file_name: str) -> str | None:
-    """How a file is named in a report; None of a file that only passes calls on."""
+    """Name of a file in a report; None for files that only pass calls on."""
     if file_name in PLUMBING:
         return None
     path = pathlib.Path(file_name)
@@ -110,10 +111,10 @@ Known = np.ndarray | None  # None: not known before the program runs
 
 
 def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counter:
-    """The sum of `count` over every equation that the device at these mesh coordinates runs, as often as it does.
+    """Sum of `count` over every equation that the device at these mesh coordinates runs, as often as it runs it.
 
-    Raises ValueError where it depends on data which side of a branch is taken, or how often a loop turns, and that
-    changes the sum; of experts' branches the one for a usual load counts.
+    Raises ValueError if the taken side of a branch or the trip count of a loop depends on data and changes the sum. For
+    branches of experts the side for a usual load counts.
     """
     device = Walk(at, count)
     device.call(program, Invocation("", set()), [None] * len(program.jaxpr.invars))
@@ -123,8 +124,8 @@ def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counte
 class Invocation(NamedTuple):
     """How a program is called."""
 
-    stack: str  # of names, as in Origin
-    wanted: Set[int]  # outputs whose values steer what runs later
+    stack: str  # as in Origin
+    wanted: Set[int]  # indices of outputs whose values decide what runs later
 
 
 class Walk:
@@ -135,9 +136,9 @@ class Walk:
         self._steering, self._calls, self._needed = Steering(), {}, functools.cache(needed)
 
     def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
-        """Run a program; its outputs, known at least where they are wanted and can be.
+        """Run a program and return its outputs; the wanted ones are known if possible.
 
-        It is run again only with other values of what steers it: most ticks are like others, and layers alike.
+        It is run again only if values that decide what it runs are different: most ticks, and most layers, are alike.
         """
         steers = self._steering.inputs(program.jaxpr, how.wanted)
         args = [value if at in steers else None for at, value in enumerate(args)]
@@ -151,7 +152,7 @@ class Walk:
         return outs
 
     def _apart(self, run: Callable[[], list[Known]]) -> tuple[Counter, list[Known]]:
-        """The counts of a run, without adding them to the total, and its outputs."""
+        """The counts of a run, not added to the total, and its outputs."""
         before, self.total = self.total, Counter()
         outs = run()
         counted, self.total = self.total, before
@@ -184,7 +185,7 @@ class Walk:
         if name == "while":
             return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
         if (inner := called(equation)) is not None:
-            if name == "shard_map":  # what is cut there is another piece on each device
+            if name == "shard_map":  # sharded values have a different piece on each device
                 shapes = [var.aval.shape for var in inner.jaxpr.invars]
                 values = [v if v is not None and v.shape == s else None for v, s in zip(values, shapes, strict=True)]
             return self.call(inner, how, values)
@@ -193,7 +194,7 @@ class Walk:
     def _scan(self, scan: Loop, how: Invocation, values: list[Known]) -> list[Known]:
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
         read = self._steering.inputs(scan.body.jaxpr, how.wanted)
-        if all(at < scan.consts for at in read):  # every turn is like the first
+        if all(at < scan.consts for at in read):  # every iteration is like the first
             counted, _ = self._apart(lambda: self.call(scan.body, Invocation(how.stack, set()), values))
             self.total.update({key: number * scan.length for key, number in counted.items()})
             return [None] * (scan.carried + made)
@@ -212,7 +213,7 @@ class Walk:
         found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
         if any(counted != found[0] for counted in found):
             shown = " or ".join(str(dict(counted)) for counted in found)
-            raise ValueError(f"which branch runs depends on data, and they differ in what is counted: {shown}.")
+            raise ValueError(f"which branch runs depends on data, and the branches have different counts: {shown}.")
         self.total.update(found[0])
         return [None] * len(branches[0].jaxpr.outvars)
 
@@ -220,12 +221,12 @@ class Walk:
         inputs = len(body.jaxpr.invars)
         counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set()), [None] * inputs))
         if counted:
-            raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
+            raise ValueError(f"a while loop's trip count depends on data, and each iteration counts {dict(counted)}.")
         return [None] * outputs
 
 
 def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
-    """Outputs of an equation whose inputs are known, if they are small and count something."""
+    """Outputs of an equation whose inputs are known, if they are small and of integers or booleans."""
     small = all(_counts(var.aval) for var in equation.outvars)
     if not small or any(value is None for value in values):
         return [None] * len(equation.outvars)
@@ -254,7 +255,7 @@ class Steering:
         self.variables = functools.cache(self._variables)
 
     def _variables(self, jaxpr: Jaxpr, wanted: frozenset[int]) -> Set:
-        """Variables on which it depends which sides of branches are taken, or what the `wanted` outputs are."""
+        """Variables that decide which sides of branches are taken, or the values of the `wanted` outputs."""
         steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
         for equation in reversed(jaxpr.eqns):
             read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
@@ -262,7 +263,7 @@ class Steering:
         return steer
 
     def inputs(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set[int]:
-        """Numbers of the inputs among them."""
+        """Indices of the inputs among them."""
         steer = self.variables(jaxpr, frozenset(wanted))
         return {at for at, var in enumerate(jaxpr.invars) if var in steer}
 
@@ -280,7 +281,7 @@ class Steering:
         return set(range(len(equation.invars))) if wanted else set()
 
     def _of_loop(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
-        """What an iteration reads of the one before is wanted of that one, too."""
+        """Values that an iteration reads from the previous one are wanted outputs of that one, too."""
         scan = loop(equation)
         while True:
             read = self.inputs(scan.body.jaxpr, wanted)
@@ -291,14 +292,14 @@ class Steering:
 
 
 def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:
-    """A mesh of these sizes without devices, enough to trace on. `simulated`: the program is traced as for simulated
-    devices, not as for accelerators."""
+    """A mesh of these sizes without devices, for tracing. With `simulated` the program is traced as for simulated
+    devices instead of accelerators."""
     device = AbstractDevice("cpu", None, "cpu") if simulated else None
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)
 
 
-@functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
+@functools.lru_cache(maxsize=2)  # a report needs its model and the same on one device, each more than once
 def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
     """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
     batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
@@ -306,7 +307,7 @@ def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxp
 
 
 def update_program(step: TrainStep) -> ClosedJaxpr:
-    """The traced program of the gradient's norm and of the update of the parameters."""
+    """The traced program of the gradient norm and of the update of the parameters."""
 
     def update(state: Any, grads: Any) -> Any:
         with jax.named_scope(UPDATE):

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint: by name, and read and written on the host, piece by piece."""
+"""Arrays of a checkpoint by name, read and written on the host piece by piece."""
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +13,12 @@ from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.runtime.errors import CheckpointError
 
 PIECE_BYTES = 1 << 26
-# Chunks are cut as the mesh was: a row that lies in a chunk of many is decoded once, not once for each.
+# Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.
 CACHE_BYTES = 1 << 29
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by name: a checkpoint is a flat dict, whatever containers the trees are made of.
+    """Leaves by name: a checkpoint is a flat dict, whatever the containers of the trees.
 
     >>> flatten({"mlp": {"gate": 1, "up": (2, 3)}})
     {'mlp.gate': 1, 'mlp.up.0': 2, 'mlp.up.1': 3}
@@ -28,19 +28,19 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def shape_and_dtype(array: Any) -> dict[str, Any]:
-    """Shape and dtype as JSON holds them."""
+    """Shape and dtype as JSON."""
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
 def new_cache() -> tensorstore.Context:
-    """A cache for arrays that are open together; what is opened later with the same one may not be what is on disk."""
+    """A cache for arrays that are open at the same time; arrays opened later with the same cache may be stale."""
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
 
 class ArrayReader:
-    """One array of a part of a step, as orbax has written it; rows are along the first dim.
+    """One array of a part of a step, written by orbax; rows are along the first dim.
 
-    `running` is the fingerprint of the pieces so far: the array's when they were all, in order.
+    `running` is the fingerprint of the pieces so far; it is the array's after all pieces were read in order.
     """
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
@@ -53,11 +53,11 @@ class ArrayReader:
             raise CheckpointError(f"{name} is {self.dtype}{list(self._array.shape)} in its files")
 
     def read(self, index: Any) -> np.ndarray:
-        """What an index of NumPy's selects."""
+        """The entries that a NumPy index selects."""
         return np.asarray(self._array[index].read().result())
 
     def pieces(self, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-        """The array, or what `index` selects of it, as pieces of rows that follow one another."""
+        """The array, or the part that `index` selects, as consecutive pieces of rows."""
         indices, rest = [index], self.shape[len(index) :]
         if rest:
             row_bytes = max(int(np.prod(rest[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
@@ -70,7 +70,7 @@ class ArrayReader:
 
 
 def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of arrays, by part, that cannot be read or have another fingerprint than was written."""
+    """Names of arrays, by part, that cannot be read or have a different fingerprint than recorded."""
     return [
         f"{part} {name}"
         for part, of_part in arrays.items()
@@ -83,15 +83,15 @@ def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
     try:
         array = ArrayReader(folder, name, about)
         collections.deque(array.pieces(), maxlen=0)
-    except (ValueError, OSError):  # tensorstore raises these for all that is wrong with its files
+    except (ValueError, OSError):  # tensorstore raises these for any problem with its files
         return False
     return array.running.value == about["fingerprint"]
 
 
 class ArrayWriter:
-    """One array of a part that is written piece by piece, as orbax would have written it.
+    """Writes one array of a part piece by piece, in the format of orbax.
 
-    What is in one place of the first `stacked` dims is in chunks of its own, and is best written at once.
+    Each index of the first `stacked` dims has its own chunks and is best written at once.
     """
 
     def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
@@ -102,7 +102,7 @@ class ArrayWriter:
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
     def write(self, index: tuple[int, ...], pieces: Iterable[np.ndarray]) -> None:
-        """Fill the array, or what `index` selects of it, with pieces of rows; what is filled comes in order."""
+        """Fill the array, or the part that `index` selects, with pieces of rows, in order."""
         row = 0
         for piece in pieces:
             self._array[(*index, slice(row, row + len(piece)))].write(piece).result()
@@ -110,18 +110,18 @@ class ArrayWriter:
             row += len(piece)
 
     def described(self) -> dict[str, Any]:
-        """Shape, dtype and fingerprint, as a manifest lists them."""
+        """Shape, dtype and fingerprint for a manifest."""
         return {**shape_and_dtype(self._about), "fingerprint": self._running.value}
 
 
 def _zarr(folder: Path, name: str) -> dict[str, Any]:
-    """Where orbax has an array, as tensorstore wants it."""
+    """The tensorstore spec of an array in orbax's format."""
     kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
     return {"driver": "zarr", "kvstore": kvstore}
 
 
 def _chunk(about: Any, stacked: int) -> tuple[int, ...]:
-    """A place of the first `stacked` dims, cut further while it is larger than a piece."""
+    """Chunk shape: one index of the first `stacked` dims, divided further while it is larger than a piece."""
     stacked = min(stacked, len(about.shape) - 1)
     chunk = [min(size, 1) if dim < stacked else size for dim, size in enumerate(about.shape)]
     for dim, size in enumerate(chunk):

@@ -1,8 +1,8 @@
 """Fingerprints of arrays, the same for every sharding.
 
-The bits of each element, as integers of 32, are multiplied by an odd number that follows from the element's
-position, and summed modulo 2^32. Integers add up to the same sum in any order, so the cut does not matter; an
-odd number has an inverse, so no change of a single element, and no flipped bit, leaves the sum as it was.
+The bits of each element, as 32-bit integers, are multiplied by an odd number that depends on the element's position,
+and summed modulo 2^32. The sum does not depend on the order, so sharding does not matter. An odd number has an inverse,
+so every change of a single element, and every flipped bit, changes the sum.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from jax import Array
 from parallax.sharding.host import rests_on_host
 
 WORD_BITS = 32
-# Elements that the host sums at once: what it holds for each is many times their size.
+# Elements that the host sums at once; its intermediate arrays are many times their size.
 BLOCK = 1 << 18
 # Mixing steps of MurmurHash3's finaliser.
 MIXERS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
@@ -35,10 +35,10 @@ def fingerprint(x: Array) -> Array:
 
 
 def fingerprints(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Of each array by name; a device reads only what it holds.
+    """The fingerprint of each array by name; a device reads only its own shards.
 
-    One program, and waited for: simulated devices may stop for ever in sums of two programs that run at once. Arrays
-    in host memory come to the devices one after the other, each for a program of its own.
+    It is one program, and waits for the result, since simulated devices can deadlock in sums of two programs that run
+    at once. Arrays in host memory are copied to the devices one after the other, each for a separate program.
     """
     waiting = {name: array for name, array in arrays.items() if rests_on_host(getattr(array, "sharding", None))}
     here = {name: array for name, array in arrays.items() if name not in waiting}
@@ -54,14 +54,14 @@ def _of_all(arrays: list[Array]) -> Array:
 
 
 class RunningFingerprint:
-    """The fingerprint of an array that passes through the host piece by piece, in order."""
+    """The fingerprint of an array that the host reads piece by piece, in order."""
 
     def __init__(self):
         self.value = 0
         self._at = 0
 
     def add(self, piece: np.ndarray) -> None:
-        """Take in the next elements."""
+        """Add the next elements."""
         flat = np.ascontiguousarray(piece).reshape(-1)
         all_words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(-1, max(flat.dtype.itemsize // 4, 1))
         for start in range(0, len(flat), BLOCK):
@@ -74,7 +74,7 @@ class RunningFingerprint:
 
 
 def _words(x: Array) -> list[Array]:
-    """The bits of the elements as uint32, twice where they have 64."""
+    """The bits of the elements as uint32; two arrays for 64-bit elements."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = min(np.dtype(x.dtype).itemsize * 8, WORD_BITS)
     words = jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
@@ -82,7 +82,7 @@ def _words(x: Array) -> list[Array]:
 
 
 def _positions(shape: tuple[int, ...]) -> Array:
-    """Where an element lies in the whole array, modulo 2^32."""
+    """Index of each element in the whole array, modulo 2^32."""
     at = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -92,7 +92,7 @@ def _positions(shape: tuple[int, ...]) -> Array:
 
 
 def _odd(at: Any) -> Any:
-    """An odd number for each position; the same by JAX and by NumPy."""
+    """An odd number for each position; the same in JAX and NumPy."""
     for shift, factor in MIXERS:
         at = (at ^ (at >> np.uint32(shift))) * np.uint32(factor)
     return (at ^ (at >> np.uint32(16))) | np.uint32(1)

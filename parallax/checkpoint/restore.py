@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto any mesh, with its integrity checked."""
+"""Loads a checkpoint onto any mesh and checks its integrity."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -15,11 +15,11 @@ from parallax.config.settings import compare_settings
 from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
 from parallax.runtime.multihost.job import tried_by_all
 
-DAMAGED, REFUSED = 1, 2  # what a process says of a step; 0 is that it is whole
+DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
 
 
 class Restored(NamedTuple):
-    """Trees of arrays, the step that they are of, and newer steps that were damaged."""
+    """Trees of arrays, their step, and newer steps that were damaged."""
 
     step: int
     parts: dict[str, Any]
@@ -27,7 +27,7 @@ class Restored(NamedTuple):
 
 
 def compare_arrays(stored: Mapping[str, Any], wanted: Mapping[str, Any], part: str) -> list[str]:
-    """Say what differs between the arrays of a manifest and the wanted ones."""
+    """Differences between the arrays of a manifest and the wanted ones."""
     there = {name: f"{array['dtype']}{array['shape']}" for name, array in stored.items()}
     here = {name: f"{array.dtype}{list(array.shape)}" for name, array in wanted.items()}
     return [
@@ -40,10 +40,10 @@ def compare_arrays(stored: Mapping[str, Any], wanted: Mapping[str, Any], part: s
 def restore_newest(
     folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, before: int | None = None
 ) -> Restored:
-    """`restore` the newest step that is whole, passing over damaged ones, and over all from `before` on.
+    """`restore` the newest intact step before `before`, skipping damaged ones.
 
     Raises:
-        CheckpointError: all are damaged, there is none, or the newest that is whole is of another model.
+        CheckpointError: all are damaged, there is none, or the newest intact one is of another model.
     """
     damaged: list[DamagedError] = []
     steps = (step for step in complete_steps(folder) if before is None or step < before)
@@ -61,14 +61,13 @@ def restore_newest(
 def restore(
     folder: Path, step: int, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Load named trees straight into the shardings of `parts`, trees of jax.ShapeDtypeStruct.
+    """Load named trees directly into the shardings of `parts`, trees of jax.ShapeDtypeStruct.
 
-    Files are held to their checksums, and arrays to the wanted shapes and dtypes, and once loaded to their
-    fingerprints. With `settings`, an error about arrays also names the settings that differ. Parts that are not
-    asked for are neither loaded nor judged.
+    Checksums of files, shapes and dtypes of arrays and, after loading, their fingerprints are checked. With `settings`,
+    an error about arrays also names the settings that differ. Other parts are neither loaded nor checked.
 
     Raises:
-        DamagedError: something is not as it was saved; names files, and arrays if any is hit.
+        DamagedError: something is not as it was saved; names files, and damaged arrays.
         CheckpointError: there is no such step, or it is of another model.
     """
     manifest = agreed(folder, step, lambda: read_manifest(folder, step))
@@ -82,10 +81,10 @@ def restore(
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
     try:
         loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
-    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
+    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         how = first_line(error)
         if jax.process_count() > 1:
-            # Others may have read it: none goes on to another step alone.
+            # Other processes may have read it, so none may continue with another step alone.
             raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
         raise DamagedError(folder, step, f"it cannot be read: {how}") from error
     for part, tree in loaded.items():
@@ -97,13 +96,13 @@ def restore(
 
 
 def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
-    """What `check` returns; what one process of a job refuses all do, so that none goes on alone."""
+    """The result of `check`; if one process of a job refuses a step, all do, so that none continues alone."""
     verdict_of = lambda error: DAMAGED if isinstance(error, DamagedError) else REFUSED  # noqa: E731
     result, error, verdicts = tried_by_all(check, CheckpointError, verdict_of)
     if error is not None and jax.process_index():
         tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
     if verdicts.max() > verdicts[jax.process_index()]:
-        others = f"process {verdicts.argmax()} refuses it, and says why"
+        others = f"process {verdicts.argmax()} refuses it; see its own error"
         error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
     if error is not None:
         raise error
@@ -111,7 +110,7 @@ def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
 
 
 def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Collection[str]) -> None:
-    """This process's share of the files of these parts, with their contents."""
+    """Check this process's share of the files of these parts, including contents."""
     files = files_of(manifest, parts)
     names = sorted(files)[jax.process_index() :: jax.process_count()]
     wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)

@@ -1,4 +1,4 @@
-"""Saving steps in the background, and keeping the last few and the best few."""
+"""Saves steps in the background, and keeps the last few and the best few."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ from parallax.runtime.units import in_bytes
 class CheckpointWriter(contextlib.AbstractContextManager):
     """Writes the checkpoints of one run into a folder.
 
-    Use it as a context: leaving it waits for the save in flight, whatever the reason to leave.
+    Use it as a context: leaving it waits for the save in flight, even after an error.
 
     Args:
-        settings: a dict that JSON can hold; it goes into every manifest.
-        carry: writes what else a step is to carry, such as its tokenizer, into the folder that it is given.
-        say: told what cannot be raised, as another error is on its way.
+        settings: a JSON dict, which is written into every manifest.
+        carry: writes further files of a step, such as its tokenizer, into the folder that it is given.
+        say: reports problems that cannot be raised because another error is being raised.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._in_flight: dict[str, Any] = {}
         say_errors_once()
         files.check_writable(self._folder)
-        # Orbax would remove a step as any folder, from whichever end: here it keeps all.
+        # Orbax would remove the files of a step in any order; so here it keeps all steps.
         how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
         self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(async_options=how))
 
@@ -54,7 +54,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         try:
             self.wait()
         except CheckpointError as failed:
-            # The error that ends the run says more than the save that it took along.
+            # The error that ends the run is more informative than the save that failed with it.
             if error is None:
                 raise
             self._say(f"{type(failed).__name__}: {failed}")
@@ -62,7 +62,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._manager.close()
 
     def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
-        """Begin to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
+        """Start to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
         self.wait()
         if step in steps.complete_steps(self._folder):
             return
@@ -78,7 +78,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         assert saved, f"orbax declined to save step {step}"
 
     def check(self) -> None:
-        """Raise CheckpointError if the save in the background has failed; if it is done, remove what it replaces."""
+        """Raise CheckpointError if the save in the background has failed; if it is done, remove replaced steps."""
         if self._in_flight:
             with self._saving(self._in_flight["step"]):
                 self._manager.check_for_errors()
@@ -86,7 +86,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
                 self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in the background is on disk, and remove what it replaces."""
+        """Wait until the save in the background is on disk, and remove replaced steps."""
         if not self._in_flight:
             return
         step = self._in_flight["step"]
@@ -101,7 +101,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._remove_replaced()
 
     def _write_manifest(self) -> None:
-        # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
+        # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.
         if jax.process_index() == 0:
             (unfinished,) = (at for step, at in steps.unfinished_saves(self._folder) if step == self._in_flight["step"])
             self._carry(unfinished)
@@ -109,7 +109,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best."""
-        there = sorted(steps.check_steps(self._folder).valid)  # damaged ones are for the next start to set aside
+        there = sorted(steps.check_steps(self._folder).valid)  # the next start sets damaged ones aside
         losses = {step: steps.read_manifest(self._folder, step)["loss"] for step in there}
         best = sorted((step for step in there if losses[step] is not None), key=losses.get)[: self._config.keep_best]
         for step in sorted({*there} - {*there[-self._config.keep_last :], *best}):
@@ -120,7 +120,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """Turn what goes wrong in a save into a CheckpointError that names the folder and the step, and clear up."""
+        """Turn errors of a save into a CheckpointError that names the folder and the step, and clean up."""
         try:
             yield
         except Exception as error:
@@ -131,17 +131,17 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             raise CheckpointError(f"{how}; older steps are untouched") from error
 
 
-@functools.cache  # once in a process: somebody else may put hooks above ours
+@functools.cache  # once in a process, since others may install hooks on top of ours
 def say_errors_once() -> None:
-    """Leave out what orbax and TensorStore print of a save that fails, as it is raised to us too.
+    """Suppress what orbax and TensorStore print about a failed save, since the error is also raised.
 
-    That is a log with tracebacks, and one more for each write that ends when the first has failed: nobody waits for it,
-    or its event loop is closed by then.
+    They log tracebacks, and one more for each write that ends after the first failure, since nothing waits for it or
+    its event loop is closed by then.
     """
     before = sys.unraisablehook
 
     def unraisable(about: Any) -> None:
-        # A write of TensorStore that ends late calls back into a loop that is closed, and nothing can be raised there.
+        # A late TensorStore write calls back into a closed event loop, where nothing can be raised.
         if str(about.exc_value) != "Event loop is closed":
             before(about)
 
@@ -157,11 +157,11 @@ def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def check_space(folder: Path, parts: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the disk of a folder has no room for one more checkpoint of these trees."""
+    """Raise CheckpointError if the folder's disk has no space for one more checkpoint of these trees."""
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
     free = files.free_bytes(folder)
     if free < needed:
         raise CheckpointError(
             f"a checkpoint has {in_bytes(needed)}, but the disk of {folder} has {in_bytes(free)} free; "
-            "make room or choose another --workdir"
+            "free some space or choose another --workdir"
         )

@@ -1,7 +1,7 @@
-"""Which steps a folder of checkpoints holds, and whether each is what was saved. Needs no JAX.
+"""The steps in a folder of checkpoints, and checks that each is intact. Needs no JAX.
 
-A step is a folder named by its number, with a manifest, which lists its files and arrays, and the settings behind them.
-The manifest comes last when a step is saved and goes first when it is removed: what is killed in between leaves a
+A step is a folder named by its number, with a manifest that lists its files, arrays and settings. The manifest is
+written last when a step is saved and removed first when it is removed, so an interrupted save or removal leaves a
 folder that does not count.
 """
 
@@ -20,20 +20,20 @@ from parallax.runtime.units import in_bytes
 
 FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"
-# Orbax rewrites this file after the manifest is made, and restores without it.
+# Orbax rewrites this file after the manifest is written, and does not need it to restore.
 NOT_COUNTED = "_CHECKPOINT_METADATA"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # how orbax calls what it has not finished
+UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
-# A manifest has a line for each file and array: thousands of them are a megabyte.
+# A manifest has a line for each file and array; thousands of them take a megabyte.
 LIMIT_BYTES = 1 << 28
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
-QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # that no file came for; to wait for that
+NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
 
 
 class DamagedError(CheckpointError):
-    """A step is not what was saved. `how` says what is wrong with it, without its name."""
+    """A step is not as it was saved. `how` describes the damage, without the step's name."""
 
     def __init__(self, folder: Path, step: int, how: str):
         super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {how}; use another step")
@@ -41,7 +41,7 @@ class DamagedError(CheckpointError):
 
 
 class CheckedSteps(NamedTuple):
-    """Steps whose files are there with their sizes, newest first, and the other complete ones with what is wrong."""
+    """Steps whose files exist with the right sizes, newest first, and other complete steps with their problems."""
 
     valid: list[int]
     damaged: dict[int, DamagedError]
@@ -54,12 +54,12 @@ def numbered_steps(folder: Path) -> set[int]:
 
 
 def complete_steps(folder: Path) -> set[int]:
-    """Steps that have a manifest; a link to a folder is not one of ours."""
+    """Steps with a manifest; links to folders do not count."""
     return {step for step in numbered_steps(folder) if _has_manifest(folder / str(step))}
 
 
 def unfinished_saves(folder: Path) -> list[tuple[int, Path]]:
-    """Steps whose save has begun and not ended, each with its folder: it goes on, or was killed."""
+    """Steps whose save has not ended, each with its folder: it is in progress or was killed."""
     try:
         names = files.names_in(folder)
     except OSError:
@@ -82,7 +82,7 @@ def check_steps(folder: Path) -> CheckedSteps:
 
 
 def latest_step(folder: Path) -> int | None:
-    """The newest valid step, by number and never by time; None if there is no complete one.
+    """The newest valid step, by number, not by time; None if there is no complete one.
 
     Raises:
         DamagedError: there are steps, and all are damaged.
@@ -97,23 +97,23 @@ def latest_step(folder: Path) -> int | None:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """List the files of a step's folder, and write that with `content` into it, last of all."""
+    """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NOT_COUNTED]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
-    # As JSON gives it back: keys are texts, tuples are lists.
+    # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     files.write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "crc32": _checksum(content), "content": content}))
-    # TensorStore flushes its own files: what is left are the names, and the files that belong to no part.
+    # TensorStore flushes its own files; names and the files of no part are flushed here.
     for path in [folder, *sorted(folder.rglob("*"))]:
         if path.is_dir() or path.parent == folder:
             files.sync(path)
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """What a step says about itself.
+    """Read a step's manifest.
 
     Raises:
-        DamagedError: it is not what was written, or names what cannot be.
+        DamagedError: it is not as it was written, or has impossible values.
         CheckpointError: there is no such step, or it has another format.
     """
     path = folder / str(step) / MANIFEST
@@ -139,13 +139,13 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
-    """The files of some parts of a step, and those that belong to none, such as its tokenizer."""
+    """The files of some parts of a step, and those of no part, such as its tokenizer."""
     items = manifest["files"].items()
     return {name: sums for name, sums in items if "/" not in name or name.split("/")[0] in parts}
 
 
 def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
-    """What is wrong with files of a step's folder: their places and sizes, and with `contents` their checksums."""
+    """Problems with files of a step's folder: existence and sizes, and with `contents` checksums."""
     hows = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
     return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
 
@@ -161,7 +161,7 @@ def size_and_checksum(path: Path) -> dict[str, int]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a file's name, as it is written in a manifest, stays in the folder that it is relative to.
+    """Whether a file's name in a manifest stays inside its folder.
 
     >>> [is_inside(name) for name in ("params/d/0a", "/etc/passwd", "params/../../x", "a\\\\b", "")]
     [True, False, False, False, False]
@@ -171,7 +171,7 @@ def is_inside(name: str) -> bool:
     return plain and not name.startswith("/") and ".." not in parts
 
 
-# ---- what is removed or set aside
+# ---- removing and setting aside
 
 
 def remove_step(folder: Path, step: int) -> None:
@@ -182,14 +182,14 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path, step: int, why: str) -> Path:
-    """Rename a step, as "damaged-7", so that the step can be saved again and this one be looked at."""
+    """Rename a step, as "damaged-7", so that the step can be saved again and this one can be inspected."""
     names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
     aside = next(folder / name for name in names if name not in files.names_in(folder))
     return (folder / str(step)).replace(aside)
 
 
 def tidy(folder: Path) -> list[str]:
-    """Remove or rename incomplete steps; returns what was done."""
+    """Remove or rename incomplete steps; returns a list of actions."""
     try:
         return list(_tidy(folder))
     except OSError as error:
@@ -197,13 +197,13 @@ def tidy(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: Path, step: int) -> None:
-    """Remove the files of a failed save, until no more of them appear.
+    """Remove the files of a failed save until no more appear.
 
-    When one file fails, others are still being written, each in folders that are made for it.
+    When one file fails, others are still being written, and their folders are created.
     """
     now = time.monotonic()
     last, end = now, now + LAST_FILES_SECS
-    while now < min(last + QUIET_SECS, end):
+    while now < min(last + NO_FILES_SECS, end):
         left = [path for unfinished, path in unfinished_saves(folder) if unfinished == step]
         now = time.monotonic()
         last = now if left else last
@@ -233,7 +233,7 @@ def _has_manifest(step: Path) -> bool:
     try:
         return not step.is_symlink() and (step / MANIFEST).is_file()
     except OSError:
-        return True  # it cannot be known: whoever reads it says that the step is damaged
+        return True  # unknown; reading it will report that the step is damaged
 
 
 def _checksum(content: Any) -> int:
@@ -241,7 +241,7 @@ def _checksum(content: Any) -> int:
 
 
 def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
-    """What no manifest of this step that we wrote would say; the first is enough to leave it alone."""
+    """Problems that a manifest written by us for this step cannot have; the first one is enough to refuse it."""
     content = written.get("content")
     if not isinstance(content, dict) or written.get("crc32") != _checksum(content):
         yield "does not match its own checksum"
@@ -263,9 +263,9 @@ def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
             yield f"has no checksum of file {name!r:.100}"
     for part, arrays in content["arrays"].items():
         if not isinstance(arrays, dict) or not is_inside(part):
-            yield f"has a part {part!r:.100} that is none"
+            yield f"has an unknown part {part!r:.100}"
         elif not all(map(_is_array, arrays.values())):
-            yield f"describes an array of {part!r:.100} that cannot be"
+            yield f"describes an impossible array of {part!r:.100}"
 
 
 def _is_count(number: Any, limit: int) -> bool:
@@ -289,5 +289,5 @@ def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bo
         if (size := path.stat().st_size) != wanted["bytes"]:
             return f"has {size} bytes instead of {wanted['bytes']}"
         return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None
-    except (OSError, RuntimeError) as error:  # Python up to 3.12 has a RuntimeError for links in a circle
+    except (OSError, RuntimeError) as error:  # Python up to 3.12 raises RuntimeError for cyclic links
         return f"cannot be read ({getattr(error, 'strerror', None) or error})"

@@ -1,1 +1,1 @@
-"""Commands. `parallax/__init__.py` puts this folder on the package's path: `python -m parallax.plan` runs `plan.py`."""
+"""Commands. `parallax/__init__.py` adds this folder to the package's path: `python -m parallax.plan` runs `plan.py`."""

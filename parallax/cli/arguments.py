@@ -1,4 +1,4 @@
-"""What all command lines have in common: flags with dashes, help, and errors of one line where argparse reads them."""
+"""Common parts of command lines: flags with dashes, help, and one-line errors for argparse."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from parallax.runtime.files import write_file
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage; its help begins with the description and ends with the flags."""
+    """Raises errors that argparse would print with its usage; its help has the description first and the flags last."""
 
     def __init__(self, *args: Any, description: str = "", **kwargs: Any):
         style = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def dashed(words: Sequence[str], own: Collection[str]) -> list[str]:
-    """A command line whose own flags have dashes, where somebody wrote --run_name; what follows a -- is not ours.
+    """A command line with dashes in its own flags, also for --run_name; words after -- are not changed.
 
     >>> dashed(["--run_name=my_run", "--a_b", "--", "--run_name"], ["run-name"])
     ['--run-name=my_run', '--a_b', '--', '--run_name']
@@ -43,12 +43,12 @@ def dashed(words: Sequence[str], own: Collection[str]) -> list[str]:
 def _dashed(word: str, own: Collection[str]) -> str:
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("_", "-")
-    known = name in own or name.removeprefix("no") in own  # as absl has it: --notrace-only
+    known = name in own or name.removeprefix("no") in own  # as in absl: --notrace-only
     return flag.replace("_", "-") + equals + value if flag.startswith("-") and known else word
 
 
 def about_command(name: str, text: str, doc: str) -> str:
-    """What one of a program's commands is about: a sentence, and its examples out of the program's docstring.
+    """Description of one of a program's commands: a sentence, and its examples from the program's docstring.
 
     >>> print(about_command("add", "add numbers up", "Sums.\\n\\n    sums add 1 2\\n    sums take 1 2"))
     Add numbers up.
@@ -60,20 +60,20 @@ def about_command(name: str, text: str, doc: str) -> str:
 
 
 def write_output(flag: str, path: str | Path, text: str) -> None:
-    """Write the file that a flag names; ConfigError where that cannot be."""
+    """Write the file that a flag names; ConfigError if that fails."""
     with errors_as(ConfigError, f"--{flag}={path} cannot be written: "):
         write_file(Path(path), text)
 
 
 def local_path(text: str) -> Path:
-    """The type of arguments that are paths; argparse says what is wrong with a URL, and with which argument."""
+    """The type of path arguments; argparse reports URLs, with the argument's name."""
     if reason := why_not_local(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} {reason}")
     return Path(text)
 
 
 def positive(text: str) -> int:
-    """The type of arguments that are whole numbers from 1."""
+    """The type of integer arguments from 1."""
     if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
     return int(text)

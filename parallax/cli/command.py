@@ -1,7 +1,7 @@
 """Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl.
 
-What is wrong with one is a ConfigError of one line, the same for every program. `ml_collections.config_flags` reads
-such lines too, but neither the config.json of a run nor keys of earlier versions.
+Mistakes are a ConfigError of one line, the same for every program. `ml_collections.config_flags` reads such lines, too,
+but neither the config.json of a run nor keys of earlier versions.
 """
 
 import ast
@@ -35,14 +35,14 @@ from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quote
 from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
-ERROR_LETTERS = 400  # of what a config file raises
+ERROR_LETTERS = 400  # most characters of an error that a config file raises
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
 KEY_MEANING = "another value for a key of the config, as --config.train.steps=50"
 HELP = {"help": "print this", "help-config": "print every key of a config with its default and meaning"}
 
 
 class Flag(NamedTuple):
-    """A flag of a program's own; its values are of the default's type, texts where that is None."""
+    """A program's own flag; its values have the type of the default, or are texts if that is None."""
 
     meaning: str
     default: str | int | float | bool | None = None
@@ -50,8 +50,8 @@ class Flag(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a command line says: the config with its changes, the file that it came from, the program's flags, and
-    warnings about what of the file was changed to go with the command line."""
+    """A parsed command line: the config with its changes, its file, the program's flags, and warnings about values of
+    the file that were adapted to the command line."""
 
     config: ConfigDict
     path: str
@@ -62,9 +62,9 @@ class Line(NamedTuple):
 def run_command(
     act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, own: Mapping[str, Flag]
 ) -> int:
-    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr.
+    """Run a command line; returns the exit status. User errors are one line on stderr.
 
-    `about` is the program's docstring, `usage` a line that shows how it is called, and `own` are its flags.
+    `about` is the program's docstring, `usage` an example of a call, and `own` are its flags.
     """
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
@@ -78,9 +78,9 @@ def run_command(
 
 
 def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
-    """The settings that a command line asks for, and the values of the program's own flags, by name.
+    """The settings of a command line, and the values of the program's own flags, by name.
 
-    `argv` begins with the program's name. Raises ConfigError for all that is wrong with it.
+    `argv` begins with the program's name. Raises ConfigError if anything is wrong.
     """
     line = read_line(argv, own)
     for warning in line.warnings:
@@ -89,7 +89,7 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
 
 
 def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None = None) -> Line:
-    """A command line as it is written: its config, `config` if it names none, is checked for names and types alone."""
+    """A parsed command line. Only names and types of its config are checked; `config` is the default config."""
     argv = dashed(argv, own)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(found[1] for found in words if found))
@@ -105,14 +105,14 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
     for name, value in {"config": values.config, **own_values}.items():
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
-        if isinstance(value, str):  # a path, or else no URL either
+        if isinstance(value, str):  # a path; other texts are not URLs either
             errors.check_local(f"--{name}", value)
     if values.config is None:
         folder = own_values.get("workdir")
-        said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
+        said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to resume"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
     found = load_config(values.config)
-    with found.unlocked(), found.ignore_type():  # read_settings has its own words for a wrong type
+    with found.unlocked(), found.ignore_type():  # read_settings reports wrong types
         for name in overrides:
             section, _, key = name.partition(".")
             value = values[f"config.{name}"].value
@@ -123,7 +123,7 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
 
 
 def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
-    """The same, of a program that works on the run in --workdir: the config is the run's."""
+    """The same for a program that works on the run in --workdir, whose config it uses."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
     if not workdir or not saved.is_file():
@@ -132,18 +132,18 @@ def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
 
 
 def load_config(path: str) -> ConfigDict:
-    """What get_config() of a file returns, or what a run has saved as JSON; ConfigError where that fails."""
+    """The config from get_config() of a file, or from a run's JSON; ConfigError if that fails."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if (root := str(CONFIGS.parent)) not in sys.path:
-        sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
+        sys.path.append(root)  # configs import `configs.base`, whatever the current folder
     try:
         if file.suffix == ".json":
             return ConfigDict(load_saved(file))
         config = runpy.run_path(path)["get_config"]()
         if not isinstance(config, ConfigDict):
-            raise TypeError(f"get_config() returns a {type(config).__name__} and no ConfigDict")
+            raise TypeError(f"get_config() returns a {type(config).__name__}, not a ConfigDict")
         return config
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -154,9 +154,9 @@ def load_config(path: str) -> ConfigDict:
 
 
 def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
-    """Cut what a config file says for more steps than the command line takes, with a warning for each change.
+    """Adapt values of a config file to a smaller number of steps on the command line, with a warning for each change.
 
-    What is written beside train.steps, in the file or on the command line, is left to be refused.
+    Values written together with train.steps, in the file or on the command line, are not changed and may be refused.
     """
     train, optimizer = sections.get("train"), sections.get("optimizer")
     if "train.steps" not in overrides or train["steps"] < 1 or not isinstance(optimizer, dict):
@@ -174,7 +174,7 @@ def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator
 
 
 def written(argv: Sequence[str], flag: str) -> str | None:
-    """What is written for a flag, as --flag=value or --flag value."""
+    """The value written for a flag, as --flag=value or --flag value."""
     for at, arg in enumerate(argv[1:], 1):
         name, equals, value = arg.partition("=")
         if name in (f"--{flag}", f"-{flag}"):
@@ -192,13 +192,13 @@ def read_secs(flag: str, text: str) -> float:
     secs = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (3600, 60, 1))) if found else 0.0
     if not secs:
         raise ConfigError(
-            f"{flag}={quoted(text)} is no time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0"
+            f"{flag}={quoted(text)} is not a time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0"
         )
     return secs
 
 
 def help_text(about: str, usage: str, own: Mapping[str, Flag]) -> str:
-    """What --help prints: what a program does, with examples, how it is called, and its flags."""
+    """The text of --help: description, examples, usage and flags."""
     config = {"config=FILE": CONFIG_MEANING} if "--config=FILE" in usage else {}
     meanings = {name: flag.meaning for name, flag in own.items()}
     meanings = {**config, "config.SECTION.KEY=VALUE": KEY_MEANING, **meanings, **HELP}
@@ -217,13 +217,13 @@ def _filled(text: str, width: int, **indents: str) -> str:
 
 
 def config_keys() -> str:
-    """What --help-config prints: every key of a config with its default and meaning."""
+    """The text of --help-config: every key of a config with its default and meaning."""
     parts = ("\n".join([f"  # {about(section)}", *key_lines(section, "  --config")]) for section in SECTIONS.values())
     return "Keys of a config, with their defaults:\n\n" + "\n\n".join(parts)
 
 
 def key_default(name: str) -> int | float | str | bool:
-    """The default of a key, written as section.key; ConfigError where no config has it."""
+    """The default of a key, written as section.key; ConfigError if it does not exist."""
     section, _, key = name.partition(".")
     if section not in SECTIONS:
         raise ConfigError(f"unknown key --config.{shown(name)}; did you mean --config.{nearest_key(name)}?")
@@ -236,7 +236,7 @@ def key_default(name: str) -> int | float | str | bool:
 
 
 def nearest_key(word: str) -> str:
-    """The key of all configs, as section.key, that somebody may have meant.
+    """The key, as section.key, that was probably meant.
 
     >>> [nearest_key(word) for word in ("lr", "steps", "messh.tp", "d_modle")]
     ['optimizer.learning_rate', 'train.steps', 'mesh.tp', 'model.d_model']
@@ -255,13 +255,13 @@ def nearest_key(word: str) -> str:
 
 
 def known_configs() -> list[str]:
-    """The configs that come with the repository, as they are written from the folder that one is in."""
+    """The configs of the repository, as paths from the current folder."""
     folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
     return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py"))]
 
 
 def _instead_of(file: Path) -> str:
-    """What is wrong with a config that is no file, and what would be right in the folder that one is in."""
+    """Why a config's path is not a file, with a suggestion for the current folder."""
     if file.is_dir():
         saved = file / "config.json"
         return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
@@ -283,7 +283,7 @@ def _define(name: str, flag: Flag, values: flags.FlagValues) -> None:
 
 
 def _read(values: flags.FlagValues, argv: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Let absl read the flags; returns what is no flag."""
+    """Let absl read the flags; returns the other arguments."""
     try:
         return values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
@@ -295,13 +295,13 @@ def _read(values: flags.FlagValues, argv: Sequence[str], known: Sequence[str]) -
 
 
 def _illegal(message: str, values: flags.FlagValues) -> str:
-    """Absl's words about a value, or ours where the value is a config's."""
+    """Absl's error about a value, or ours for a value of the config."""
     found = re.match(r"flag --(config\.[\w.]+)=(.*?): ", message, re.DOTALL)
     return f"--{found[1]}={shown(found[2])} must be {KINDS[type(values[found[1]].default)]}" if found else message
 
 
 def _literal(text: str) -> Any:
-    """A value as it is written on a command line; what is no literal of Python is a text."""
+    """A value from a command line; if it is not a Python literal, it is a text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -1,11 +1,11 @@
-"""Write a run's parameters as safetensors files and read them back; also as Hugging Face's transformers has them.
+"""Write a run's parameters as safetensors files and read them back; also in the format of Hugging Face transformers.
 
     python -m parallax.convert export runs/mine exported/mine
     python -m parallax.convert import exported/mine runs/other
     python -m parallax.convert from-hf models/theirs --workdir runs/theirs --config.mesh.tp=2
     python -m parallax.convert to-hf runs/theirs models/ours
 
-A run that was imported is what train.init_from and `python -m parallax.generate` take.
+train.init_from and `python -m parallax.generate` accept an imported run.
 """
 
 import argparse
@@ -33,14 +33,14 @@ SHARD_MBYTES = 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert; returns the exit status. What a user got wrong is one line on stderr."""
+    """Convert; returns the exit status. User errors are one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     leave_out_absent_tpu()
     return exit_status(lambda: run(parse(arguments)), one_line=True)
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Do what the command line says, and say so."""
+    """Run the conversion and print a summary."""
     {"import": _import, "export": _export, "from-hf": _from_hf, "to-hf": _to_hf}[flags.act](flags)
 
 
@@ -72,12 +72,12 @@ def _to_hf(flags: argparse.Namespace) -> None:
 
 
 def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settings:
-    """The settings of an imported run, but for its model; its tokenizer is the one that comes along.
+    """The settings of an imported run, except its model; its tokenizer is the imported one.
 
     Raises:
-        ConfigError: a flag is no setting, or one that the imported model says.
+        ConfigError: a flag is not a setting, or is one that the imported model determines.
     """
-    # What is written comes behind these, and so counts.
+    # Flags of the command line come after these, so they take precedence.
     ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
     config = read_line([__name__, *ours, *written_settings], {}, config=CONFIGS / "base.py").config
     keys = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
@@ -86,24 +86,24 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settin
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Flags; ConfigError says what is wrong with them."""
+    """Parse flags; ConfigError if they are wrong."""
     parser = Parser("python -m parallax.convert", description=__doc__)
     acts = parser.add_subparsers(dest="act", required=True)
     add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
     _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
-    back = add("import", "make a run folder of what export has written")
+    back = add("import", "make a run folder from the output of export")
     back.add_argument("source", type=local_path, help="a folder with safetensors files, config.json and tokenizer.json")
     back.add_argument("workdir", type=local_path, help="a new folder")
-    theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; --config and --config.KEY as of train.py")
+    theirs = add("from-hf", "make a run folder from a Hugging Face folder; --config and --config.KEY as in train.py")
     theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
     theirs.add_argument(
         "source", type=local_path, help="a folder with config.json, safetensors files and tokenizer.json"
     )
     theirs.add_argument("--workdir", type=local_path, required=True, help="a new folder")
-    ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")
+    ours = add("to-hf", "write a checkpoint as a Hugging Face folder")
     _out_of_run(ours)
     ours.add_argument(
-        "--like", type=local_path, help="the run that from-hf made and this one began as, if it does not know it"
+        "--like", type=local_path, help="the run of from-hf from which this one started, if it is not recorded"
     )
     ours.add_argument("--dtype", choices=list(WEIGHT_DTYPES), help="of all tensors; default: as imported, else float32")
     flags, rest = parser.parse_known_args(arguments)
@@ -116,8 +116,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _out_of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workdir", type=local_path, help="the folder of the run")
     parser.add_argument("out", type=local_path, help="a new folder")
-    parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
-    size = f"MiB in a file at most; default: {SHARD_MBYTES}"
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    size = f"largest size of a file in MiB; default: {SHARD_MBYTES}"
     parser.add_argument("--shard-mbytes", type=positive, default=SHARD_MBYTES, help=size)
 
 

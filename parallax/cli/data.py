@@ -1,4 +1,4 @@
-"""Prepare text for training, and look at what was prepared.
+"""Prepare text for training, and inspect prepared data.
 
     python -m parallax.data prepare --source text --path corpus --tokenizer bpe --bpe-vocab 8192 --out shards
     python -m parallax.data inspect shards
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
     add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
     _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
-    inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
+    inspect = add("inspect", "describe a folder of shards, and check every byte of it")
     inspect.add_argument("folder", type=local_path, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
@@ -76,7 +76,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 
 def _fill_in(parsed: argparse.Namespace) -> None:
-    """Give what is left out training's default, where it is read; refuse what is not read, and what is wrong."""
+    """Fill in training's defaults for missing flags that are read; refuse flags that are not read, and wrong values."""
     if parsed.tokenizer == AUTO:
         parsed.tokenizer = Bytes.name
     read_by = {

@@ -1,9 +1,9 @@
-"""Say the loss, perplexity and bits per byte of a trained model on a text.
+"""Compute the loss, perplexity and bits per byte of a trained model on a text.
 
     python -m parallax.evaluate --workdir=runs/mine
     python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
 
-Without --data the text is what the run has held out. The mesh is the run's; --config.mesh.tp=1 and the like change it.
+Without --data the text is the run's held-out text. The mesh is the run's; flags as --config.mesh.tp=1 change it.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [-
 FLAGS = {
     "workdir": Flag("the folder of the run"),
     "data": Flag(
-        "text, .jsonl or .parquet: a file, folder or glob; or a folder of prepared shards; else what is held out"
+        "text, .jsonl or .parquet: a file, folder or glob; or a folder of prepared shards; default: the held-out text"
     ),
-    "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
+    "step": Flag("step of the checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
 }
-HELD_OUT = "what the run has held out"
+HELD_OUT = "the run's held-out text"
 
 
 class Evaluation(NamedTuple):
-    """`loss` is in nats a token, over `tokens` tokens: each of the text but the first of every document, before which
-    nothing is known (its BOS, where the tokenizer puts one there), and every document's end. `bits_per_byte` are of all
-    `text_bytes` of the text itself; `bytes_exact` is False where a tokenizer that does not give its text back left them
-    to be estimated."""
+    """The result of an evaluation. `loss` is in nats per token, over `tokens` tokens: all tokens of the text except the
+    first of every document, which has no context (the BOS token, if the tokenizer adds one), and the end of every
+    document. `bits_per_byte` is over all `text_bytes` of the text itself; `bytes_exact` is False if they were estimated
+    because the tokenizer does not reproduce its text."""
 
     run: str
     step: int
@@ -65,7 +65,7 @@ class Evaluation(NamedTuple):
     seq: int
 
     def to_json(self) -> str:
-        """All of it; JSON has no number that is not finite, such a one is null."""
+        """The result as JSON; non-finite numbers are null, since JSON does not have them."""
         fields = self._asdict()
         odd = {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
         return json.dumps(fields | odd, indent=2)
@@ -80,12 +80,12 @@ class Evaluation(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the result; returns the exit status. What a user got wrong is one line on stderr."""
+    """Print the result; returns the exit status. User errors are one line on stderr."""
     return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
-    """Read the command line, evaluate, and print the result to stdout, all else to stderr."""
+    """Read the command line, evaluate, and print the result to stdout and everything else to stderr."""
     workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
@@ -99,7 +99,7 @@ def act(argv: Sequence[str]) -> None:
 
 
 def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
-    """The loss of a run's step on `data`, or on what the run has held out; `settings` are the run's, on any mesh.
+    """The loss of a run's step on `data`, or on the run's held-out text; `settings` are the run's, on any mesh.
 
     Raises:
         ConfigError: the mesh does not fit.
@@ -137,10 +137,10 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
 
 
 def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) -> Reader:
-    """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
+    """The text as windows, with the run's own tokenizer; prepared in `folder` if necessary."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
-    # As many windows in a batch as in training, or the next number that the mesh can cut.
+    # As many windows in a batch as in training, or the next number that divides over the mesh.
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
@@ -149,7 +149,7 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
     reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split)
-    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
+    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
@@ -158,7 +158,7 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
 
 
 def _source(data: str) -> str:
-    """What kind of files these are, by their names.
+    """The kind of files, by their names.
 
     >>> [_source(name) for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
     ['text', 'jsonl', 'parquet']

@@ -1,4 +1,4 @@
-"""Try Parallax on the devices that are here: a few steps, held to the plan, in a file that an issue can take.
+"""Try Parallax on this machine's devices: run a few steps, compare them with the plan, and write a file for an issue.
 
 python -m parallax.firstrun
 python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md
@@ -49,28 +49,28 @@ with loading(__name__, sys.stderr):
     from parallax.training.batches import own_part, put_on
     from parallax.training.step import TrainState, TrainStep, model_of, step_of
 
-WARM_UP = 2  # steps that are left out of the times
+WARM_UP = 2  # steps that are excluded from times
 USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
 FLAGS = {
-    "steps": Flag(f"steps to take; the first {WARM_UP} are left out of the times", 12),
+    "steps": Flag(f"steps to take; the first {WARM_UP} are excluded from times", 12),
     "out": Flag("the file to write", "first-run.md"),
     **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()},
 }
 
 
 class PhaseError(ParallaxError):
-    """A phase of the first run failed; the file says how."""
+    """A phase of the first run failed; the file has the details."""
 
     exit_status = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit status. What a user got wrong is one line on stderr."""
+    """Run; returns the exit status. User errors are one line on stderr."""
     return leave(lambda: run_command(reporting()(act), argv, __doc__, USAGE, FLAGS))
 
 
 def act(argv: Sequence[str]) -> None:
-    """Do what the command line says; PhaseError where a phase fails, after the file is written."""
+    """Run all phases and write the file; then raise PhaseError if a phase failed."""
     line, words = read_line(argv, FLAGS, config=CONFIGS / "base.py"), argv[1:]
     steps, out = line.values["steps"], line.values["out"]
     check_whole("--steps", steps, least=WARM_UP + 1)
@@ -79,7 +79,7 @@ def act(argv: Sequence[str]) -> None:
     about = {"Versions": software(), "Flags": flags()}
     try:
         about = {"Devices": devices(), **about}
-    except RuntimeError as error:  # of a driver that is not there, or of chips that another process has
+    except RuntimeError as error:  # a missing driver, or chips that another process uses
         intro = [f"`{command(argv[1:])}`", "", "```", str(error), "```"]
         write_output("out", out, nameless(document("First run: JAX has no devices", intro, about)))
         raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
@@ -97,34 +97,34 @@ def act(argv: Sequence[str]) -> None:
     do_phases(found, save)
     for warning in warnings(found):
         say(f"warning: {warning}")
-    say(f"all of it is in {out}; without names of host, user and home; attach it to an issue")
+    say(f"results are in {out}, without names of host, user and home; attach it to an issue")
     for name, phase in found.phases.items():
         if phase.state == "failed":
             raise PhaseError(f"{name} failed: {phase.error.splitlines()[0]}")
 
 
 def shortened(settings: Settings, steps: int) -> Settings:
-    """The settings on these devices, of a run of so many steps whose learning rate rises at once."""
+    """The settings on these devices for a run of `steps` steps without a long warm-up."""
     train = {"steps": steps, "profile_steps": ""}
     return placed(read_settings(settings, train=train, optimizer={"warmup_steps": 1}))
 
 
 def command(words: Sequence[str]) -> str:
-    """What to type for the same run, from the repository."""
+    """The command for the same run, from the repository's folder."""
     return " ".join(["python -m parallax.firstrun", *words]).replace(f"{CONFIGS.parent}{os.sep}", "")
 
 
 def say(text: str) -> None:
-    """A line of progress, from process 0."""
+    """Print a line of progress in process 0."""
     if is_first():
         make_room()
         tell(text, sys.stderr)
 
 
-# ---- which config is taken: the largest that the plan says fits
+# ---- the choice of the config: the largest one that fits according to the plan
 
 ALL_ALONG_DP = "--config.mesh.dp=-1"
-# By platform, the largest first: a config, and what is changed of it.
+# By platform, largest first: a config, and changes to it.
 CANDIDATES = {
     "gpu": [("gpu_80gb_x8",), ("gpu_80gb", ALL_ALONG_DP), ("gpu_24gb_x8",), ("gpu_24gb", ALL_ALONG_DP)],
     "tpu": [
@@ -135,11 +135,11 @@ CANDIDATES = {
     ],
 }
 SMALLEST = "tiny_gqa"
-ROOM = 0.7  # of a device's memory: JAX takes three quarters of a GPU's, and compilers more than a program's peak
+ROOM = 0.7  # share of a device's memory: JAX reserves three quarters of a GPU's, and compilers need more than the peak
 
 
 def choose(rest: Sequence[str]) -> list[str]:
-    """The flags of the config to take on the devices that are here; `rest` are what the user changes of it."""
+    """The flags of the config to use on this machine's devices; `rest` are the user's changes."""
     room = device_memory()
     for name, *changes in CANDIDATES.get(jax.devices()[0].platform, []):
         words = [f"--config={CONFIGS / name}.py", *changes]
@@ -155,26 +155,26 @@ def choose(rest: Sequence[str]) -> list[str]:
 
 
 def placed(settings: Settings) -> Settings:
-    """The settings on the devices that are here: every mesh axis and the vocab a number."""
+    """The settings on this machine's devices, with a number for every mesh axis and for the vocab."""
     sizes = resolve_sizes(settings.mesh, jax.device_count())
     return with_likely_vocab(read_settings(settings, mesh=sizes))
 
 
 def planned_memory(settings: Settings) -> int:
-    """Bytes on each device, of settings that were placed; ParallaxError where they do not fit the mesh."""
+    """Planned bytes on each device for settings from `placed`; ParallaxError if they do not fit the mesh."""
     model = model_of(settings, abstract_mesh(settings.mesh.sizes, simulated=jax.default_backend() == "cpu"))
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return predicted_memory(model, settings).peak
 
 
-# ---- the phases; what a phase finds is kept if a later one fails
+# ---- the phases; results of a phase are kept if a later one fails
 
-LARGEST_ID = 251  # of the tokens that count up and begin anew, which a model learns in a few steps
-ERROR_LINES = 12  # in the file
+LARGEST_ID = 251  # of tokens that count up and start again, which a model learns in a few steps
+ERROR_LINES = 12  # most lines of an error in the file
 
 
 class Taken(NamedTuple):
-    """A step that was taken, from its start to the end of what it computes."""
+    """A measured step, from its start to the end of its computation."""
 
     secs: float
     loss: float
@@ -183,7 +183,7 @@ class Taken(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """How a phase went: "done", "failed", "running" or "not reached"."""
+    """The state of a phase: "done", "failed", "running" or "not reached"."""
 
     state: str
     secs: float = 0.0
@@ -192,7 +192,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass
 class Found:
-    """All results so far; None where there is none yet. Bytes are those of a device, seconds those of a step."""
+    """All results so far; missing ones are None. Bytes are those of a device, seconds those of a step."""
 
     settings: Settings
     command: str
@@ -201,26 +201,26 @@ class Found:
     topology: Topology | None = None
     unplanned: str = ""  # why no time was planned
     planned: Estimate | None = None
-    options: dict[str, str] = dataclasses.field(default_factory=dict)  # what the compiler is told by this project
+    options: dict[str, str] = dataclasses.field(default_factory=dict)  # compiler options that Parallax sets
     step: TrainStep | None = None
     program: Any = None
     compile_secs: float | None = None
     compiled_bytes: int | None = None
-    compiled_step_secs: float | None = None  # as the compiler counts cycles, on GPUs by a roofline
-    step_flops: float | None = None  # of the model's mathematics, on all devices
+    compiled_step_secs: float | None = None  # from the compiler's cycles, on GPUs from a roofline
+    step_flops: float | None = None  # model FLOPs on all devices
     state: TrainState | None = None
     steps: list[Taken] = dataclasses.field(default_factory=list)
     most_bytes: int | None = None
 
     @property
     def median_secs(self) -> float | None:
-        """Of the steps after the warm-up."""
+        """Median time of the steps after the warm-up."""
         counted = [taken.secs for taken in self.steps[WARM_UP:]]
         return statistics.median(counted) if counted else None
 
     @property
     def mfu(self) -> float | None:
-        """FLOPs of the model's mathematics over what the devices could do in the median step."""
+        """Model FLOPs over what the devices could compute in the median step."""
         if self.topology is None or self.median_secs is None or self.step_flops is None:
             return None
         peak = self.topology.chip.peak(self.settings.model.dtype) * self.topology.devices
@@ -228,7 +228,7 @@ class Found:
 
 
 def do_phases(found: Found, save: Callable[[], None]) -> None:
-    """Do all phases, up to the first that fails; what was not planned can still be measured.
+    """Run all phases until one fails; a step that could not be planned can still be measured.
 
     `save` is called before and after each, so that nothing is lost with the process.
     """
@@ -249,7 +249,7 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
         with waiting(f"first run, {name}"):
             try:
                 act_of_phase(found)
-            except Exception as raised:  # whatever it is, it belongs into the file
+            except Exception as raised:  # any error belongs into the file
                 error = "\n".join(f"{type(raised).__name__}: {raised}".splitlines()[:ERROR_LINES])
         found.phases[name] = ended = Phase("failed" if error else "done", time.perf_counter() - begun, error)
         found.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
@@ -260,11 +260,11 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
 
 
 def make_plan(found: Found) -> None:
-    """What the step will hold and take, where chips and kernel have prices."""
+    """Plan the memory and time of the step, if the speeds of chips and kernel are known."""
     found.planned_bytes = planned_memory(found.settings)
     try:
-        if several() and jax.default_backend() == "cpu":  # each measures as often as it can: they would not meet
-            raise ConfigError("what simulated devices of several processes do a second is not measured")
+        if several() and jax.default_backend() == "cpu":  # processes would measure different numbers of times
+            raise ConfigError("the speed of simulated devices is not measured with several processes")
         found.topology = local_topology(found.settings.model.dtype)
         found.planned = predict(found.settings, found.topology)
     except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
@@ -274,7 +274,7 @@ def make_plan(found: Found) -> None:
 
 
 def compile_step(found: Found) -> None:
-    """Compile the step, and read what the compiler says of its memory and time."""
+    """Compile the step and read the compiler's memory and time."""
     settings, mesh = found.settings, make_mesh(found.settings.mesh)
     connect(mesh)
     found.options = {name: str(value) for name, value in compiler_options(mesh).items()}
@@ -285,17 +285,17 @@ def compile_step(found: Found) -> None:
     found.compile_secs = time.perf_counter() - begun
     on_tpu, sizes = jax.default_backend() == "tpu", found.program.memory_analysis()
     if sizes is not None:
-        # The peak of XLA for CPU leaves temporaries out, and for GPU it may be missing.
+        # The peak of XLA for CPU excludes temporaries, and for GPU it may be missing.
         new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         together = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
         found.compiled_bytes = sizes.peak_memory_in_bytes if on_tpu else together
-    if jax.default_backend() != "cpu":  # whose compiler estimates no cycles, and of which no peak is known
+    if jax.default_backend() != "cpu":  # the compiler for CPU estimates no cycles, and the peak of CPUs is not known
         price_program(found)
 
 
 def price_program(found: Found) -> None:
-    """The step's time as the compiler counts cycles, on GPUs by a roofline over the program's fusions. What cannot be
-    read is said: the program runs without."""
+    """The step's time from the compiler's cycles, on GPUs from a roofline over the program's fusions. If it cannot be
+    read, a line says so; the program still runs."""
     try:
         made = read_step(found.program, found.step.model, seq=found.settings.data.seq)
         flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
@@ -305,15 +305,15 @@ def price_program(found: Found) -> None:
 
 
 def make_state(found: Found) -> None:
-    """The initial parameters and optimizer states."""
+    """Create the initial parameters and optimizer states."""
     batch = None
-    if found.settings.model.matmul != "compute":  # its first scales are those of a batch
+    if found.settings.model.matmul != "compute":  # the first scales come from a batch
         batch = counting_batch(found.settings, found.step.model.batch_sharding)
     found.state = jax.block_until_ready(found.step.init(batch))
 
 
 def take_steps(found: Found, count: int) -> None:
-    """Take so many steps, each waited for."""
+    """Run `count` steps, waiting for each."""
     batch = counting_batch(found.settings, found.step.model.batch_sharding)
     for _ in range(count):
         begun = time.perf_counter()
@@ -326,7 +326,7 @@ def take_steps(found: Found, count: int) -> None:
 
 
 def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
-    """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
+    """A batch of tokens that count up and start again: next tokens are predictable, and no corpus is needed."""
     shape = settings.data.global_batch, settings.data.seq
     rows, columns = own_part(sharding, shape)
     ids = (rows[:, None] * shape[1] + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
@@ -334,13 +334,13 @@ def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
     return put_on(sharding, shape)(batch)
 
 
-# ---- the file, as Markdown that an issue shows
+# ---- the file, as Markdown for an issue
 
-# How far what is measured may lie from what was planned before it is worth a line: as analytic plans lie from compiled
-# ones (docs/plan.md). Neither is planned for simulated devices.
+# Differences between measurement and plan that are worth a warning: those between analytic and compiled plans
+# (docs/plan.md). Simulated devices have no plan.
 MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
-LOSS_WITHIN = 0.1  # of ln(vocab), before anything is learned
-UNEVEN = 1.5  # the slowest step over the median
+LOSS_WITHIN = 0.1  # share of ln(vocab), for the loss before any learning
+UNEVEN = 1.5  # slowest step over the median
 
 
 def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
@@ -369,7 +369,7 @@ def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str]
 
 
 def compared(found: Found) -> Iterator[str]:
-    """The plan beside the compiler's word and the measurement."""
+    """A table of plan, compiler's figures and measurement."""
     held, most, planned = found.planned_bytes, found.most_bytes, found.planned
     memory = (known(in_bytes, size) for size in (held, found.compiled_bytes, most))
     secs = planned and planned.secs
@@ -384,7 +384,7 @@ def compared(found: Found) -> Iterator[str]:
     yield ""
     yield (
         f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
-        "allocator's peak, of the devices of process 0, where the backend says it; else the ratio is the compiler's."
+        "allocator's peak on process 0's devices if the backend reports it; else the ratio is the compiler's."
     )
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"
@@ -393,7 +393,7 @@ def compared(found: Found) -> Iterator[str]:
 
 
 def phases(found: Found) -> Iterator[str]:
-    """Each phase with its time, and what a failed one says."""
+    """Each phase with its time, and the error of a failed one."""
     rows = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in found.phases.items()]
     yield from table(["phase", "", "time"], rows)
     for phase in found.phases.values():
@@ -402,7 +402,7 @@ def phases(found: Found) -> Iterator[str]:
 
 
 def steps(found: Found) -> Iterator[str]:
-    """Every step that was taken."""
+    """A table of all steps."""
     rows = [
         [str(number), in_secs(taken.secs), f"{taken.loss:.4f}", f"{taken.grad_norm:.3g}", "yes" * taken.skipped]
         for number, taken in enumerate(found.steps, 1)
@@ -411,7 +411,7 @@ def steps(found: Found) -> Iterator[str]:
 
 
 def warnings(found: Found) -> Iterator[str]:
-    """What somebody who reads the file should look at first."""
+    """Observations that readers of the file should see first."""
     if found.steps:
         yield from _number_warnings(found.settings, found.steps)
     held, measured = found.planned_bytes, found.most_bytes or found.compiled_bytes
@@ -450,7 +450,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
 
 
 def known(form: Callable[[float], str], value: float | None) -> str:
-    """A number as `form` writes it, where it is known.
+    """A number formatted by `form`, or "not known".
 
     >>> known(in_bytes, 2048), known(in_bytes, None)
     ('2.0 KiB', 'not known')
@@ -468,7 +468,7 @@ def in_secs(secs: float) -> str:
 
 
 def ratio(measured: float | None, planned: float | None) -> str:
-    """One over the other, where both are known.
+    """The ratio of two numbers; "" if one is not known.
 
     >>> ratio(1.1, 1.0), ratio(None, 1.0)
     ('110.0 %', '')
@@ -478,20 +478,20 @@ def ratio(measured: float | None, planned: float | None) -> str:
 
 # ---- the machine, without names of hosts, users or folders
 
-# What drives the devices, where it is installed.
+# Packages that drive the devices, if installed.
 DRIVERS = (
     *("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SETTINGS = ("XLA_", "LIBTPU_INIT_ARGS", "NCCL_", "CUDA_DEVICE_", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION")
-# Of a private network, or with a port: versions have four numbers, too.
+# Addresses of private networks, or with a port: versions may have four numbers, too.
 ADDRESS = re.compile(r"\b(?:\d{1,3}(?:\.\d{1,3}){3}:\d+|(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3})\b")
-SHORTEST_NAME = 4  # letters: a shorter name of a host would be found in words
+SHORTEST_NAME = 4  # characters; a shorter host name would match parts of words
 
 
 def devices() -> dict[str, str]:
-    """The devices: how many, of which kind, where they lie, and what they hold."""
+    """The devices: number, kind, topology and memory."""
     first, here = jax.devices()[0], jax.local_devices()
     held = device_memory()
     return {
@@ -504,7 +504,7 @@ def devices() -> dict[str, str]:
 
 
 def topology() -> str:
-    """Extents of the torus and the number of slices, as far as devices have a place.
+    """Extents of the torus and the number of slices, if devices have coordinates.
 
     >>> topology()
     'none: devices say no coordinates'

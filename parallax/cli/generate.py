@@ -1,8 +1,9 @@
-"""Let a trained model write.
+"""Generate text with a trained model.
 
     python -m parallax.generate --workdir runs/mine --prompt "def "
 
-The text goes to stdout, all else to stderr. What is not given is as the run's config.json says, the mesh too.
+The text goes to stdout, everything else to stderr. Missing values, also of the mesh, are those of the run's
+config.json.
 """
 
 import argparse
@@ -25,25 +26,25 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
-# Flags that are keys of the config's sections.
+# Flags from keys of the config's sections.
 SAMPLE_FIELDS = dataclasses.fields(SampleConfig)
 MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name in MESH_KEYS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
+    """Print the text; returns the exit status. User errors are one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     leave_out_absent_tpu()
     return exit_status(lambda: show(run(parse(arguments))))
 
 
 def show(text: str) -> None:
-    """Print what the model wrote; a terminal gets what is printable."""
+    """Print the generated text; on a terminal, with unprintable characters escaped."""
     print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text)
 
 
 def run(flags: argparse.Namespace) -> str:
-    """The prompt and what the run's model writes behind it; its speed goes to stderr."""
+    """The prompt and the text that the run's model generates after it; the speed goes to stderr."""
     settings = load_settings(flags.workdir)
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
     mesh = mesh_config(settings.mesh, _given(flags, MESH_FIELDS))
@@ -52,7 +53,7 @@ def run(flags: argparse.Namespace) -> str:
     length, seq = len(encode(trained.tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
-        _say(f"note: {length} tokens are more than the {seq} of the windows that the model has seen (data.seq)")
+        _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
         text = complete(trained.model, trained.params, trained.tokenizer, sample)
@@ -62,10 +63,10 @@ def run(flags: argparse.Namespace) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Flags; those that were not given are None. ConfigError names the nearest of an unknown one."""
+    """Parse flags; missing ones are None. ConfigError suggests the nearest name for an unknown flag."""
     parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
-    parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     for origin, keys in (("the run's sample.{}", SAMPLE_FIELDS), ("as in training", MESH_FIELDS)):
         for key in keys:
             meaning = f"{key.metadata['key'].meaning}; default: {origin.format(key.name)}"

@@ -3,9 +3,10 @@
     python -m parallax.launch --processes 4 --devices-per-process 2 -- train.py --config=configs/quickstart.py
     python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/gpu_80gb_x8.py
 
-What follows -- is a Python file, or -m and a module, with its arguments. Each line of output begins with the number of
-its process. SIGTERM, Ctrl-C and SIGHUP go on to all processes. When one ends, the others have --grace-secs to follow;
-the exit status is that of the first that failed by itself: 75, with which the others follow it, comes last.
+After -- comes a Python file, or -m and a module, with its arguments. Each line of output begins with the number of its
+process. SIGTERM, Ctrl-C and SIGHUP are forwarded to all processes. When one ends, the others have --grace-secs to
+follow. The exit status is that of the first process that failed by itself; 75, the status of those that follow, has the
+lowest priority.
 """
 
 import argparse
@@ -32,21 +33,21 @@ from parallax.runtime.multihost.address import ADDRESS_FLAGS, TOKEN
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECS = 0.05
 KILL_SECS = 5.0  # between SIGTERM and SIGKILL
-LAST_LINES_SECS = 2.0  # for what the ended have left in their pipes, which others may hold open
+LAST_LINES_SECS = 2.0  # to read the last output of ended processes, whose pipes others may hold open
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
-# XLA's CPU collectives count their connections aloud, in each group of devices, and from several threads into one line.
+# XLA's CPU collectives print the number of connections of each group of devices, from several threads into one line.
 NOISE = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
-FOLLOWING = (EXIT_RESTART, -signal.SIGABRT)  # how a process ends because another has: by us, or by JAX
+FOLLOWING = (EXIT_RESTART, -signal.SIGABRT)  # statuses of a process that ends because another did: from us, or from JAX
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
+    """Run the command line; returns the exit status, 2 for user errors."""
     return exit_status(lambda: run(_parser().parse_args(arguments)), one_line=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Start all processes, and wait for them; returns the status of the first that failed by itself, 0 if none has."""
+    """Start all processes and wait for them; returns the status of the first that failed by itself, 0 if none did."""
     command = python_command(parsed.command)
     with started(command, [environment_of(parsed, rank) for rank in range(parsed.processes)]) as processes:
         readers = show_output(processes)
@@ -64,15 +65,15 @@ def python_command(command: Sequence[str]) -> list[str]:
         raise ConfigError("nothing to start; write it last, as in `-- train.py --config=configs/quickstart.py`")
     is_module = command[0] == "-m" and len(command) > 1
     if not is_module and not (command[0].endswith(".py") and Path(command[0]).is_file()):
-        ours = CONFIGS.parent / command[0]  # written as it would be right in the repository's folder
+        ours = CONFIGS.parent / command[0]  # the path would be right in the repository's folder
         if ours.suffix == ".py" and ours.is_file():
             raise ConfigError(f"{command[0]!r} does not exist in {Path.cwd()}; did you mean {str(ours)!r}?")
-        raise ConfigError(f"{command[0]!r} is no Python file; write one, or -m and a module, after --")
+        raise ConfigError(f"{command[0]!r} is not a Python file; write one, or -m and a module, after --")
     return [sys.executable, "-u", *command]
 
 
 def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
-    """The environment of one process: where it meets the others, and which devices are its own."""
+    """The environment of one process: the coordinator's address, and its own devices."""
     place = (f"127.0.0.1:{parsed.port}", str(parsed.processes), str(rank))
     own = {variable: value for (variable, _), value in zip(ADDRESS_FLAGS.values(), place)} | {TOKEN: parsed.token}
     if parsed.devices_per_process:
@@ -83,7 +84,7 @@ def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
 
 
 def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:
-    """The GPUs of one process: of those that CUDA_VISIBLE_DEVICES leaves us, where it is set."""
+    """The GPUs of one process, from those in CUDA_VISIBLE_DEVICES if it is set."""
     each, needed = parsed.gpus_per_process, parsed.processes * parsed.gpus_per_process
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     ours = list(map(str, range(needed))) if visible is None else [gpu for gpu in visible.split(",") if gpu]
@@ -97,20 +98,20 @@ def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Iterator[list[subprocess.Popen]]:
-    """A process of the command for each environment. They get the signals that we get, and none is left behind."""
+    """Start a process of the command for each environment, forward our signals to them, and end all of them at exit."""
     processes = []
 
     def forward(number: int, _frame: object) -> None:
         for process in processes:
             process.send_signal(number)
 
-    # What is ignored, as SIGHUP is under nohup, the processes ignore too.
+    # Signals that we ignore, as SIGHUP under nohup, are ignored by the processes, too.
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     heard = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
     before = {number: signal.signal(number, forward) for number in heard}
     try:
         for rank, environment in enumerate(environments):
-            # In a session of its own: Ctrl-C reaches it through us alone, once.
+            # In its own session, so that Ctrl-C reaches it only once, through us.
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -151,9 +152,9 @@ def show_output(processes: Sequence[subprocess.Popen]) -> list[threading.Thread]
 
 
 def wait(processes: Sequence[subprocess.Popen], grace_secs: float) -> tuple[dict[int, int], set[int]]:
-    """Wait until all have ended; from the first end on, the others have `grace_secs`, and are then made to end.
+    """Wait until all have ended; after the first end the others have `grace_secs`, then they are terminated.
 
-    Returns their statuses by rank, in the order in which they ended, and the ranks that were made to end.
+    Returns their statuses by rank, in the order in which they ended, and the ranks that were terminated.
     """
     ended: dict[int, int] = {}
     made_to_end: set[int] = set()
@@ -179,7 +180,7 @@ def wait(processes: Sequence[subprocess.Popen], grace_secs: float) -> tuple[dict
 
 
 def status_of(ended: Mapping[int, int], made_to_end: Collection[int]) -> int:
-    """Of the first that failed by itself: who followed it comes after it, and who was made to end comes last."""
+    """Status of the first process that failed by itself; those that followed come next, terminated ones last."""
     failed = [rank for rank, code in ended.items() if code]
     failed.sort(key=lambda rank: (rank in made_to_end, ended[rank] in FOLLOWING))
     code = ended[failed[0]] if failed else 0
@@ -202,11 +203,17 @@ def _die_with_parent() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.launch", description=__doc__)
     add = parser.add_argument
-    add("--processes", type=positive, required=True, metavar="N", help="processes to start")
+    add("--processes", type=positive, required=True, metavar="N", help="number of processes to start")
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--devices-per-process", type=positive, metavar="N", help="CPU devices that each simulates")
-    devices.add_argument("--gpus-per-process", type=positive, metavar="N", help="GPUs that each has for itself")
-    add("--grace-secs", type=positive, default=60, metavar="S", help="for the others when one has ended (%(default)s)")
+    devices.add_argument("--gpus-per-process", type=positive, metavar="N", help="GPUs of each process")
+    add(
+        "--grace-secs",
+        type=positive,
+        default=60,
+        metavar="S",
+        help="for the others when one has ended (%(default)s)",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a Python file, or -m and a module")
     parser.set_defaults(port=_free_port(), token=secrets.token_hex(16))
     return parser

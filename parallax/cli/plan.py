@@ -1,9 +1,9 @@
-"""Plan a training step for a slice of chips that is not there, or for the devices that are.
+"""Plan a training step for chips that need not be present, or for this machine's devices.
 
     python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
     python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
 
-Compiled plans for TPUs need libtpu, and no TPU; those for GPUs JAX's CUDA plugin, and no GPU.
+Compiled plans for TPUs need libtpu but no TPU; those for GPUs need JAX's CUDA plugin but no GPU.
 """
 
 import sys
@@ -32,24 +32,24 @@ with loading(__name__, sys.stderr):
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
-    "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:1x8; without it, the devices that are"),
+    "topology": Flag("chips that need not be present, as v5p:4x4x4 or H100:1x8; default: this machine's devices"),
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
-    "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
-    "most": Flag("sweep: look at so many layouts, those that may be fastest; default: 0, as many as it takes", 0),
-    "compile": Flag("sweep: compile so many of them; default: 3", 3),
+    "keep": Flag("sweep: number of fastest layouts to find; default: 12", 12),
+    "most": Flag("sweep: most layouts to look at, in the order of their bounds; default: 0, as many as needed", 0),
+    "compile": Flag("sweep: number of them to compile; default: 3", 3),
     "svg": Flag("sweep: draw memory against time to this file"),
-    "cache": Flag("sweep: the folder where it keeps what it has found; default: .cache/plan", ".cache/plan"),
+    "cache": Flag("sweep: the folder of its results; default: .cache/plan", ".cache/plan"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan; returns the exit status. What a user got wrong is one line on stderr."""
+    """Print the plan; returns the exit status. User errors are one line on stderr."""
     return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
-    """Plan what the command line asks for."""
+    """Run the command line's plan or sweep."""
     settings, values = read_command(argv, FLAGS)
     check_flags(values, argv)
     settings, topology = located(with_likely_vocab(settings), values["topology"])
@@ -61,7 +61,7 @@ def act(argv: Sequence[str]) -> None:
 
 
 def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
-    """Raise ConfigError where flags do not go together or have no value that means something."""
+    """Raise ConfigError if flags do not fit together or have invalid values."""
     for flag in ("keep", "most", "compile", "svg", "cache"):
         if written(argv, flag) is not None and not values["sweep"]:
             raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
@@ -70,13 +70,13 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
-    """The settings with every mesh axis a number, and the topology; ConfigError where they do not fit."""
+    """The settings with a number for every mesh axis, and the topology; ConfigError if they do not fit."""
     if name is not None:
         topology = read_topology(name)
     else:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
-        with waiting("measuring the devices that are here"):
+        with waiting("measuring this machine's devices"):
             topology = local_topology(settings.model.dtype)
     settings = settings_on_topology(settings, topology)
     topology.chip.peak(settings.model.dtype)
@@ -91,7 +91,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
         now = predict_of(model, settings, topology)
     print("", *parts_text(plan.estimate_parts(now, topology)), sep="\n", flush=True)
     print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
-    with waiting("pricing what would change it") as show:
+    with waiting("pricing changes") as show:
         changes = plan.helpful_changes(settings, topology, now, show)
     if changes:
         print("", *plan.changes_table(changes), sep="\n", flush=True)
@@ -105,19 +105,19 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
 
 
 def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
-    """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
+    """Search layouts, print the table and draw the picture; after an interruption, of the layouts so far."""
     search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"], most=values["most"])
     print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
         with waiting("pricing layouts") as show:
             search.run(show)
-        with waiting("pricing sets of parts to make again") as show:
+        with waiting("pricing sets of parts to recompute") as show:
             search.run_sets(show)
         if not values["analytic"]:
             compile_best(search, topology, values, compiled)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; the same command continues from here", file=sys.stderr)
         raise
     finally:
         shown = search.shown()
@@ -131,7 +131,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
 
 
 def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, CompiledStep]) -> None:
-    """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
+    """Compile the fastest layouts until the requested number fits, and the config's own."""
     devices = compiler_devices(topology, values)
     if not devices:
         return
@@ -144,7 +144,7 @@ def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], comp
 
 
 def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
-    """The devices to compile for; none where that cannot be, which is said."""
+    """The devices to compile for; empty, with a printed reason, if that is not possible."""
     if values["topology"] is None:
         return jax.devices()
     if reason := why_not(topology):

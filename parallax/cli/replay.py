@@ -1,8 +1,8 @@
-"""Take one step of a run again, with checks on, from the nearest checkpoint before it.
+"""Repeat one step of a run with checks, from the nearest checkpoint before it.
 
     python -m parallax.replay --workdir=runs/mine --step=120
 
-Nothing in the folder of the run is changed.
+The folder of the run is not changed.
 """
 
 import math
@@ -30,27 +30,27 @@ with loading(__name__, sys.stderr):
 
 USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
-    "workdir": Flag("the folder of the run; nothing in it is changed"),
-    "step": Flag("the step to take again, counted from 1 as in metrics.jsonl", 0),
+    "workdir": Flag("the folder of the run; it is not changed"),
+    "step": Flag("the step to repeat, counted from 1 as in metrics.jsonl", 0),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
+    """Replay the step; returns the exit status. User errors are one line on stderr."""
     return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
-    """Read the command line, replay the step, print what was found."""
+    """Read the command line, replay the step and print the result."""
     line = read_line_of_run(argv, FLAGS)
     for text in replay(read_settings(line.config), RunFolder(line.values["workdir"]), line.values["step"]):
         print(text)
 
 
 def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
-    """Go on from the nearest checkpoint before `step` to it, and measure what it computes; lines to print."""
+    """Run from the nearest checkpoint before `step` to it and measure its values; returns lines to print."""
     if not 1 <= step <= settings.train.steps:
-        raise ConfigError(f"--step={step} is no step of this run; use 1 to train.steps={settings.train.steps}")
+        raise ConfigError(f"--step={step} is not a step of this run; use 1 to train.steps={settings.train.steps}")
     if settings.mesh.simulate:
         simulate_devices(settings.mesh.simulate)
     parts = build(settings, folder)
@@ -73,11 +73,11 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
 
 
 def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
-    """The step's numbers beside those that the run has written."""
+    """The step's numbers, compared with those that the run has written."""
     rows = read_metrics(folder.metrics)
     written = next((row for row in rows if row["step"] == step), None)
     if written is None:
-        return ["the run has written nothing of this step"]
+        return ["the run has not recorded this step"]
     lines = []
     for name in ("loss", "grad_norm"):
         then, now = written[f"train/{name}"], float(metrics[name])
@@ -87,7 +87,7 @@ def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) 
 
 
 def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
-    """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
+    """The newest intact checkpoint before this step, and its state; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
         if parts.settings.train.init_from:
             raise CheckpointError(

@@ -1,11 +1,11 @@
-"""Say what a training step sends, stores and computes, before it runs; or where the time of traced steps went.
+"""Report what a training step sends, stores and computes before it runs, or the time of traced steps by part.
 
     python -m parallax.report --config=configs/quickstart.py
     python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --html=report.html
     python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
     python -m parallax.report --trace=runs/mine
 
-In a notebook it is px.report(step).
+In a notebook use px.report(step).
 """
 
 import dataclasses
@@ -35,27 +35,27 @@ with loading(__name__, sys.stderr):
 
 USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
 FLAGS = {
-    "json": Flag("print everything as JSON", False),
+    "json": Flag("print the whole report as JSON", False),
     "html": Flag("write the report to this file, as one page"),
     "topology": Flag(
-        "compile for chips that need not be there, as v5e:4x4 or H100:1x8; without it, for the devices that are"
+        "compile for chips that need not be present, as v5e:4x4 or H100:1x8; default: this machine's devices"
     ),
     "trace": Flag(
-        "a run's folder, or a trace: say where the time of its train.profile_steps went; with --json or alone"
+        "a run's folder, or a trace: print the time of its train.profile_steps by part; only with --json or alone"
     ),
-    "trace-only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
+    "trace-only": Flag("do not compile: print communication, FLOPs and predicted memory", False),
 }
 
 TRACE_ONLY = "Nothing was compiled: --trace-only."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; returns the exit status. What a user got wrong is one line on stderr."""
+    """Print the report; returns the exit status. User errors are one line on stderr."""
     return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
-    """Report what the command line asks for."""
+    """Run the command line's report."""
     if written(argv, "trace") is not None:
         report_trace(argv[1:])
         return
@@ -77,7 +77,7 @@ def act(argv: Sequence[str]) -> None:
 
 
 def report_trace(arguments: Sequence[str]) -> None:
-    """Print where the time of traced steps went."""
+    """Print the time of traced steps by part."""
     parser = Parser("python -m parallax.report")
     parser.add_argument("--trace", type=local_path, required=True)
     parser.add_argument("--json", action="store_true")
@@ -88,7 +88,7 @@ def report_trace(arguments: Sequence[str]) -> None:
 
 
 def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
-    """The mesh of a config; an abstract one, and why, where nothing is compiled."""
+    """The mesh of a config; if nothing is compiled, an abstract one and the reason."""
     config, runs_on_cpu = settings.mesh, "cpu" in ATTENTION_KERNELS[settings.model.kernel].platforms
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
@@ -106,7 +106,8 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
 
 
 def slice_mesh(config: MeshConfig, topology: Topology, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
-    """The mesh of a config on chips that need not be here; an abstract one, and why, where nothing is compiled."""
+    """The mesh of a config on chips that need not be present; if nothing is compiled, an abstract one and the
+    reason."""
     config = dataclasses.replace(config, simulate=0)
     sizes = sizes_on(config, topology)
     if not compiled:

@@ -5,7 +5,7 @@
     python -m parallax.schedules --compare --stages 4 --microbatches 8
     python -m parallax.schedules mine.csv --tf 1 --tb 2.5 --send 0.1
 
-`--csv` writes a schedule to a file; one of your own is written so, too, and takes the place of the name.
+`--csv` writes a schedule to a file. Write your own schedule in this format and pass the file instead of a name.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import LONGEST, SHORTEST, USUAL, Costs, figures
 from parallax.schedules.schedule import Schedule, grid_text
 
-TERMINAL_COLOURS = {"F": 34, "B": 33, "W": 32}  # blue, yellow, green, as terminals number them
+TERMINAL_COLOURS = {"F": 34, "B": 33, "W": 32}  # terminal codes of blue, yellow, green
 COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name == "interleaved" else (1,))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status, 2 where the user made a mistake."""
+    """Run the command; returns the exit status, 2 for user errors."""
     return exit_status(lambda: run(_parser().parse_args(arguments)))
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Print what was asked for, and write the files."""
+    """Print the output and write the files."""
     _check_arguments(parsed)
     weights = parsed.tb / 2 if parsed.tw is None else parsed.tw
     costs = Costs(parsed.tf, parsed.tb, weights, parsed.send)
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tb", type=_time, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
     add("--tw", type=_time, help="the part of it for the weights' gradients (half of it)")
     add("--send", type=_time, default=USUAL.send, help="time of a message (%(default)s)")
-    add("--csv", metavar="FILE", help="write the schedule there")
-    add("--svg", metavar="FILE", help="draw it there, as it runs in lockstep")
-    add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait for what they need alone")
+    add("--csv", metavar="FILE", help="write the schedule to this file")
+    add("--svg", metavar="FILE", help="draw it to this file, as it runs in lockstep")
+    add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait only for what they need")
     add("--compare", action="store_true", help="a table of all schedules for these stages and microbatches")
     return parser
 
@@ -103,7 +103,7 @@ def _check_arguments(parsed: argparse.Namespace) -> None:
         part = f"--tw={parsed.tw:g} is more than --tb={parsed.tb:g}, of which it is a part"
         raise ConfigError(f"{part}; use {parsed.tb:g} or less.")
     if parsed.tf + parsed.tb == 0:
-        raise ConfigError("--tf=0 and --tb=0: there is no work to take a share of; make one more than 0.")
+        raise ConfigError("--tf=0 and --tb=0: there is no work; make one more than 0.")
     if parsed.virtual is not None and not parsed.name:
         raise ConfigError(f"--virtual={parsed.virtual} needs the name of a schedule; --compare alone shows 1, 2 and 4.")
     if parsed.asynchronous and parsed.svg is None:
@@ -125,11 +125,11 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
     return schedule
 
 
-# ---- what is printed
+# ---- output
 
 
 def _grid(schedule: Schedule) -> str:
-    """The grid, in blocks of as many ticks as a line of the terminal holds; whole where nobody looks."""
+    """The grid in blocks of ticks that fit the terminal's width; in one block if the output is not a terminal."""
     rows = schedule.grid()
     whole = grid_text(rows)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(whole)
@@ -173,7 +173,7 @@ def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
     head, rows = ["schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends"], []
     for label, schedule in schedules:
         priced = figures(schedule, costs)
-        # abs: 1 - 1.0000000000000002 is no negative bubble
+        # abs, since 1 - 1.0000000000000002 should not print as a negative bubble
         bubbles = (percent(abs(share)) for share in (priced.lockstep_bubble, priced.asynchronous_bubble))
         rows.append([label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))])
     return "\n".join([*text_table(head, rows, left=1), NOTES])

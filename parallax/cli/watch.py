@@ -1,11 +1,11 @@
-"""Watch runs in a terminal: losses, speed, memory, checkpoints, and whether they go on.
+"""Watch runs in a terminal: losses, speed, memory, checkpoints and status.
 
     python -m parallax.watch runs/mine
     python -m parallax.watch runs/mine runs/other --once
     python -m parallax.watch runs/mixture --once --load=load.svg
 
-It only reads what the runs write, from this machine or another that sees their folders. It ends when all of them have
-ended, or with Ctrl-C, which no run hears. Where the output is no terminal, one picture is printed.
+It only reads the files of the runs, on this machine or another one that sees their folders. It ends when all runs have
+ended, or with Ctrl-C, which does not affect the runs. If the output is not a terminal, it prints one picture.
 """
 
 import argparse
@@ -39,18 +39,18 @@ from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, e
 from parallax.runtime.run_files import LARGEST_STEP, RunFiles, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
-FRESH_SECS = 1.0  # between two looks at the files
-SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # it names no font of another site
+FRESH_SECS = 1.0  # between two reads of the files
+SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # without fonts from other sites
 LEAST_WIDTH = 40
 
 
-# ---- a run, as its files show it
+# ---- a run, from its files
 
-RECENT = 20  # steps that speeds are of; of older ones only what is drawn is kept
-QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
+RECENT = 20  # steps for the speed; of older steps only drawn values are kept
+QUIET_SECS = 60.0  # shorter pauses, as evaluations and saves, do not count as standing still
 QUIET_STEPS = 10  # as train.stall_factor
-LONGEST_LINE = 1000  # characters of a text to show
-LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
+LONGEST_LINE = 1000  # most characters of a text to show
+LONGEST_SECS = 1e9  # longer estimates are not shown
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
 EXPERTS = ("experts/load", "experts/entropy")
 NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *EXPERTS, *(f"perf/{name}" for name in SPEEDS))
@@ -70,8 +70,8 @@ class Status(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Steps: whole ones, oldest first; damaged ones; those whose save has begun and not ended. `error` says why none
-    of them is known."""
+    """Saved steps: intact ones, oldest first; damaged ones; and those whose save has not ended. `error` says why they
+    are unknown."""
 
     valid: list[int]
     damaged: list[int]
@@ -82,8 +82,8 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    The rows have finite numbers alone; a loss that is none is None. A line counts when it ends; lines that are none are
-    counted in `torn`, and what stands where a finite number or null would, in `odd`.
+    Rows contain only finite numbers; any other loss is None. A line counts when it is complete; invalid lines are
+    counted in `torn`, and values that are neither a finite number nor null in `odd`.
     """
 
     def __init__(self, path: Path):
@@ -91,7 +91,7 @@ class Metrics:
         self._forget()
 
     def read(self) -> None:
-        """Read on; from the beginning if the file is another one, or shorter: a run that goes on cuts its own."""
+        """Read new lines; from the beginning if the file was replaced or is shorter, as a resumed run shortens it."""
         try:
             file = files.open_file(self._path)
         except OSError:
@@ -133,7 +133,7 @@ class Metrics:
 
 
 class WatchedRun:
-    """A run, as its folder shows it; `refresh` reads what is new. Nothing is written, and nothing is locked.
+    """A run, read from its folder; `refresh` reads new data. Nothing is written or locked.
 
     Raises:
         CheckpointError: the folder holds no run.
@@ -150,7 +150,7 @@ class WatchedRun:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what the run has written since."""
+        """Read new data of the run."""
         self.metrics.read()
         self.settings = files.object_if_readable(self.files.config, odd_numbers=True) or self.settings
         starts = files.object_if_readable(self.files.metadata, odd_numbers=True).get("starts")
@@ -169,14 +169,14 @@ class WatchedRun:
 
     @property
     def steps(self) -> int | None:
-        """Steps that the run is to take, if its config is there yet."""
+        """Number of steps of the run, if its config exists yet."""
         train = self.settings.get("train")
         steps = train.get("steps") if isinstance(train, dict) else None
         return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
     @property
     def speed(self) -> dict[str, float]:
-        """Medians of the latest steps by name, and their share of waiting for data; empty before a step that did not
+        """Medians of the latest steps by name, and the share of time waiting for data; empty until a step that did not
         compile."""
         recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
         found = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
@@ -202,20 +202,20 @@ class WatchedRun:
 
     @property
     def load(self) -> tuple[float, ...]:
-        """Of the latest step the largest load of an expert, 1 if it is even, and the least entropy; empty without."""
+        """The largest load of an expert (1 if even) and the least entropy in the latest step; empty without experts."""
         latest = self.metrics.recent[-1] if self.metrics.recent else {}
         return tuple(latest[name] for name in EXPERTS) if all(name in latest for name in EXPERTS) else ()
 
     @property
     def status(self) -> Status:
-        """Whether the run goes on, or how it has ended."""
+        """Whether the run is running, or how it has ended."""
         alive, ended, of = self._owner_is_alive(), self._started.get("ended"), self.files
-        taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by another start, which has none yet
+        taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by a start without metadata so far
         if isinstance(ended, dict) and not taken_again:
             reason = str(ended.get("reason"))
             return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
-            return Status("gone", self.last_words() or "it has left no word in its log")
+            return Status("gone", self.last_words() or "its log has no last message")
         quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
         secs = self.speed.get("step_secs", 0.0)
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
@@ -223,7 +223,7 @@ class WatchedRun:
         return Status("running" if self.metrics.steps else "starting")
 
     def last_words(self) -> str:
-        """The last line of the log that says anything."""
+        """The last informative line of the log."""
         try:
             with files.open_file(self.files.log) as log:
                 log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
@@ -234,13 +234,13 @@ class WatchedRun:
 
     @property
     def mesh(self) -> str:
-        """Devices along each axis, of the latest start, as "pp=1 dp=8 tp=1"."""
+        """Devices along each axis in the latest start, as "pp=1 dp=8 tp=1"."""
         mesh = self._started.get("mesh")
         return one_line(" ".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
 
     @property
     def devices(self) -> str:
-        """Of the latest start, as "8 x cpu"."""
+        """The devices of the latest start, as "8 x cpu"."""
         return one_line(str(self._started.get("devices", "")))
 
     @property
@@ -269,7 +269,7 @@ class WatchedRun:
             seen = tuple((name, (folder / name).stat().st_mtime_ns) for name in files.names_in(folder))
         except OSError:
             seen = ()
-        if seen == self._looked:  # manifests are long: they are read again only when something has changed
+        if seen == self._looked:  # manifests are long, so they are read again only after a change
             return
         try:
             checked, unfinished = check_steps(folder), [step for step, _ in unfinished_saves(folder)]
@@ -279,7 +279,7 @@ class WatchedRun:
         self._looked = seen
 
     def _owner_is_alive(self) -> bool | None:
-        """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
+        """Whether the process that locks the folder is alive; None if this machine cannot know."""
         try:
             with files.open_file(self.files.lock, "r", encoding="utf-8") as lock:
                 owner = OWNER.match(lock.read(LONGEST_LINE))
@@ -309,19 +309,19 @@ def _time_of(file: Path) -> float:
 # ---- a curve; `rich`, which draws the rest, has no plots
 
 BRAILLE = 0x2800
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a character, by row and column
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille dots of a character, by row and column
 WIDE, HIGH = 2, 4
 POINT = "◆"
-NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
-LARGEST = 1e99  # sums and differences of them are finite
-OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
+NEIGHBOURS = 2  # on each side; shorter excursions are spikes
+LARGEST = 1e99  # sums and differences of such values are finite
+OUTLIER = 0.5  # a spike is drawn at most this share of the range of other values above them
 
 Points = Iterable[tuple[float, float | None]]  # pairs of x and y
 Dot = tuple[int, int]  # column and row
 
 
 class Plot(NamedTuple):
-    """Lines of equal width, of which `marks` are (row, column) of the single points; and the ends of both axes."""
+    """Lines of equal width, `marks`, the (row, column) of single points, and the ends of both axes."""
 
     lines: list[str]
     marks: list[tuple[int, int]]
@@ -332,10 +332,10 @@ class Plot(NamedTuple):
 
 
 def plot(curve: Points, points: Points, *, width: int, height: int) -> Plot | None:
-    """A curve in dots of braille, and single points on top of it, in so many characters; None where there is nothing.
+    """A curve in braille dots with single points on top, in width x height characters; None without any points.
 
-    Both are pairs of x and y; those whose y is None or not finite are left out. A column of dots has the mean of its
-    values, and a straight line goes over columns without any.
+    Both are pairs of x and y; pairs whose y is None or not finite are left out. A column of dots shows the mean of its
+    values; a straight line crosses columns without values.
 
     >>> print("\\n".join(plot(enumerate([3, 2, 1, 0]), [], width=2, height=1).lines))
     ⠑⢄
@@ -371,12 +371,12 @@ def plot(curve: Points, points: Points, *, width: int, height: int) -> Plot | No
 
 
 def _finite(pairs: Points) -> list[tuple[float, float]]:
-    """The pairs that can be drawn; what is absurdly large is drawn at the edge."""
+    """The pairs that can be drawn, with extremely large values clipped."""
     return [(x, min(max(y, -LARGEST), LARGEST)) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
 def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest value to draw: a spike far above all others does not flatten the rest."""
+    """The lowest and the highest value to draw, chosen so that a high spike does not flatten the rest."""
     low, highest = min(*values, *others, math.inf), max(*values, *others, -math.inf)
     around = (values[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1] for at in range(len(values)))
     usual = max([*map(statistics.median, around), *others])
@@ -384,7 +384,7 @@ def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, fl
 
 
 def _between(start: Dot, end: Dot) -> Iterator[Dot]:
-    """The dots of a straight line, both ends included."""
+    """The dots of a straight line, including both ends."""
     steps = max(end[0] - start[0], abs(end[1] - start[1]), 1)
     for at in range(steps + 1):
         column, row = (round(a + (b - a) * at / steps) for a, b in zip(start, end))
@@ -393,17 +393,17 @@ def _between(start: Dot, end: Dot) -> Iterator[Dot]:
 
 # ---- the picture
 
-LEAST_FRAME = 58  # of a frame beside another
+LEAST_FRAME = 58  # least columns of a frame beside another
 PLOT_ROWS = 12
 FEWEST_ROWS = 5
-OTHER_LINES = 14  # of a frame, but for its plot
+OTHER_LINES = 14  # lines of a frame without its plot
 TRAIN, EVAL, SOFT = "cyan", "yellow", "bright_black"
 STATE_STYLES = {"running": "green", "finished": "green", "starting": "cyan", "stopped": "yellow"}
 BAD = "bold red"
 
 
 def picture(runs: Sequence[WatchedRun], console: Console) -> Columns:
-    """All runs, as they fit on a console: a frame for each, side by side where there is room."""
+    """All runs, fitted to a console: a frame for each, side by side if there is room."""
     columns = max(1, min(len(runs), console.width // LEAST_FRAME))
     lines, width = -(-len(runs) // columns), console.width // columns
     fits = console.height // lines - OTHER_LINES if console.is_terminal else PLOT_ROWS
@@ -412,7 +412,7 @@ def picture(runs: Sequence[WatchedRun], console: Console) -> Columns:
 
 
 def frame(run: WatchedRun, *, width: int, rows: int) -> Panel:
-    """Everything of one run, in so many columns and with so many rows for its plot."""
+    """The frame of one run, with this width and this number of rows for its plot."""
     status = run.status
     style = STATE_STYLES.get(status.state, BAD)
     title = Text.assemble((f" {run.name} ", "bold"), ("· ", SOFT), (f"{status.state} ", style))
@@ -424,7 +424,7 @@ def frame(run: WatchedRun, *, width: int, rows: int) -> Panel:
 
 
 def progress(run: WatchedRun, status: Status) -> RenderableType:
-    """How far the run has come, and how long it will take."""
+    """Progress and remaining time of the run."""
     of = f"/{run.steps:,}" if run.steps else ""
     left = "" if run.left_secs is None or not run.metrics.steps else f"left {duration(run.left_secs)}"
     columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right")
@@ -451,7 +451,7 @@ def losses(run: WatchedRun) -> Text:
 
 
 def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
-    """Both losses by step, with the ends of both axes; a line of text where there is none yet."""
+    """Both losses by step, with the ends of both axes; a line of text if there are none yet."""
     metrics, wide = run.metrics, max(width - 8, 4)
     train, held_out = zip(metrics.steps, metrics.losses), zip(metrics.eval_steps, metrics.eval_losses)
     drawn = plot(train, held_out, width=wide, height=rows)
@@ -470,7 +470,7 @@ def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
 
 
 def facts(run: WatchedRun, status: Status) -> RenderableType:
-    """Speed, memory, checkpoints and skipped steps, a name and a value a line."""
+    """Speed, memory, checkpoints and skipped steps, one name and value per line."""
     table = Table.grid(Column(style=SOFT, no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     add, speed = table.add_row, run.speed
     if speed:
@@ -488,7 +488,7 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     if run.metrics.torn:
         add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:
-        add("odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow"))
+        add("odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are not finite numbers", style="yellow"))
     started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     if run.mesh:
         add("mesh", Text(f"{run.mesh} on {run.devices}{started}"))
@@ -496,7 +496,7 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
 
 
 def saved_text(saved: Saved, status: Status) -> Text:
-    """What is saved, what is being saved, and what is damaged."""
+    """Saved steps, steps being saved, and damaged ones."""
     if saved.error:
         return Text(saved.error, style=BAD)
     text = Text("none yet")
@@ -518,15 +518,15 @@ def saved_text(saved: Saved, status: Status) -> Text:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Watch; returns the exit status. What a user got wrong is one line on stderr."""
+    """Watch; returns the exit status. User errors are one line on stderr."""
     return exit_status(lambda: watch(parse(arguments)), one_line=True)
 
 
 def watch(flags: argparse.Namespace) -> None:
-    """Draw the runs, once or until they have ended."""
+    """Draw the runs once, or until they have ended."""
     runs = [WatchedRun(path) for path in flags.workdir]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has no letters for curves
+        sys.stdout.reconfigure(errors="replace")  # for terminals without characters for curves
     console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
         console.print(picture(runs, console))
@@ -539,7 +539,7 @@ def watch(flags: argparse.Namespace) -> None:
 
 
 def follow(runs: Sequence[WatchedRun], console: Console) -> None:
-    """Draw again and again on a screen of its own; the last picture stays on the terminal."""
+    """Redraw on an alternate screen; the last picture stays on the terminal."""
     try:
         with Live(picture(runs, console), console=console, screen=True, auto_refresh=False) as live:
             while not all(run.status.over for run in runs):
@@ -553,7 +553,7 @@ def follow(runs: Sequence[WatchedRun], console: Console) -> None:
 
 
 def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
-    """Write the last picture alone, none of those before it."""
+    """Write only the last picture."""
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(picture(runs, console))
     write_output("svg", path, console.export_svg(title="python -m parallax.watch", code_format=SVG))
@@ -569,7 +569,7 @@ def write_load(runs: Sequence[WatchedRun], path: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Flags; ConfigError says what is wrong with them."""
+    """Parse flags; ConfigError if they are wrong."""
     parser = Parser("python -m parallax.watch", description=__doc__)
     parser.add_argument("workdir", type=local_path, nargs="+", help="the folders of the runs")
     parser.add_argument("--once", action="store_true", help="print one picture and end")

@@ -1,1 +1,1 @@
-"""Settings of a run: their sections, defaults and checks, and what follows from them."""
+"""Settings of a run: sections, defaults, checks and derived values."""

@@ -1,4 +1,4 @@
-"""Configs of earlier versions: keys that have another name today, and keys that they lack."""
+"""Configs of earlier versions: renamed keys, and keys that they lack."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -7,14 +7,14 @@ from typing import Any
 from parallax.config.sections import SECTIONS
 from parallax.runtime.errors import ConfigError, check_choice
 
-# What says today the same as a key that is no more: a function of its value and of all sections, which gives keys as
-# "section.key" with their values, and raises ConfigError for a value that the old key did not take.
+# Replacements of removed keys: a function of the old value and all sections, which returns values by key, as
+# "section.key", and raises ConfigError for a value that the old key did not accept.
 RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "pipeline.gather": lambda value, sections: _policy_of_gather(value),
     "mesh.across_slices": lambda value, sections: _across_slices(value),
     "pipeline.branches": lambda value, sections: _branches(value),
 }
-# Keys of today's sections that the first runs did not have; they did as the default says.
+# Keys that the first runs did not have; these runs behaved as the defaults say.
 ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
@@ -38,21 +38,21 @@ def _policy_of_gather(gather: Any) -> dict[str, str]:
 
 
 def _across_slices(axis: Any) -> dict[str, str]:
-    """Between slices lies mesh.replica, where there are replicas, else mesh.pp."""
+    """The axis between slices is mesh.replica if there are replicas, otherwise mesh.pp."""
     check_choice("mesh.across_slices", axis, ("dp", "pp"))
     return {}
 
 
 def _branches(value: Any) -> dict[str, str]:
-    """An idle rank always branches past the work."""
+    """Idle ranks always skip the work."""
     if value == "mask":
-        raise ConfigError("pipeline.branches='mask' is gone: idle ranks always skip the work; leave the key out.")
+        raise ConfigError("pipeline.branches='mask' was removed: idle ranks always skip the work; leave the key out.")
     check_choice("pipeline.branches", value, ("skip",))
     return {}
 
 
 def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """A config with today's names for its keys, and what was renamed; keys that were `chosen` stay as they are."""
+    """A config with the current names of keys, and a list of renamed keys; keys in `chosen` stay as they are."""
     today = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in config.items()}
     said = []
     for old, convert in RENAMED.items():
@@ -71,7 +71,7 @@ def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[di
 
 
 def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a run has saved as its config, with today's keys, and what that has changed.
+    """The saved config of a run with the current keys, and a list of the changes.
 
     >>> today, said = of_today({"train": {"steps": 8}})
     >>> today["train"], said[-1]

@@ -1,4 +1,4 @@
-"""Keys of a config: each is written once, with its default, its meaning and its range, which is checked here."""
+"""Keys of a config: each is written once, with default, meaning and range; values are checked here."""
 
 import dataclasses
 import math
@@ -10,29 +10,29 @@ from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nea
 
 LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
-# Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
+# Limits of POSIX file systems. With a longer name, even checking whether the file exists is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a key means, with its unit where the name has none, and the values that it takes."""
+    """Meaning of a key, with the unit if the name has none, and the allowed values."""
 
     meaning: str
     choices: tuple[str, ...] = ()
-    other: str = ""  # what may be written instead of one of the choices
-    least: float = 0  # of a number
+    other: str = ""  # description of values that are allowed besides the choices
+    least: float = 0  # smallest allowed number
     most: float | None = None
     below: float = math.inf
-    also: int | None = None  # a number out of the range that is allowed, as 0 for "off"
-    says: str = ""  # of a value that is refused, behind KEY=VALUE
-    too_large: str = ""  # the same, of a whole number above `most`
+    also: int | None = None  # a number outside of the range that is also allowed, as 0 for "off"
+    says: str = ""  # the error for a refused value, after KEY=VALUE
+    too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
 
     def checked(self, name: str, value: Any, kind: type, section: type["Section"]) -> Any:
-        """What was written, as a value of the key's type; ConfigError where it is none, or out of its range."""
-        # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
+        """The value as the key's type; ConfigError if it has another type or is out of range."""
+        # bool is a subclass of int in Python, but layers=True is a mistake. An integer is allowed for a float.
         known = int | float if kind is float else kind
         if not isinstance(value, known) or (kind is bool) != isinstance(value, bool):
             written = KINDS.get(type(value), type(value).__name__)
@@ -41,16 +41,16 @@ class Key:
             self._check_text(name, value)
         if kind is float and isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
-        if kind is float and abs(value) > LARGEST_FLOAT32:  # before a float is made of a whole number
+        if kind is float and abs(value) > LARGEST_FLOAT32:  # before an integer is converted to float
             raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
         if kind in (int, float) and value != self.also:
             self._check_range(name, value, section, whole=kind is int)
         return kind(value)
 
     def _check_text(self, name: str, value: str) -> None:
-        # No file, no terminal and no JSON takes these.
+        # Files, terminals and JSON cannot hold these.
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-            wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
+            wrong = "holds a zero byte or half a surrogate pair, which is not text; leave it out"
             raise ConfigError(f"{name}={quoted(value)} {wrong}")
         if self.path:
             _check_path(name, value)
@@ -70,16 +70,16 @@ class Key:
 
 
 def key(default: Any, meaning: str, **range_: Any) -> Any:
-    """The field of a section: its default, what it means, and the values that it takes, as fields of `Key`."""
+    """Define a key of a section: default, meaning, and allowed values as fields of `Key`."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning=meaning, **range_)})
 
 
 class Section:
-    """Keys that belong together: a frozen dataclass of `key`s, which checks them.
+    """A section of the config: a frozen dataclass of `key`s, which checks their values.
 
-    `most` is the largest whole number that a key takes which says no other: what is far beyond any machine would only
-    end in tables of schedules and layers that fill the memory, or in numbers that the devices' int32 does not hold.
-    `says` is what an error says of a whole number that is too small.
+    `most` is the largest integer of keys without their own limit. Values far beyond any machine would only lead to
+    tables of schedules and layers that fill the memory, or to numbers that do not fit into int32 on devices. `says` is
+    the error for an integer that is too small.
     """
 
     section: ClassVar[str]
@@ -94,11 +94,11 @@ class Section:
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}", getattr(self, field.name)
             value = field.metadata["key"].checked(name, value, field.type, type(self))
-            object.__setattr__(self, field.name, value)  # a whole number that stands for a float becomes one
+            object.__setattr__(self, field.name, value)  # an integer given for a float is converted
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError where keys do not go together."""
+        """Raise ConfigError if values of several keys do not fit together."""
 
 
 def _check_path(name: str, value: str) -> None:
@@ -111,4 +111,6 @@ def _check_path(name: str, value: str) -> None:
         )
     home = value.split("/")[0]
     if home.startswith("~") and os.path.expanduser(home) == home:
-        raise ConfigError(f"{name}={quoted(value)} begins with the home of a user who is not known here; write it out")
+        raise ConfigError(
+            f"{name}={quoted(value)} begins with the home of a user who does not exist here; write it out"
+        )

@@ -9,22 +9,22 @@ from pathlib import Path
 
 from parallax.config.keys import ABOVE_ZERO, Section
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # that come with the repository
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # the configs of the repository
 FILE_WIDTH = 120
-LARGEST_SHOWN = 10_000  # a larger limit is far from what anybody writes
+LARGEST_SHOWN = 10_000  # larger limits are not shown: no useful value comes near
 
 
 def about(section: type[Section]) -> str:
-    """What a section is about, in a sentence."""
+    """The topic of a section, in one sentence."""
     return inspect.getdoc(section).partition("\n")[0]
 
 
 def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
-    """A line for each key of a section, whose comment goes above it where it is long.
+    """A line for each key of a section; a long comment goes above its key.
 
     >>> from parallax.config.sections import GuardConfig
     >>> list(key_lines(GuardConfig, "config"))[2]
-    'config.guard.spike_signal = "loss"  # "loss" | "grad_norm": what is judged'
+    'config.guard.spike_signal = "loss"  # "loss" | "grad_norm": signal in which spikes are detected'
     """
     indent = " " * (len(prefix) - len(prefix.lstrip())) + "# "
     for field in fields(section):
@@ -39,7 +39,7 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def values_of(field: Field) -> str:
-    """The values that a key takes; "" where any text is, and where they are True and False.
+    """The allowed values of a key; "" if any text is allowed, or True and False.
 
     >>> from parallax.config.sections import LayoutConfig, MeshConfig
     >>> values_of(fields(MeshConfig)[0]), values_of(fields(LayoutConfig)[2])
@@ -56,5 +56,5 @@ def values_of(field: Field) -> str:
 
 
 def default_of(field: Field) -> str:
-    """The default of a key as Python writes it, with the quotation marks of this project."""
+    """The default of a key as a Python literal with double quotation marks."""
     return repr(field.default).replace("'", '"')

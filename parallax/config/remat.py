@@ -1,11 +1,11 @@
-"""What `pipeline.remat` says: the parts of a layer that the backward pass makes again; and `pipeline.residuals_on`:
-those that wait for it in host memory."""
+"""Values of `pipeline.remat`, the parts of a layer that the backward pass recomputes, and of `pipeline.residuals_on`,
+the parts whose residuals are in host memory."""
 
 from collections.abc import Iterable
 
 from parallax.runtime.errors import ConfigError, nearest, quoted
 
-# Activation names, as layers give them by `checkpoint_name`, in the order of a layer; and what has each.
+# Activation names, which layers set with `checkpoint_name`, in the order of a layer, and the activations of each.
 REMAT_PARTS = {
     "norm": "the normed inputs of attention and of the MLP",
     "latent": "with attention='mla', the down projections: latents, and the key part that all heads share",
@@ -13,27 +13,26 @@ REMAT_PARTS = {
     "q": "queries of the heads",
     "kv": "keys and values of the heads",
     "core": "the result of softmax attention, and the logsumexp of each query",
-    "out": "the residual stream behind attention: its output projection",
-    "router": "of a mixture, the router's logits",
-    "dispatch": "of a mixture, tokens as they come to the experts of a rank: the messages of its exchange",
-    "experts": "of a mixture, gate and up of its experts",
+    "out": "the residual stream after attention: its output projection",
+    "router": "in a mixture, the router's logits",
+    "dispatch": "in a mixture, tokens that a rank receives for its experts: the messages of the exchange",
+    "experts": "in a mixture, gate and up of its experts",
     "ffn": "gate and up of the MLP, and of shared experts",
     "swiglu": "silu(gate) * up of the MLP, and of shared experts",
 }
 WITHOUT_PRODUCTS = ("norm", "qk", "router", "dispatch", "swiglu")
-# Words for sets of parts.
+# Names for sets of parts.
 OF_HEADS = ("q", "kv")
 SETS = {"qkv": OF_HEADS, "elementwise": WITHOUT_PRODUCTS}
 SETS |= {"attention": (*WITHOUT_PRODUCTS, "latent", *OF_HEADS, "core", "out")}
-ALONE = ("none", "layer", "stage")  # words that are no set: all that the backward pass reads is saved, or inputs alone
+ALONE = ("none", "layer", "stage")  # values that are not sets: save all that the backward pass reads, or only inputs
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
-INPUT = "input"  # the layer's, or the stage's, input: no part, since it is always saved
-RESIDUALS_ON = ("device", "host")  # words of `residuals_on` that are no set
+LAYER_INPUT = "input"  # the input of the layer or the stage; not a part of `remat`, since it is always saved
+RESIDUALS_ON = ("device", "host")  # values of `residuals_on` that are not sets
 
 
 def canonical_remat(written: str) -> str:
-    """The same set in the one way to write it; ConfigError where a name is unknown, or stands beside one that stands
-    alone.
+    """The same set in canonical form; ConfigError if a name is unknown, or if one that must be alone is not.
 
     >>> canonical_remat("ffn norm"), canonical_remat("kv q ffn elementwise"), canonical_remat("layer")
     ('norm ffn', 'elementwise qkv ffn', 'layer')
@@ -46,11 +45,11 @@ def canonical_remat(written: str) -> str:
                 f"pipeline.remat={quoted(written)} {which}; {nearest(word, [*REMAT, 'qkv', *REMAT_PARTS])}"
             )
     if not words:
-        raise ConfigError(f"pipeline.remat={quoted(written)} names no part; use 'none' to make nothing again")
+        raise ConfigError(f"pipeline.remat={quoted(written)} names no part; use 'none' to recompute nothing")
     alone = [word for word in words if word in ALONE]
     if alone and len(words) > 1:
         raise ConfigError(
-            f"pipeline.remat={quoted(written)} has {alone[0]!r}, which stands alone; use it so, or a set of "
+            f"pipeline.remat={quoted(written)} has {alone[0]!r}, which must be the only word; use it so, or a set of "
             f"{', '.join((*SETS, *REMAT_PARTS))}"
         )
     if alone:
@@ -63,7 +62,7 @@ def canonical_remat(written: str) -> str:
 
 
 def canonical_residuals_on(written: str) -> str:
-    """The same in the one way to write it; ConfigError where a name is unknown, or a word stands beside others.
+    """The same value in canonical form; ConfigError if a name is unknown, or if one that must be alone is not.
 
     >>> canonical_residuals_on("ffn input"), canonical_residuals_on("host")
     ('input ffn', 'host')
@@ -71,7 +70,7 @@ def canonical_residuals_on(written: str) -> str:
     words = written.split()
     if len(words) == 1 and words[0] in RESIDUALS_ON:
         return words[0]
-    known = [*RESIDUALS_ON, INPUT, "qkv", *REMAT_PARTS]
+    known = [*RESIDUALS_ON, LAYER_INPUT, "qkv", *REMAT_PARTS]
     for word in words:
         if word not in known:
             raise ConfigError(
@@ -79,40 +78,40 @@ def canonical_residuals_on(written: str) -> str:
             )
     if not words or set(words) & set(RESIDUALS_ON):
         raise ConfigError(
-            f"pipeline.residuals_on={quoted(written)} is no set of parts; use 'device' or 'host' alone, or a set of "
+            f"pipeline.residuals_on={quoted(written)} is not a set of parts; use 'device' or 'host' alone, or a set of "
             f"{', '.join(known[len(RESIDUALS_ON) :])}"
         )
-    return " ".join([INPUT] * (INPUT in words) + [*_in_order(_parts_of(words))])
+    return " ".join([LAYER_INPUT] * (LAYER_INPUT in words) + [*_in_order(_parts_of(words))])
 
 
 def check_residuals_on(residuals_on: str, remat: str) -> None:
-    """Raise ConfigError where a set has what `remat` does not save, or not by a name."""
+    """Raise ConfigError if a set has a part that `remat` does not save under its name."""
     if residuals_on in RESIDUALS_ON:
         return
-    there = () if remat == "none" else (INPUT, *(saved_parts(remat) or ()))
+    there = () if remat == "none" else (LAYER_INPUT, *(saved_parts(remat) or ()))
     by_name = f"a set of {', '.join(there)}" if there else "'host'"
     for part in residuals_on.split():
         if part not in there:
             raise ConfigError(
-                f"pipeline.residuals_on={quoted(residuals_on)} has {part!r}, of which pipeline.remat={remat!r} saves "
-                f"nothing by name; use {by_name}, or another remat"
+                f"pipeline.residuals_on={quoted(residuals_on)} has {part!r}, but pipeline.remat={remat!r} does not "
+                f"save it by name; use {by_name}, or another remat"
             )
 
 
 def is_moved(residuals_on: str, part: str | None) -> bool:
-    """Whether what is saved of a part waits in host memory; None is what has no name."""
+    """Whether the residuals of a part are in host memory; None stands for those without a name."""
     return residuals_on == "host" or part in residuals_on.split()
 
 
 def recomputed_parts(remat: str) -> tuple[str, ...] | None:
-    """The parts of a set, in the order of a layer; None of a word that is no set."""
+    """The parts of a set, in the order of a layer; None for values that are not sets."""
     if remat in ALONE:
         return None
     return _in_order(_parts_of(remat.split()))
 
 
 def saved_parts(remat: str) -> tuple[str, ...] | None:
-    """The parts that a set does not make again: the forward pass saves what the backward pass needs of them."""
+    """The parts that a set does not recompute: the forward pass saves what the backward pass needs of them."""
     parts = recomputed_parts(remat)
     return None if parts is None else tuple(part for part in REMAT_PARTS if part not in parts)
 

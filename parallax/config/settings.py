@@ -1,4 +1,4 @@
-"""A run's settings: one frozen dataclass for each section of a config, checked as they are read."""
+"""Settings of a run: one frozen dataclass for each section of a config, checked when they are read."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +12,14 @@ from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import read_object
+from parallax.runtime.html import html_table
 
-PRINTED_WIDTH = 100  # of what a run prints of its settings
+PRINTED_WIDTH = 100  # columns of printed settings
 
 
 @dataclass(frozen=True, repr=False)
 class Settings:
-    """All sections of a config; it prints as a section a line."""
+    """All sections of a config; it prints one section per line."""
 
     mesh: sections.MeshConfig
     model: sections.ModelConfig
@@ -43,7 +44,7 @@ class Settings:
             )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Nested dicts that JSON can hold; `read_settings` reads them back."""
+        """Nested dicts of JSON values; `read_settings` reads them back."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -52,11 +53,10 @@ class Settings:
         return "\n".join(f"{name:{width}}  {keys}" for name, keys in lines)
 
     def _repr_html_(self) -> str:
-        key = '<span style="white-space:nowrap">{}=<b>{}</b></span>'
-        row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
-        written = self.to_dict().items()
-        cells = ((name, [key.format(k, escape(repr(v))) for k, v in keys.items()]) for name, keys in written)
-        return f"<table>{''.join(row.format(name, ' &ensp; '.join(keys)) for name, keys in cells)}</table>"
+        key = lambda k, v: f'<span style="white-space:nowrap">{k}=<b>{escape(repr(v))}</b></span>'  # noqa: E731
+        sections = self.to_dict().items()
+        rows = ((f"<b>{name}</b>", " &ensp; ".join(key(k, v) for k, v in keys.items())) for name, keys in sections)
+        return html_table(rows, left=2)
 
 
 def default_settings() -> Settings:
@@ -65,10 +65,10 @@ def default_settings() -> Settings:
 
 
 def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
-    """Make the dataclasses of a config: nested dicts, or what has them by `to_dict()`, as a ConfigDict or Settings.
+    """Build settings from a config: nested dicts, or an object with `to_dict()`, as a ConfigDict or Settings.
 
-    `changes` are keys of sections that differ, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped keys.
-    A warning on stderr names keys of earlier versions, and what they are today.
+    `changes` are other values of keys by section, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped
+    keys. A warning on stderr names keys of earlier versions and their current names.
 
     >>> from configs.base import get_config
     >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
@@ -76,7 +76,7 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     """
     if not isinstance(config, Mapping):
         if not hasattr(config, "to_dict"):
-            raise ConfigError(f"{quoted(config)} is no config; start from get_config() of configs/base.py")
+            raise ConfigError(f"{quoted(config)} is not a config; start from get_config() of configs/base.py")
         config = config.to_dict()
     written = dict(config)
     for name, keys in changes.items():
@@ -95,7 +95,7 @@ def load_settings(run: Path) -> Settings:
 
 
 def load_saved(path: Path) -> dict[str, Any]:
-    """The config that a run has saved, with today's keys; a line on stderr says what that has changed."""
+    """The saved config of a run, with the current keys; a line on stderr lists the changes."""
     config, said = of_today(load_json(path))
     if said:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
@@ -103,7 +103,7 @@ def load_saved(path: Path) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """What a run has saved as a JSON object, such as its config."""
+    """A JSON object that a run has saved, such as its config."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -111,11 +111,11 @@ def load_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; put the run's own back") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; restore the run's own file") from error
 
 
 def differences(settings: Settings) -> list[str]:
-    """What differs from configs/base.py, a section a line: what is printed when a run starts."""
+    """Differences from configs/base.py, one section per line, as printed when a run starts."""
     base = default_settings().to_dict()
     changed = {
         name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
@@ -126,7 +126,7 @@ def differences(settings: Settings) -> list[str]:
 
 
 def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
-    """The words behind the head, in lines of at most PRINTED_WIDTH columns, where no single word is longer."""
+    """The head and the words, in lines of at most PRINTED_WIDTH columns unless a single word is longer."""
     line = head
     for word in words:
         if line != head and len(line) + 2 + len(word) > PRINTED_WIDTH:

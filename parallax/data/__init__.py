@@ -1,4 +1,4 @@
-"""Text to batches: sources, prepared shards of token ids, and windows that are a function of (data, seed, step)."""
+"""From text to batches: sources, prepared shards of token ids, and windows that depend only on data, seed and step."""
 
 from parallax.data.prefetch import Prefetcher
 from parallax.data.reader import Reader, open_reader

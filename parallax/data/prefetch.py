@@ -13,16 +13,16 @@ import numpy as np
 from parallax.data.reader import Reader
 
 BATCHES_AHEAD = 4
-CLOSE_SECS = 5.0  # to wait for the batch in flight; the thread is a daemon and may outlive it
+CLOSE_SECS = 5.0  # limit of the wait for the batch in flight; the thread is a daemon and may outlive it
 
 
 class Prefetcher(AbstractContextManager):
     """Batches from `start_step` on, in order; a context manager that closes itself.
 
     Args:
-        put: applied to each batch in the thread, for example to send it to the devices. Every batch has
-            arrays of its own, so `put` may keep them.
-        reserve: a batch is handed over only when so many after it are ready, or one of them cannot be read. So an
+        put: applied to each batch in the thread, for example to send it to the devices. Every batch has its own
+            arrays, so `put` may keep them.
+        reserve: a batch is returned only when this many later ones are ready, or one of them cannot be read. So an
             error is known while `reserve` batches are left.
     """
 
@@ -40,10 +40,10 @@ class Prefetcher(AbstractContextManager):
         self._thread.start()
 
     def get(self, step: int) -> tuple[Any, float]:
-        """The batch of `step`, and the seconds that were waited for it.
+        """The batch of `step`, and the seconds of waiting for it.
 
         Raises:
-            Exception: what reading this batch raised.
+            Exception: the error of reading this batch.
         """
         assert step == self._next, f"batches come in order: step {self._next} is next, not {step}"
         assert self._failure or not self._is_closed, "the prefetcher is closed"
@@ -75,7 +75,7 @@ class Prefetcher(AbstractContextManager):
         while self._room.acquire() and not self._is_closed:
             try:
                 self._ready.put((self._put(self._reader.batch(step)), None))
-            except BaseException as error:  # it is raised where the batch is asked for
+            except BaseException as error:  # raised by `get`
                 return self._ready.put((None, error))
             step += 1
         return None

@@ -1,4 +1,4 @@
-"""Tokenise a source into shards on disk: in parallel, resumable, and the same with any number of workers."""
+"""Tokenise a source into shards on disk: in parallel, resumable, and independent of the number of workers."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ from parallax.runtime.errors import DataError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes
 
-SHARD_BYTES = 32 << 20  # of text: a few seconds of BPE, so progress and resuming have fine steps
-BPE_SAMPLE_BYTES = 64 << 20  # of text that a BPE is trained on; more hardly changes its entries
+SHARD_BYTES = 32 << 20  # bytes of text: a few seconds of BPE, for fine-grained progress and resuming
+BPE_SAMPLE_BYTES = 64 << 20  # bytes of text to train a BPE; more hardly changes its entries
 JOURNAL_FILE, LOCK_FILE = "unfinished.jsonl", ".lock"
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Request:
     shard_bytes: int = SHARD_BYTES
 
     def to_json(self) -> dict:
-        """All that decides the bytes of the shards, and not where files are."""
+        """Everything that determines the bytes of the shards, without the location of files."""
         chosen = {"tokenizer": self.tokenizer}
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
@@ -47,9 +47,9 @@ class Request:
 
 
 def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
-    """Make the shards of `request` in `folder`, keep those that are complete already, and return the manifest.
+    """Write the missing shards of `request` in `folder` and return the manifest.
 
-    Processes that prepare one folder at the same time take turns, and those that come later find it finished.
+    Processes that prepare the same folder at the same time take turns; later ones find it finished.
 
     Raises:
         DataError: the folder holds data of other settings, a document cannot be read, or there is no text.
@@ -68,7 +68,7 @@ def remove_prepared(folder: Path) -> None:
     """Delete prepared data, if there is any.
 
     Raises:
-        DataError: the folder holds something else too.
+        DataError: the folder also holds something else.
     """
     known = (MANIFEST_FILE, JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, LOCK_FILE)
     strange = []
@@ -86,7 +86,7 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     file, wanted = folder / MANIFEST_FILE, request.to_json()
     finished = Manifest.read(folder) if file.exists() else None
     if not finished and _began_otherwise(folder, wanted):
-        # With a field that does not exist, say: nothing of it is of use.
+        # For example with a field that does not exist: nothing in the folder is useful.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
@@ -111,7 +111,7 @@ def _is_complete(shard: Shard, folder: Path, dtype: np.dtype) -> bool:
     try:
         shard.check(folder, dtype, contents=True)
     except DataError as error:
-        logger.warning("%s; it is made again", str(error).partition(";")[0])
+        logger.warning("%s; it is written again", str(error).partition(";")[0])
         return False
     return True
 
@@ -124,7 +124,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     source = request.source
-    # Every n-th document, as the order of a corpus may follow its subjects.
+    # Every n-th document, since a corpus may be sorted by subject.
     every = -(-source.text_bytes // BPE_SAMPLE_BYTES) if source.text_bytes else 1
     with waiting(f"training a bpe of {request.bpe_vocab:,} entries"):
         return train_bpe(islice(source.documents(), 0, None, every), vocab=request.bpe_vocab)
@@ -133,7 +133,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
 def _write_missing(
     request: Request, folder: Path, tokenizer: Tokenizer, journal: Path, done: dict[str, Shard], workers: int
 ) -> tuple[list[Shard], np.ndarray]:
-    """All shards, those that are not done yet written now, and how often each byte occurs in the text."""
+    """Write the missing shards; returns all shards, and the number of occurrences of each byte in the text."""
     text_bytes, shards = request.source.text_bytes, dict(done)
     byte_counts = np.zeros(256, np.int64)
     with waiting("tokenising", unit=in_bytes) as show:
@@ -154,7 +154,7 @@ def _write_missing(
 
 
 def _texts_of_shards(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, list[str]]]:
-    """Names and texts of shards, each of at least `shard_bytes` but the last."""
+    """Names and texts of shards, each of at least `shard_bytes` except the last."""
     number, texts, size = 0, [], 0
     for text in documents:
         texts.append(text)
@@ -167,7 +167,7 @@ def _texts_of_shards(documents: Iterator[str], shard_bytes: int) -> Iterator[tup
 
 
 def _histogram(values: np.ndarray, size: int) -> np.ndarray:
-    # In slices: bincount makes a copy of eight bytes per value.
+    # In slices, since bincount makes a copy with eight bytes per value.
     slices = (values[start : start + (1 << 20)] for start in range(0, len(values), 1 << 20))
     return sum((np.bincount(part, minlength=size) for part in slices), np.zeros(size, np.int64))
 
@@ -205,18 +205,18 @@ def _entropy(counts: np.ndarray) -> float:
 def _read_journal(file: Path, wanted: dict) -> list[Shard]:
     """The finished shards of a folder without a manifest, so that a killed `prepare` resumes.
 
-    The journal has one line of JSON for the request, then one for each finished shard. DataError where the request is
-    another one.
+    The journal has one line of JSON for the request, then one for each finished shard. DataError if the request is
+    different.
     """
     request, *records = _whole_lines(file) or [wanted]
     _check_same_request(wanted, request, file)
-    # Written again, so that what is added does not continue a line that is torn.
+    # Written again, so that new text does not continue an incomplete line.
     files.write_whole(file, "".join(json.dumps(line) + "\n" for line in (request, *records)))
     return [Shard.parse(record, file) for record in records]
 
 
 def _whole_lines(file: Path) -> list[dict]:
-    # The last line is torn where the writer was killed.
+    # The last line is incomplete if the writer was killed.
     lines = []
     for line in files.read_bytes(file).splitlines() if file.exists() else ():
         try:
@@ -227,16 +227,16 @@ def _whole_lines(file: Path) -> list[dict]:
 
 
 def _began_otherwise(folder: Path, wanted: dict) -> bool:
-    """Whether another request than `wanted` was begun here, and has finished no shard."""
+    """Whether a different request was begun here and has not finished any shard."""
     request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
     return not shards and {key: request.get(key) for key in wanted} != wanted
 
 
 def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
-    """Raise DataError, with the first difference, unless a folder holds what is wanted."""
+    """Raise DataError, with the first difference, unless a folder holds the wanted data."""
     if wanted == found:
         return
-    # What both name comes first: with another tokenizer, only one of them names a bpe_vocab.
+    # Common keys come first: with another tokenizer, only one of the requests has a bpe_vocab.
     key, (found_value, wanted_value) = min(compare_settings(found, wanted).items(), key=lambda item: None in item[1])
     raise DataError(
         f"{file.parent} holds data of other settings: {key}={found_value!r} where {wanted_value!r} is "
@@ -247,13 +247,13 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
 def write_shards(
     folder: Path, groups: Iterable[tuple[str, list[str]]], tokenizer: Tokenizer, *, workers: int
 ) -> Iterator[Shard]:
-    """Write a shard of each group, a name and its texts, in so many threads, and yield it when it is finished."""
+    """Write a shard of each group (a name and its texts) in `workers` threads, and yield it when it is finished."""
     pending: deque[AsyncResult] = deque()
-    # Threads that no interrupt waits for; a tokenizer holds no lock of Python's while it encodes.
+    # Daemon threads, so that an interrupt does not wait for them; a tokenizer releases the GIL while it encodes.
     with ThreadPool(workers) as pool:
         for group in groups:
             pending.append(pool.apply_async(write_shard, (folder, *group, tokenizer)))
-            # One spare group for each further worker; more would only fill the memory.
+            # One spare group for each further worker; more would only use memory.
             if len(pending) > 2 * (workers - 1):
                 yield pending.popleft().get()
         yield from (shard.get() for shard in pending)

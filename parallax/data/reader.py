@@ -1,4 +1,4 @@
-"""Batches of a run: the batch of step n is a function of (data, seed, n) and of nothing else."""
+"""Batches of a run: the batch of step n depends only on data, seed and n."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ from parallax.data.windows import batch_arrays
 from parallax.runtime.errors import ConfigError, DataError, check_choice
 from parallax.runtime.files import open_file
 
-CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
-OPEN_FILES = 128  # at once, well below the usual limit of 1024 for a process
+CHECKSUM_BYTES = 1 << 30  # data up to this size is checked as a whole when opened, which takes about a second
+OPEN_FILES = 128  # open at once, well below the usual limit of 1024 per process
 SPLITS = ("train", "eval", "all")
 
 
@@ -36,15 +36,15 @@ def open_reader(
     rows: Sequence[int] | None = None,
     columns: range | None = None,
 ) -> "Reader":
-    """A reader of the configured source, which is prepared first where it is not yet.
+    """A reader of the configured source, which is prepared first if necessary.
 
     Args:
         folder: for prepared shards, unless `config.cache` names one; each corpus has its own folder in it.
-        vocab: of the model; None where it is yet to be taken from the reader's tokenizer.
+        vocab: of the model; None if it will be taken from the reader's tokenizer.
         split: "train", "eval" or "all".
         rows, columns: see `Reader`.
     Raises:
-        ConfigError: the settings do not agree with the data.
+        ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
     """
     check_choice("split", split, SPLITS)
@@ -71,7 +71,7 @@ def open_reader(
 
 
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of prepared data, which must be the one that the config names."""
+    """The tokenizer of prepared data, which must be the one in the config."""
     manifest = Manifest.read(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
@@ -99,8 +99,8 @@ class Reader:
     batch are padded, so that each token of the split counts once. Beyond `batches` they repeat.
 
     Args:
-        rows: those of the global batch that this host reads, in any order; what is in a row does not depend on it.
-        columns: those of each row that this host reads, without gaps; what is in a column does not depend on it.
+        rows: rows of the global batch that this host reads, in any order; their content does not depend on this choice.
+        columns: range of columns that this host reads; their content does not depend on this choice.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
@@ -143,7 +143,7 @@ class Reader:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the split, document ends counted."""
+        """Tokens of the split, including document ends."""
         return len(self._stream)
 
     @property
@@ -154,12 +154,13 @@ class Reader:
 
     @property
     def batches(self) -> int:
-        """Global batches that show every window once; in training the last reaches into the next epoch."""
+        """Number of global batches that contain every window once; in training the last one includes windows of the
+        next epoch."""
         return -(-self.windows // self._global_batch)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 in hex of all that decides the batches: equal ones give equal batches at every step."""
+        """SHA-256 in hex of everything that determines the batches: if equal, batches are equal at every step."""
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
         chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
@@ -173,8 +174,8 @@ class Reader:
     def text_bytes(self) -> tuple[int, bool]:
         """Bytes of the split's text, and whether they are exact.
 
-        A document counts as its decoded text where that has the hash of the prepared text, and as its share of the
-        corpus where the tokenizer does not give the text back.
+        A document counts as its decoded text if that has the hash of the prepared text. If the tokenizer does not
+        reproduce the text, it counts as its share of the corpus.
         """
         if self.split == "all":
             return self.manifest.text_bytes, True
@@ -192,26 +193,26 @@ class Reader:
         """This host's rows and columns of the global batch of `step`; see `batch_arrays` for the arrays.
 
         Raises:
-            DataError: a shard was changed meanwhile.
+            DataError: a shard has changed since it was opened.
         """
         windows = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
         starts = np.minimum(windows + self.columns.start, self.tokens)
         ids = self._stream.read(starts, len(self.columns) + 1)
-        # Where windows begin, so do their first documents, as far as a model knows.
+        # For the model, the first document of a window begins at the window's start.
         segments, positions = self._before(windows, starts) if self.columns.start else (1, 0)
         left = self.tokens - starts
         return batch_arrays(ids, left, end=self.tokenizer.end, segments=segments, positions=positions)
 
     def _before(self, windows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Segment and position of the tokens at `starts`, of windows that begin at `windows`; no id is read for it: a
-        document ends where the table of documents says, and nowhere else."""
+        """Segment and position of the tokens at `starts`, in windows that begin at `windows`. They follow from the
+        table of documents, without reading ids."""
         first, own = (np.searchsorted(self._ends, places, side="right") for places in (windows, starts))
         begin = np.concatenate([[0], self._ends])[own]
         return 1 + own - first, starts - np.maximum(windows, begin)
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """The place in the stream behind each document's last token."""
+        """Index in the stream after each document's last token."""
         return np.cumsum(self.manifest.read_documents(self._folder)["tokens"][self._chosen()].astype(np.int64))
 
     def windows_of(self, step: int) -> np.ndarray:
@@ -226,7 +227,7 @@ class Reader:
         return np.unique(np.concatenate([chosen[a : b + 1] for a, b in zip(first, last)]))
 
     def _chosen(self) -> np.ndarray:
-        """A mask of the documents in the split, over all of the corpus."""
+        """A mask of the split's documents over the whole corpus."""
         hashes = self.manifest.read_documents(self._folder)["hash"]
         return documents_of_split(hashes, split=self.split, eval_fraction=self._eval_fraction)
 
@@ -245,9 +246,9 @@ class Reader:
 def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) -> np.ndarray:
     """A mask of the documents in `split`.
 
-    Held out are the documents with the least hashes of their text: the same ones however the corpus was cut
-    into shards, almost the same ones when documents are added, and copies of a document stay together. "all" are
-    the documents of both.
+    The documents with the smallest hashes of their text are held out. They do not depend on the division into shards,
+    are almost the same when documents are added, and copies of a document stay together. "all" contains the documents
+    of both splits.
 
     Args:
         hashes: of the text of every document, in order.
@@ -273,11 +274,11 @@ def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) 
 class TokenStream:
     """The ids of one split's documents, end to end: `stream.read(start, count)` is ids start ... start+count-1.
 
-    Read with `pread` rather than mapped: a file that is cut short meanwhile is then an error that names it,
-    where a mapped one would kill the process with SIGBUS.
+    Files are read with `pread` instead of a memory map: a file that is truncated meanwhile is then an error that names
+    it, where a memory map would kill the process with SIGBUS.
 
     Args:
-        documents: a mask over all documents of the manifest, those of the split.
+        documents: a mask of the split's documents over all documents of the manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
@@ -286,16 +287,16 @@ class TokenStream:
         states = [_state(file) for file in files]
 
         def open_shard(number: int) -> BinaryIO:
-            """The file, which may have been replaced meanwhile, though not by other ids."""
+            """Open the file, which may have been replaced meanwhile, but only with the same ids."""
             file, shard = files[number], manifest.shards[number]
             size = shard.tokens * manifest.dtype.itemsize
-            if _state(file) != states[number] and file.stat().st_size >= size:  # a shorter one is refused when read
+            if _state(file) != states[number] and file.stat().st_size >= size:  # a shorter file is refused by reads
                 check_file(file, size, shard.ids_sha256)
             return open_file(file, buffering=0)
 
         self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        # What falls out of the cache is closed with its last reference.
+        # A file that leaves the cache is closed with its last reference.
         self._open = lru_cache(OPEN_FILES)(open_shard)
 
     def __len__(self) -> int:
@@ -305,12 +306,12 @@ class TokenStream:
         """Ids [len(starts), count], as stored; zeros where a row goes beyond the end.
 
         Raises:
-            DataError: a shard is cut short, or holds an id that the tokenizer does not have.
+            DataError: a shard was truncated, or holds an id that the tokenizer does not have.
         """
         rows = np.zeros((len(starts), count), self._dtype)
         for row, start in zip(rows, starts.tolist()):
             at, end = start, min(start + count, len(self))
-            while at < end:  # one turn for each stretch of documents
+            while at < end:  # one iteration for each run of documents
                 shard, offset, left = self._find(at)
                 piece = min(left, end - at)
                 self._read_into(row[at - start : at - start + piece], shard, offset)
@@ -325,7 +326,8 @@ class TokenStream:
         return rows
 
     def _find(self, place: int) -> tuple[int, int, int]:
-        """Of a place in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
+        """For an index in the stream: its shard, the number of ids before it there, and of those after it in its
+        run."""
         run = np.searchsorted(self._starts, place, side="right") - 1
         begin, end = self._starts[run : run + 2].tolist()
         return int(self._shards[run]), int(self._offsets[run]) + place - begin, end - place
@@ -336,11 +338,11 @@ class TokenStream:
             opened = self._open(shard)
             if os.preadv(opened.fileno(), [target], at) < target.nbytes:
                 end = at + target.nbytes
-                raise DataError(f"shard {file} was cut short while it was read: it ends before byte {end}")
+                raise DataError(f"shard {file} was truncated while it was read: it ends before byte {end}")
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Changes when a file is written to, or another takes its name."""
+    """A value that changes when a file is written or replaced."""
     with reading_shard(file):
         about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Prepared data on disk: shards of token ids with tables of their documents, and the manifest of a folder of them."""
+"""Prepared data on disk: shards of token ids with tables of their documents, and the manifest of their folder."""
 
 import hashlib
 import json
@@ -19,20 +19,20 @@ from parallax.runtime.files import open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"
-# Per document: how many ids, begin and end included, and 8 bytes of the text's hash, which decide the split.
+# Per document: number of ids, including begin and end, and 8 bytes of the text's hash, which determine the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 ADVICE = "run `python -m parallax.data prepare` again to remake it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A shard as the manifest lists it; its ids are one flat array. `name` is its number in five digits or more."""
+    """A shard in the manifest; its ids are one flat array. `name` is its number, with at least five digits."""
 
     name: str
     documents: int
     empty_documents: int  # left out
     text_bytes: int
-    tokens: int  # begins and ends of documents included
+    tokens: int  # including begins and ends of documents
     ids_sha256: str
     documents_sha256: str
 
@@ -54,7 +54,7 @@ class Shard:
 
     @classmethod
     def parse(cls, content: object, file: Path) -> "Shard":
-        """A shard from its JSON; DataError names `file` where it is not one."""
+        """A shard from its JSON; DataError, which names `file`, if it is invalid."""
         record = _check_fields(content, cls, file)
         if not re.fullmatch(r"\d{5,}", record["name"]):
             raise DataError(f"{file} is damaged: shard name {record['name']!r:.80} is not a number of five digits")
@@ -63,13 +63,13 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder of shards was made of, and must contain.
+    """Source and content of a folder of shards.
 
-    Counts are over all shards. Entropies are of unigrams: the loss of a model that knows token frequencies only.
+    Counts are over all shards. Entropies are those of unigrams: the loss of a model that knows only token frequencies.
     """
 
     format: str = SHARD_FORMAT
-    request: dict  # source, tokenizer and shard size that were asked for
+    request: dict  # the requested source, tokenizer and shard size
     tokenizer: str  # name
     tokenizer_fingerprint: str
     vocab: int
@@ -95,7 +95,7 @@ class Manifest:
         return np.concatenate([shard.read_documents(folder) for shard in self.shards])
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json, after all other files: a folder that has one is complete."""
+        """Write manifest.json after all other files: a folder with one is complete."""
         write_whole(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1))
 
     @classmethod
@@ -181,7 +181,7 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
     encoded = tokenizer.encode_many(filled)
     ids = np.concatenate([np.zeros(0, np.int32), *(piece for ids in encoded for piece in (begin, ids, end))])
-    # An unsigned dtype would hold another id in place of one that is negative or too large.
+    # An unsigned dtype would silently change ids that are negative or too large.
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab:
         raise DataError(
             f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but says that it has {tokenizer.vocab} "

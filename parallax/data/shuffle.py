@@ -1,19 +1,22 @@
-"""A shuffled order that is computed, not stored: it maps any position to its window."""
+"""A shuffled order that is computed instead of stored: it maps any position to its window.
+
+Written here, since NumPy's permutation is an array as long as the data, and its order may change with NumPy's version.
+"""
 
 import hashlib
 
 import numpy as np
 
-ROUNDS = 6  # with four, one bit more in the position often moves the place by one and the same distance
+ROUNDS = 6  # with four rounds, changing one bit of the position often moves the result by the same distance
 
 
 def shuffled(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
     """The entries at `positions` (all below `size`) of the permutation of (size, seed, epoch).
 
-    Adding, multiplying by an odd number and folding the upper half onto the lower are each a bijection of
-    the numbers below a power of two, so a few keyed rounds of them are a permutation. What falls outside of
-    `size` is sent through it again until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002, section 3). Integer arithmetic alone: the same order with every version of NumPy.
+    Adding, multiplying by an odd number and folding the upper half onto the lower are each a bijection of the numbers
+    below a power of two, so a few keyed rounds of them are a permutation. Values outside of `size` are permuted again
+    until they are inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 3). It uses only
+    integer arithmetic, so the order is the same with every version of NumPy.
 
     >>> sorted(shuffled(np.arange(5), 5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
@@ -30,7 +33,7 @@ def shuffled(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.n
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
-    """For each round what is added, and the odd number to multiply by: [ROUNDS, 2, 1]."""
+    """For each round the addend and the odd multiplier: [ROUNDS, 2, 1]."""
     words = hashlib.shake_256(f"{seed} {epoch}".encode()).digest(16 * ROUNDS)
     keys = np.frombuffer(words, "<u8").astype(np.uint64).reshape(ROUNDS, 2, 1)
     keys[:, 1] |= np.uint64(1)
@@ -38,7 +41,7 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _permuted(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    # Arrays, not scalars: NumPy takes twice as long over a scalar, and warns where one overflows.
+    # Arrays, since NumPy takes twice as long for scalars and warns if they overflow.
     mask = np.full(1, (1 << bits) - 1, np.uint64)
     half = np.full(1, (bits + 1) // 2, np.uint64)
     for add, factor in keys:

@@ -1,4 +1,4 @@
-"""Where documents come from: built-in text, counting, or text, JSONL and Parquet files."""
+"""Sources of documents: built-in text, counting, or text, JSONL and Parquet files."""
 
 import contextlib
 import gzip
@@ -17,7 +17,7 @@ from parallax.runtime.errors import DataError, errors_as, how_to_install, import
 from parallax.runtime.files import matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
 
-# A longer text file is cut at line ends: it can then be held out in part, and tokenised in parallel.
+# A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"), "parquet": (".parquet",)}
@@ -28,7 +28,7 @@ class Source:
     """Documents in a fixed order.
 
     `description` is JSON; equal descriptions mean equal documents.
-    `text_bytes` is how much there is to read, None where only reading tells.
+    `text_bytes` is the size of the text, None if only reading can tell.
     """
 
     description: dict
@@ -58,10 +58,10 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that `path` names, in sorted order: one file, a folder (all below it but hidden ones), or a glob.
+    """Files that `path` names, sorted: one file, all files below a folder except hidden ones, or a glob.
 
     Raises:
-        DataError: there is none.
+        DataError: there are none.
     """
     at = Path(path).expanduser()
     with _reading(at):
@@ -103,7 +103,7 @@ def _reading(file: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _hash(file: Path) -> bytes:
-    # Of the contents alone, in order: a corpus that is moved to another folder is still the same.
+    # Only of contents, in order, so that a corpus in another folder is still the same.
     with open_file(file) as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 
@@ -124,7 +124,7 @@ def read_whole(file: Path) -> Iterator[str]:
 
 
 def read_text(file: Path) -> Iterator[str]:
-    """A file cut at line ends into documents of about TEXT_PIECE_BYTES."""
+    """A file divided at line ends into documents of about TEXT_PIECE_BYTES."""
     offset = 0
     with _open(file) as opened:
         while piece := opened.read(TEXT_PIECE_BYTES):
@@ -135,7 +135,7 @@ def read_text(file: Path) -> Iterator[str]:
 
 
 def _rest_of_character(opened) -> bytes:
-    # Only a line longer than a piece is cut inside; a UTF-8 character has at most three continuation bytes.
+    # Only a line longer than a piece is divided; a UTF-8 character has at most three continuation bytes.
     rest = b""
     while len(rest) < 3 and (following := opened.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
         rest += opened.read(1)
@@ -148,7 +148,7 @@ def _decode(content: bytes, file: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 text: byte {content[error.start]:#04x} at offset {offset + error.start}; "
-            "name text files alone, for example with a glob such as 'folder/**/*.txt'"
+            "name only text files, for example with a glob such as 'folder/**/*.txt'"
         ) from None
 
 
@@ -220,12 +220,12 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
 def counting(tokens: int) -> Iterator[str]:
     """Documents that count, which a small model learns within a few steps.
 
-    They have `tokens` bytes in all, ends included: exactly so many tokens of the bytes tokenizer. Each counts up from
-    a start of its own by a step of its own.
+    They have `tokens` bytes in all, including ends, which is exactly that number of tokens of the bytes tokenizer. Each
+    document counts up from its own start by its own step.
     """
     left = tokens
     for number in count():
-        # The last document takes a byte more where one that is only an end would be left.
+        # The last document gets one more byte if otherwise a document of only an end would be left.
         size = left - 1 if left <= COUNTING_BYTES + 2 else COUNTING_BYTES
         if size < 1:
             return
@@ -234,5 +234,5 @@ def counting(tokens: int) -> Iterator[str]:
         left -= size + 1
 
 
-# By source, what yields the documents of a file.
+# Functions that yield the documents of a file, by source.
 READERS = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}

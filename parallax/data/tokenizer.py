@@ -16,14 +16,14 @@ from parallax.runtime.errors import ConfigError, DataError, errors_as, how_to_in
 from parallax.runtime.files import make_folder, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # which `transformers` puts beside it
+TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
 END_OF_DOCUMENT = "<|endoftext|>"
-# What other projects call the token that ends a document, for tokenizers that are loaded from their files.
+# Other projects' names of the token that ends a document, for tokenizers loaded from their files.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 
 
 class Bytes:
-    """The 256 bytes of UTF-8, and one id that ends a document. `Bpe` has the same members.
+    """The 256 byte values and one id that ends a document. `Bpe` has the same members.
 
     >>> Bytes().encode("né").tolist()
     [110, 195, 169]
@@ -36,7 +36,7 @@ class Bytes:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 in hex; equal for tokenizers that encode alike, and whose documents begin alike."""
+        """SHA-256 in hex; equal for tokenizers that encode and begin documents in the same way."""
         return hashlib.sha256(b"bytes and an end").hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
@@ -44,7 +44,7 @@ class Bytes:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on several threads where that helps."""
+        """`encode` each text, on several threads if that helps."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -52,16 +52,16 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def token(self, number: int) -> str:
-        """The name of an id, as tokenizer.json writes it."""
+        """The name of an id in tokenizer.json."""
         return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer` reads: tokenizer.json, and tokenizer_config.json where there was one."""
+        """Write the files for `load_tokenizer`: tokenizer.json, and tokenizer_config.json if there was one."""
         make_folder(folder)
         write_whole(folder / TOKENIZER_FILE, json.dumps({"parallax": self.name}))
 
     def as_bpe(self) -> dict[str, Any]:
-        """The same ids as the `tokenizers` library writes them: a byte-level BPE that merges nothing."""
+        """The same ids in the format of the `tokenizers` library: a byte-level BPE without merges."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         end = {"id": self.end, "content": END_OF_DOCUMENT, "special": True, "normalized": False}
         nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
@@ -82,9 +82,9 @@ class Bytes:
 
 
 def _byte_symbols() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where it is printable, else one from U+0100 on.
+    """The character of each byte in byte-level BPE: itself if it is printable, otherwise one from U+0100 on.
 
-    The `tokenizers` library, an extra, has these characters too, but without their bytes.
+    The `tokenizers` library, an extra, also has these characters, but without their bytes.
     """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = [byte for byte in range(256) if byte not in seen]
@@ -100,9 +100,9 @@ class Bpe:
     Args:
         text: content of a tokenizer.json.
         origin: its file, for messages.
-        config: content of the tokenizer_config.json beside it; empty where there is none.
+        config: content of the tokenizer_config.json beside it; empty if there is none.
     Raises:
-        DataError: one of them is damaged, or there is no token that ends a document.
+        DataError: a file is damaged, or no token ends a document.
     """
 
     name = "bpe"
@@ -113,9 +113,9 @@ class Bpe:
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{origin} is not a tokenizer: {error}") from error
         self._text, self._config = text, config
-        # Text that spells a special token is encoded as text, so a document has no end inside it.
+        # Text that spells a special token is encoded as text, so that a document has no end inside it.
         self._inner.encode_special_tokens = True
-        # A file may have truncation and padding of its authors' batches; documents are encoded whole.
+        # A file may define truncation and padding, which must not apply to documents.
         self._inner.no_truncation()
         self._inner.no_padding()
         ids = self._inner.get_vocab()
@@ -127,11 +127,12 @@ class Bpe:
         self.begin = self._begin(config, Path(origin).with_name(TOKENIZER_CONFIG))
 
     def _begin(self, config: str, origin: Path) -> tuple[int, ...]:
-        """The BOS token if add_bos_token is true; where it is absent, the tokens that the post-processor puts first."""
+        """The BOS token if add_bos_token is true; if that field is absent, the tokens that the post-processor puts
+        first."""
         try:
             written = object_of(config) if config else {}
         except ValueError as error:
-            raise DataError(f"{origin} is no configuration of a tokenizer: {error}") from error
+            raise DataError(f"{origin} is not a configuration of a tokenizer: {error}") from error
         adds, bos = written.get("add_bos_token"), written.get("bos_token")
         if adds is None:
             found = self._inner.encode("a", add_special_tokens=True)
@@ -143,7 +144,7 @@ class Bpe:
         number = self._inner.token_to_id(name) if isinstance(name, str) else None
         if number is None:
             raise DataError(
-                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is no entry of {TOKENIZER_FILE}"
+                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is not an entry of {TOKENIZER_FILE}"
             )
         return (number,)
 
@@ -160,7 +161,7 @@ class Bpe:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        edges = (*self.begin, self.end)  # not every file marks them as special
+        edges = (*self.begin, self.end)  # some files do not mark them as special
         kept = [int(i) for i in ids if i < self.vocab and i not in edges]
         return self._inner.decode(kept, skip_special_tokens=True)
 
@@ -178,10 +179,11 @@ Tokenizer = Bytes | Bpe
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
-    """Byte-level BPE of at most `vocab` entries, fewer for a small corpus; equal documents give equal ones.
+    """Train a byte-level BPE with at most `vocab` entries (fewer for a small corpus); equal documents give equal
+    results.
 
     Raises:
-        ConfigError: `vocab` has no room for the bytes.
+        ConfigError: `vocab` is too small for the bytes.
     """
     if vocab < SMALLEST_BPE_VOCAB:
         raise ConfigError(
@@ -202,12 +204,12 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, ours or of the `tokenizers` library, or of a folder that holds one.
+    """The tokenizer of a tokenizer.json, ours or that of the `tokenizers` library, or of a folder with one.
 
     A tokenizer_config.json beside it may say whether documents begin with a BOS token.
 
     Raises:
-        DataError: the file is missing, or one of them is damaged.
+        DataError: the file is missing, or a file is damaged.
     """
     path = Path(path)
     path = path / TOKENIZER_FILE if path.is_dir() else path
@@ -232,7 +234,7 @@ def _config_beside(path: Path) -> str:
 
 
 def _text(written: bytes) -> str:
-    """Line ends as text has them: the fingerprint is of it."""
+    """Text with normalised line ends, from which the fingerprint is computed."""
     return io.StringIO(written.decode("utf-8"), newline=None).read()
 
 

@@ -1,4 +1,4 @@
-"""Which tokenizer a run reads with, and how many entries its model has, where the config leaves that open."""
+"""Determines a run's tokenizer and the vocab of its model if the config leaves them open."""
 
 import dataclasses
 from pathlib import Path
@@ -11,15 +11,15 @@ from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, load_tokenizer
 from parallax.runtime.errors import ConfigError, DataError, quoted
 from parallax.runtime.run_files import RunFiles
 
-# Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
+# Matrix units work on multiples of 128, and such a vocab divides over any usual number of devices.
 VOCAB_MULTIPLE = 128
-LEFT_OPEN = {"vocab": 0, "vocab_multiple": 1}  # keys of a model that follow from first weights where they are so
+LEFT_OPEN = {"vocab": 0, "vocab_multiple": 1}  # values of model keys that are replaced by those of imported weights
 
 
 def with_tokenizer(settings: Settings, run: Path) -> Settings:
-    """Settings whose data.tokenizer says which one it is, where "auto" follows from the run or from train.init_from.
+    """Settings with data.tokenizer "auto" resolved from the run or from train.init_from.
 
-    A run that goes on keeps the one that it has; a fresh one takes that of the run whose weights it starts from.
+    A resumed run keeps its tokenizer; a fresh one takes that of the run whose weights it starts from.
     """
     origin = _origin(settings, run)
     if settings.data.tokenizer != AUTO or origin is None:
@@ -28,12 +28,12 @@ def with_tokenizer(settings: Settings, run: Path) -> Settings:
 
 
 def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Settings:
-    """Settings whose model.vocab, if it is 0, is that of the weights in train.init_from, and their padding.
+    """Settings in which model.vocab 0 is replaced by the vocab of the weights in train.init_from, with their padding.
 
-    A run that goes on has its own, whatever has become of those weights; whether it fits is judged when it is resumed.
+    A resumed run has its own vocab and does not need those weights; whether it fits is checked when it is resumed.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: the vocab is different.
     """
     source, here = settings.train.init_from, settings.model.vocab
     origin = _origin(settings, run) if source else None
@@ -41,7 +41,7 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
         return settings
     valid = check_steps(origin.checkpoints).valid
     if not valid:
-        return settings  # loading says how all of them are damaged
+        return settings  # loading reports that all are damaged
     saved = of_today(read_manifest(origin.checkpoints, valid[0])["settings"])[0].get("model", {})
     there = {key: saved.get(key) for key in LEFT_OPEN}
     if not all(type(value) is int for value in there.values()):
@@ -60,21 +60,21 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
 
 
 def with_vocab(settings: Settings, entries: int) -> Settings:
-    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries; or the entries
-    themselves, where model.vocab_multiple says to what they are padded."""
+    """Settings in which model.vocab 0 is replaced by the next multiple of 128 that holds all entries, or by the number
+    of entries if model.vocab_multiple pads them."""
     padded = settings.model.vocab_multiple > 1
     rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return read_settings(settings, model={"vocab": settings.model.vocab or rounded})
 
 
 def with_likely_vocab(settings: Settings) -> Settings:
-    """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
+    """Settings with the vocab that a run would take from its tokenizer, without reading text."""
     settings = with_vocab_of_source(settings)
     return settings if settings.model.vocab else with_vocab(settings, likely_entries(settings.data))
 
 
 def likely_entries(data: DataConfig) -> int:
-    """The entries of the tokenizer that a run would use: a bpe that is yet to be trained has all that it may have."""
+    """Number of entries of the tokenizer that a run would use; an untrained bpe counts with its maximum."""
     if data.source != "prepared" and data.tokenizer in (AUTO, "bytes", "bpe"):
         return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
     file = data.path if data.source == "prepared" else data.tokenizer
@@ -88,13 +88,14 @@ def likely_entries(data: DataConfig) -> int:
 
 
 def _origin(settings: Settings, run: Path | None) -> RunFiles | None:
-    """The run that decides: this one if it has a checkpoint, or that of its first weights; None where neither is."""
+    """The run that determines it: this one if it has a checkpoint, else that of its first weights; None without
+    either."""
     known = (RunFiles(at) for at in (run, settings.train.init_from) if at)
     return next((files for files in known if complete_steps(files.checkpoints)), None)
 
 
 def _tokenizer_of(checkpoints: Path) -> str:
-    """As data.tokenizer names it: that of the newest step which can be read, as loading passes over damaged ones."""
+    """The value for data.tokenizer: the tokenizer of the newest readable step, since loading skips damaged ones."""
     steps = sorted(complete_steps(checkpoints), reverse=True)
     for step in steps:
         file = checkpoints / str(step) / TOKENIZER_FILE

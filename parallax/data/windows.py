@@ -1,4 +1,4 @@
-"""Fixed windows cut from a stream of documents, as the arrays that a model reads."""
+"""Fixed windows of a stream of documents, as the arrays that a model reads."""
 
 import numpy as np
 
@@ -11,15 +11,15 @@ def batch_arrays(
 ) -> dict[str, np.ndarray]:
     """The arrays of windows, or of the same columns of windows.
 
-    The model learns to predict a document's end; what follows an end is another document and has no label.
-    A document that began in an earlier window starts here as document 1 at position 0: its context is only
-    what is in the window, so positions say how much context there is, and are always below `seq`.
+    The model learns to predict a document's end; the token after an end belongs to another document and is not
+    predicted. A document that began in an earlier window starts here as document 1 at position 0: its context is only
+    in this window, so positions are the amount of context, and always below `seq`.
 
     Args:
         ids: [rows, seq + 1]; the last column is only a label.
-        counts: [rows], how many ids of each row are real; the rest is padding.
+        counts: [rows], number of real ids in each row; the rest is padding.
         end: id that ends a document.
-        segments, positions: [rows], of the first column; as they are where a window begins, unless given.
+        segments, positions: [rows], of the first column; by default those at the start of a window.
     Returns:
         int32 [rows, seq] each. `tokens`; `labels`, the next ids or `IGNORED`; `segments`, the document's
         number in the window from 1, or 0 in padding; `positions`, from the document's start in the window.
@@ -50,9 +50,9 @@ def _column(of_rows: np.ndarray | int) -> np.ndarray:
 
 
 def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
-    """The arrays of rows of token ids [rows, seq + 1], all real; without an `end` each row is one document.
+    """The arrays for rows of token ids [rows, seq + 1] without padding; without an `end` each row is one document.
 
-    parallax.model.batch describes them. Raises DataError where `ids` are not rows of token ids.
+    parallax.model.batch describes them. Raises DataError if `ids` are not rows of token ids.
 
     >>> as_batch(np.array([[5, 6, 7]]))["labels"].tolist()
     [[6, 7]]

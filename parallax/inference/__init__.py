@@ -1,1 +1,1 @@
-"""Trained weights in use: cached decoding, sampling, text generation, and captured activations."""
+"""Inference: cached decoding, sampling, text generation, and captured activations."""

@@ -1,6 +1,6 @@
 """Activations of a model: attention maps, the key-value cache, logits, and the loss of each token.
 
-The model's own layers are run, without a mesh.
+It runs the model's own layers, without a mesh.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
@@ -43,12 +43,12 @@ class Activations(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean of the losses that count, in nats: what `ShardedModel.loss` says of this batch."""
+        """The mean of the losses of labels that are not ignored, in nats; equals `ShardedModel.loss` for this batch."""
         return float(np.nanmean(self.losses))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache, a token: in all layers, in the float32 in which it is held here."""
+        """Bytes of the cache per token, in all layers, in float32."""
         rows = self.losses.size
         return sum(array.nbytes for array in self.cache.values()) // rows
 
@@ -74,7 +74,7 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
         DataError: the batch is not as parallax.model.batch says.
     """
     config = model if isinstance(model, ModelConfig) else model.model
-    config = dataclasses.replace(config, kernel="xla")  # the others never hold the weights
+    config = dataclasses.replace(config, kernel="xla")  # other kernels never store the attention weights
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
     check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))
@@ -89,15 +89,15 @@ def _run(model: ModelConfig):
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
         context = training_context(Rope(model), batch["positions"], batch["segments"], rows, None)
-        x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
+        x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
         def layer(block: Block, weights: Any, x: Array, _: None) -> tuple[Array, dict]:
             x, sown = block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
             return x, sown[INTERMEDIATES]["attention"]["seen"]
 
-        x, seen = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
-        hidden = parts.head.apply({"params": params["head"]}, x)
-        table = params["embedding" if model.tied else "head"]["table"]
+        x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.kinds).turns[:, 0])
+        hidden = parts.head.apply({"params": params[HEAD]}, x)
+        table = params[EMBEDDING if model.tied else HEAD]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
         losses, _ = cross_entropy(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Activations(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)

@@ -1,9 +1,10 @@
 """Decoding with a key-value cache: new tokens pass through the stages and attend to the cached ones.
 
-Decoding has layouts of its own, whatever the model was trained with, because one token cannot be cut over seq: the
-residual stream is whole, kernels are column then row, the vocab is cut. A layer then sends one all-reduce for its
-attention, one for its MLP, and MLA's latents. Context ranks are data ranks here. Parameters are moved to these layouts
-once, before the first token, and gathered over data axes: a gather per token would send all weights for every token.
+Decoding has its own layouts, whatever the model was trained with, because one token cannot be sharded over seq: the
+residual stream is whole, kernels are column then row, and the vocab is sharded. A layer then sends one all-reduce for
+its attention, one for its MLP, and MLA's latents. Context ranks act as data ranks. Parameters are moved to these
+layouts once, before the first token, and gathered over data axes, since otherwise all weights would be sent for every
+token.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
@@ -26,39 +27,51 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, arrangements, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
-from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    max_over,
+    offset,
+    permute,
+    reshard,
+    sum_over,
+)
+from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
-from parallax.sharding.plan import DATA_AXES
+from parallax.sharding.plan import DATA_AXES, WITHIN_STAGE, largest_entry
 
-RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
+RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
 
 
 class Prompts(NamedTuple):
-    """Token ids in rows of one length, and how many slots at the start of each row are empty."""
+    """Token ids in rows of one length, and the number of empty slots at the start of each row."""
 
     ids_BS: Array
     empty_B: Array
 
 
 class Decoder:
-    """Cached decoding on a mesh of parameters that have `layouts`, those of a ShardedModel.
+    """Cached decoding on a mesh, for parameters with the `layouts` of a ShardedModel, whose plan's `rounded_to` says
+    which matrices are rounded to 8 bits, as in training.
 
     Communication, a new token: per layer two all_reduce over tp of `batch/dp seq d_model` (mla: also one number for
     the latent's norm and an all_gather of the latent); per stage one permute over pp; once the embedding's
     all_reduce and an all_gather of the logits over tp, and the chosen ids over tp and pp.
     """
 
-    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh):
-        # Fused kernels are made for many queries and narrow heads: one query has no square of scores to keep small,
-        # and heads that attend in MLA's latent space are wider than cudnn takes.
+    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh, rounded_to: Any):
+        # Fused kernels are made for many queries and narrow heads: one query has no large matrix of scores, and heads
+        # in MLA's latent space are wider than cudnn supports.
         model = dataclasses.replace(model, kernel="xla")
-        # One token cannot be cut over seq: context ranks take rows, as data ranks do.
+        # One token cannot be sharded over seq, so context ranks shard rows, like data ranks.
         self.mesh = mesh = context_as_data(mesh)
-        self.model, self.layouts = model, jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
+        self.model, self.rounded_to = model, rounded_to
+        self.layouts = jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
         placement = tuple(range(mesh.shape["pp"]))
@@ -66,10 +79,11 @@ class Decoder:
         self.orders = list(arrangements(placement, model.kinds).values())
 
     def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
-        """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
+        """Generate up to `tokens` ids after each row, int32 [B, tokens]; a row that has reached `end` is filled with
+        `end`.
 
-        `pick(key, logits [B, V], rows [B], positions [B])` chooses the ids that follow `positions` of the text in
-        rows of the global batch. No row ends at a negative `end`.
+        `pick(key, logits [B, V], rows [B], positions [B])` chooses the ids that follow the text at `positions` in rows
+        of the global batch. With a negative `end` no row ends.
         """
         local = partial(self._write, pick=pick, tokens=tokens, end=end)
         specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
@@ -85,7 +99,7 @@ class Decoder:
         rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
 
         def following(ids_BS, caches, cursor):
-            """The ids behind new ones, the same on all tp and pp ranks."""
+            """The ids after the new ones, the same on all tp and pp ranks."""
             x, caches = self._advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
             positions_B = cursor + ids_BS.shape[1] - 1 - prompts.empty_B
             choose = lambda: _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))  # noqa: E731
@@ -106,15 +120,15 @@ class Decoder:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
         slots = jax.tree.leaves(caches)[0].shape[2]
         context = self._context(new, cursor, slots)
-        x = self.parts.embedding.apply({"params": weights["embedding"]}, new.ids_BS, context.rows_B, None)
+        x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
-        # A padding layer has weights of zero, and adds nothing to the residual stream.
+        # A padding layer has zero weights and adds nothing to the residual stream.
         def layer(block, weights, x, cache):
             x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
             return as_varying(x), jax.tree.map(as_varying, cache)
 
         def through(x, caches):
-            return self.parts.scan(layer, x, weights["blocks"], caches, self.arrangement.own_turns())
+            return self.parts.scan(layer, x, weights[BLOCKS], caches, self.arrangement.own_turns())
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -129,15 +143,21 @@ class Decoder:
         return carry
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
-        """New tokens see the slots up to their own, but not the empty ones."""
+        """Context in which new tokens attend to slots up to their own, except empty ones.
+
+        Prompts attend to themselves alone, in blocks: empty slots are a segment of their own, which no other reads.
+        """
         slot_S, slot_T = cursor + jnp.arange(new.ids_BS.shape[1]), jnp.arange(slots)
+        positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
+        tables, rows_B = Rope(self.model).tables(positions_BS), jnp.arange(len(new.ids_BS))
+        if isinstance(cursor, int) and cursor == 0:
+            segments_BS = (slot_S[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
+            return Context(tables, rows_B, None, segments_BS, cursor=cursor)
         before_ST = slot_T[None, :] <= slot_S[:, None]
-        own_ST = slot_T[None, :] == slot_S[:, None]  # an empty slot sees itself: a softmax over nothing is NaN
+        own_ST = slot_T[None, :] == slot_S[:, None]  # empty slots attend to themselves: a softmax over nothing is NaN
         filled_BT = slot_T[None, :] >= new.empty_B[:, None]
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
-        positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables = Rope(self.model).tables(positions_BS)
-        return Context(tables, jnp.arange(len(new.ids_BS)), None, cursor=cursor, mask_B1ST=mask_BST[:, None])
+        return Context(tables, rows_B, None, cursor=cursor, mask_B1ST=mask_BST[:, None])
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""
@@ -151,41 +171,46 @@ class Decoder:
         return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
     def _head(self, weights: Any, x: Array) -> Array:
-        """Logits [B, S, V] in float32, cut over the vocab."""
-        table = weights["embedding" if self.model.tied else "head"]["table"]
-        hidden = self.parts.head.apply({"params": weights["head"]}, x)
+        """Logits [B, S, V] in float32, sharded over the vocab."""
+        table = weights[EMBEDDING if self.model.tied else HEAD]["table"]
+        hidden = self.parts.head.apply({"params": weights[HEAD]}, x)
         return logits(FORM, ROWS, hidden, table.astype(self.model.dtype), self.model.vocab)
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
-        """Logits [B, V] behind the last token, not cut over the vocab."""
-        return all_gather(f"{LOGITS} -> {LOGITS.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
+        """Logits [B, V] of the last token, with the whole vocab."""
+        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
 
     def _on_every_stage(self, make: Callable[[], Array]) -> Array:
-        """The result of `make`, which runs on the first stage alone, on all stages."""
+        """The result of `make`, which runs only on the first stage, sent to all stages."""
         like = jax.eval_shape(make)
         zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
         return sum_over(at_rank(0, self.mesh.shape["pp"], make, lambda: zeros), ["pp"])
 
     def _weights(self, params: Any) -> Any:
-        """Parameters in the layouts of decoding, kernels cast to the compute dtype before they are sent."""
+        """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
+        sent."""
 
-        def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            # Tables are cut over pp, too; layers stay on their ranks.
+        def moved(stored: Layout, wanted: Layout, weight: Array, kind: str) -> Array:
+            # Tables are sharded over pp, too; layers stay on their ranks.
             whole = stored.without(*(axis for axis in (*DATA_AXES, "pp") if axis not in wanted.used_axes()))
-            if whole != stored:
+            if kind:
+                weight = weight.astype(self.model.dtype)
+                scale = scale_of(max_over(largest_entry(stored, weight), WITHIN_STAGE), kind)
+                weight = gather_rounded(f"{stored} -> {whole}", kind, lambda axes: 1, weight, scale)
+            elif whole != stored:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
             return reshard(f"{whole} -> {wanted}", weight)
 
         params = jax.tree.map(to_device, params)
-        # One stage a rank, whatever the schedule that the model was trained with.
-        kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)
+        # One stage per rank, whatever the schedule in training.
+        kinds = zip(self.orders, *map(self.parts.by_kind, (params[BLOCKS], self.layouts[BLOCKS])), strict=True)
         staged = [
             leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))
         ]
-        staged = jax.tree.unflatten(jax.tree.structure(params["blocks"]), staged)
+        staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
-        layouts = self.layouts | {"blocks": jax.tree.map(in_stages, self.layouts["blocks"])}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged})
+        layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
+        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to)
 
 
 class DecodeState(NamedTuple):
@@ -194,7 +219,7 @@ class DecodeState(NamedTuple):
     ids_BN: Array
     caches: Any
     count: Array  # ids written
-    running: Array | bool  # whether any row of the global batch goes on
+    running: Array | bool  # whether any row of the global batch has not ended
 
 
 def _append(state: DecodeState, next_B: Array, end: int) -> DecodeState:
@@ -204,5 +229,5 @@ def _append(state: DecodeState, next_B: Array, end: int) -> DecodeState:
 
 
 def _once(ids_B: Array) -> Array:
-    """Ids, which all tp ranks chose alike, as a value that does not vary over tp."""
+    """Ids, which are the same on all tp ranks, as a value that does not vary over tp."""
     return sum_over(jnp.where(lax.axis_index("tp") == 0, ids_B, 0), ["tp"])

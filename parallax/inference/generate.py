@@ -1,4 +1,4 @@
-"""Token ids behind prompts, and text behind text."""
+"""Generation of token ids after prompts, and of text after text."""
 
 import dataclasses
 import math
@@ -26,18 +26,18 @@ NO_END = -1  # no token has this id
 
 
 def complete(model: ShardedModel, params: Any, tokenizer: Tokenizer, config: SampleConfig) -> str:
-    """The prompt and what the model writes behind it: `config.tokens` tokens, or up to the document's end."""
+    """The prompt and the generated text: `config.tokens` tokens, or up to the document's end."""
     prompt = encode(tokenizer, config.prompt)
     (written,) = generate(model, params, [prompt], config, end=tokenizer.end, vocab=tokenizer.vocab)
     return tokenizer.decode([*prompt, *written])
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
-    """Ids of a prompt, behind those that begin a document; ConfigError if there are none, or it is no text."""
+    """Ids that begin a document, then those of a prompt; ConfigError if there are none, or it is not valid text."""
     try:
         ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
     except UnicodeEncodeError as error:
-        raise ConfigError(f"sample.prompt={prompt!r} is no text: {error.reason}; write it in UTF-8") from error
+        raise ConfigError(f"sample.prompt={prompt!r} is not text: {error.reason}; write it in UTF-8") from error
     if len(ids) == 0:
         raise ConfigError(f"sample.prompt={prompt!r} has no tokens; give it at least one character")
     return ids
@@ -54,9 +54,9 @@ def generate(
 ) -> list[np.ndarray]:
     """Continue each prompt of token ids by `config.tokens` ids, or up to `end`, which is left out.
 
-    Ids of `vocab` and above, which a model's padded vocab has, are never chosen. The noise of a row depends on
-    `config.seed`, the row and the position alone, so that every mesh writes the same; `config.prompt` is not read.
-    Compiled once for each length of the longest prompt, number of prompts and config but for its seed.
+    Ids of `vocab` and above, which a padded vocab has, are never chosen. The noise of a row depends only on
+    `config.seed`, the row and the position, so that the text is the same on every mesh; `config.prompt` is not read.
+    Compiled once for each length of the longest prompt, number of prompts, and config except its seed.
     """
     _check_ids(prompts, model.model.vocab)
     check_length(model.model, prompts, config)
@@ -69,14 +69,14 @@ def generate(
 
 
 def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
-    """Raise ConfigError where a text would be longer than the model's attention may see."""
+    """Raise ConfigError if a text would be longer than the model's attention supports."""
     longest = max(map(len, prompts))
     key = f"a prompt of {longest} tokens and sample.tokens={config.tokens} make a text whose length"
     check_window(model, longest + config.tokens, key)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:
-    """Prompts that all end in the last column, in a number of rows that `multiple` divides; more rows repeat the first.
+    """Prompts that all end in the last column, in a multiple of `multiple` rows; additional rows repeat the first.
 
     >>> left_padded([[5, 6], [7]], multiple=2).ids_BS.tolist()
     [[5, 6], [0, 7]]
@@ -96,7 +96,7 @@ def _write_ids(
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.model.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
-    decoder = Decoder(model.model, model.layouts, model.mesh)
+    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
     ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, end=end)
     # Every process of a job gets all rows.
     return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))
@@ -109,7 +109,7 @@ def _before_end(ids_N: np.ndarray, end: int) -> np.ndarray:
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:
     if len(prompts) == 0:
-        raise ConfigError("there is no prompt; give at least one")
+        raise ConfigError("there are no prompts; give at least one")
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if ids.size == 0:

@@ -22,6 +22,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
+from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
 from parallax.runtime.svg import svg
@@ -31,14 +32,14 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
-MESH_KEYS = (*ALL_AXES, "simulate")  # what a command may change of the mesh of a run
+MESH_KEYS = (*ALL_AXES, "simulate")  # keys of a run's mesh that a command may change
 LARGEST_DRAWN = 1e99
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Run:
-    """A run at one of its checkpoints; `model` and `params` lie on the mesh that was asked for."""
+    """A run at one of its checkpoints; `model` and `params` are on the requested mesh."""
 
     path: Path
     step: int
@@ -49,7 +50,7 @@ class Run:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer of its checkpoint, which has the checksum that was saved."""
+        """The tokenizer of its checkpoint, with the saved checksum."""
         return self.path / "checkpoints" / str(self.step) / TOKENIZER_FILE
 
     @cached_property
@@ -59,14 +60,14 @@ class Run:
 
     @property
     def numbers(self) -> list[str]:
-        """Names of the numbers in metrics.jsonl."""
+        """Names of the metrics in metrics.jsonl."""
         numbers = {key for row in self.metrics for key, value in row.items() if number_of(value) is not None}
         return sorted(numbers - {"step"})
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of one number, where it was measured; ConfigError names those that there are.
+        """Steps and values of one metric, where it was measured; ConfigError lists the known names.
 
-        "train/loss" and "eval/loss" are nats a token, "perf/..." as their names say.
+        "train/loss" and "eval/loss" are in nats per token; units of "perf/..." are in their names.
         """
         if name not in self.numbers:
             raise ConfigError(f"{self.path} has no number {name!r}; {nearest(name, self.numbers)}")
@@ -75,9 +76,9 @@ class Run:
         return np.array(steps), np.array(values, float)
 
     def generate(self, prompt: str, **how: Any) -> str:
-        """The prompt and what the model writes behind it; `how` are keys of the config's section `sample`.
+        """The prompt and the generated text; `how` are keys of the config's section `sample`.
 
-        Those that are left out are the run's: tokens (at most so many), temperature (0 is greedy), top_k, top_p, seed.
+        Missing ones are those of the run: tokens (a maximum), temperature (0 is greedy), top_k, top_p, seed.
         """
         sample = read_settings(self.settings, sample={**how, "prompt": prompt}).sample
         return complete(self.model, self.params, self.tokenizer, sample)
@@ -86,7 +87,7 @@ class Run:
         """A text as a batch of one row: the arrays that `capture_activations` and the model's loss read."""
         ids = encode(self.tokenizer, text)
         if len(ids) < 2:
-            raise ConfigError(f"{text!r} is {len(ids)} token, and has no next one; give it two or more")
+            raise ConfigError(f"{text!r} is {len(ids)} token, which has no next one; use two or more")
         return as_batch(ids[None], end=self.tokenizer.end)
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
@@ -97,9 +98,8 @@ class Run:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        left = 'style="text-align:left"'
-        rows = (f"<tr><th {left}>{name}</th><td {left}>{escape(value)}</td></tr>" for name, value in self._facts())
-        return f"<table>{''.join(rows)}</table>{self._loss_curve()}"
+        rows = [(f"<b>{name}</b>", escape(value)) for name, value in self._facts()]
+        return html_table(rows, left=2) + self._loss_curve()
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
@@ -117,7 +117,7 @@ class Run:
         ]
 
     def _loss_curve(self) -> str:
-        """The training loss as a small picture; what is not finite, or beyond all others, has no place in it."""
+        """The training loss as a small picture, without non-finite values and outliers."""
         losses = self.curve("train/loss")[1] if "train/loss" in self.numbers else np.zeros(0)
         losses = losses[np.abs(losses) < LARGEST_DRAWN]
         return svg(lambda axes: axes.plot(losses), 240, 60) if len(losses) else ""
@@ -126,10 +126,10 @@ class Run:
 def load(
     workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1
 ) -> Run:
-    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of these axes.
+    """Open the folder of a run: the checkpoint of `step`, or the newest intact one, on a mesh of these axes.
 
-    The mesh need not be the one of training; by default it is one device. Raises CheckpointError where the folder
-    holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
+    The mesh may differ from that of training; by default it is one device. Raises CheckpointError if the folder has no
+    such checkpoint, ConfigError if the mesh does not fit the devices or the model.
     """
     path = RunFolder(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
@@ -137,7 +137,7 @@ def load(
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:
-    """A run at a step, the newest that is whole where it is None; `choose` says with which flags a mesh is chosen.
+    """A run at a step (None: the newest intact one); `choose` names the flags that choose a mesh, for errors.
 
     Raises:
         ConfigError: the mesh does not fit the devices or the model.
@@ -146,7 +146,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
     """
     checkpoints = workdir / "checkpoints"
     if not complete_steps(checkpoints):
-        raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
+        raise CheckpointError(f"{workdir} has no checkpoint yet; it is saved by checkpoint.every_steps, or at the end")
     with waiting("building the model"):
         model = build_on(settings, mesh, choose)
     with waiting("restoring the parameters"):
@@ -174,12 +174,12 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
         laid_out = make_mesh(mesh, devices)
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
-    # Schedules are for training, and some need a certain number of stages.
+    # Schedules are for training, and some require a certain number of stages.
     return model_of(read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1}), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
-    """The run's mesh with the axes that were given; as many devices are simulated as it needs.
+    """The run's mesh with the given axes changed, and as many simulated devices as it needs.
 
     >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
     MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1, cp=1, ep=1)
@@ -197,7 +197,7 @@ def sizes_of(model: ShardedModel) -> str:
 
 
 def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
-    """The parameters of a step on the model's mesh, and the step: where it is None, the newest that is whole."""
+    """The step (None: the newest intact one) and its parameters on the model's mesh."""
     like = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
     wanted = {"params": jax.tree.map(like, model.shapes, model.shardings)}
     if step is not None:

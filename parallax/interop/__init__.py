@@ -1,1 +1,1 @@
-"""Parameters in files of other projects: safetensors, and the folders of Hugging Face's `transformers`."""
+"""Parameters in formats of other projects: safetensors, and folders of Hugging Face's `transformers`."""

@@ -1,4 +1,4 @@
-"""A run's parameters to safetensors files, and such files to a new run, without a whole model in memory."""
+"""Converts a run's parameters to safetensors files and back to a new run, without a whole model in memory."""
 
 import contextlib
 import json
@@ -23,19 +23,19 @@ from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.training.step import model_of
 
-STACKED = "blocks."  # how names of arrays begin that have a dim for layers; then their kind, where there are several
-OF_EXPERTS = ".mlp.experts."  # in names of arrays that have a dim for experts, too
+STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
+OF_EXPERTS = ".mlp.experts."  # part of names of arrays that also have a dim for experts
 CARRIED = ("config.json", TOKENIZER_FILE)
 CARRIED_IF_THERE = (TOKENIZER_CONFIG,)
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:
-    """Write the parameters of a run's checkpoint, the newest where `step` is None, as safetensors; returns the step.
+    """Write the parameters of a run's checkpoint (`step` None: the newest) as safetensors; returns the step.
 
     `out` appears when it is complete, with the run's config and tokenizer.
 
     Raises:
-        DamagedError: a parameter, its config or its tokenizer is damaged; an older step is never taken in its place.
+        DamagedError: a parameter, its config or its tokenizer is damaged; an older step is never used instead.
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     source = open_step(workdir, step)
@@ -53,10 +53,10 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
 
 
 def import_params(source: Path, workdir: Path) -> None:
-    """Make a run folder whose step 0 has the parameters of `source`, which has a config.json and a tokenizer.json too.
+    """Make a run folder whose step 0 has the parameters of `source`, which also has config.json and tokenizer.json.
 
     Raises:
-        CheckpointError: `source` cannot be trusted, or has not the parameters of the model in its config.
+        CheckpointError: `source` cannot be trusted, or does not have the parameters of the model in its config.
         DataError: its tokenizer is missing or damaged.
     """
     settings = read_settings(load_saved(source / "config.json"))
@@ -73,22 +73,23 @@ def import_params(source: Path, workdir: Path) -> None:
 
 
 def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: list[str]) -> None:
-    """Raise CheckpointError with these differences, and with the names that are missing or too many."""
+    """Raise CheckpointError with these differences and with missing and unknown names."""
     differences = [
         *(f"{name} is missing" for name in wanted if name not in tensors),
-        *(f"{shown(name)} is of no use" for name in tensors if name not in wanted),
+        *(f"{shown(name)} is unexpected" for name in tensors if name not in wanted),
         *differences,
     ]
     if differences:
-        raise CheckpointError(f"{source} has not the parameters of its config.json: {first_few(sorted(differences))}")
+        what = f"{source} does not have the parameters of its config.json"
+        raise CheckpointError(f"{what}: {first_few(sorted(differences))}")
 
 
 # ---- names
 
 
 class TensorSource(NamedTuple):
-    """The array that a tensor is part of: `index` is empty, or a layer's place among those of its kind; `layer` is its
-    place in the model. `shape` is the tensor's."""
+    """The array to which a tensor belongs: `index` is empty, or a layer's index among those of its kind; `layer` is its
+    index in the model. `shape` is the tensor's."""
 
     name: str
     index: tuple[int, ...]
@@ -98,8 +99,8 @@ class TensorSource(NamedTuple):
 
 
 def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, TensorSource]:
-    """Tensors by name, layer by layer, in the order of the model, whose layers have `kinds`; `arrays` are anything with
-    shape and dtype.
+    """Tensors by name, layer by layer, in the order of the model, whose layers have `kinds`; `arrays` have shape and
+    dtype.
 
     >>> from jax import ShapeDtypeStruct as Shape
     >>> arrays = {"blocks.mlp.up.kernel": Shape((2, 4, 8), "float32"), "embedding.table": Shape((9, 4), "float32")}
@@ -124,7 +125,7 @@ def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Te
 
 
 def stack_names(kinds: Sequence[str]) -> dict[str, str]:
-    """How the names of arrays begin that have the layers of a kind, by kind.
+    """Prefixes of names of arrays with the layers of a kind, by kind.
 
     >>> stack_names(["dense", "moe", "moe"]), stack_names(["moe"])
     ({'dense': 'blocks.dense.', 'moe': 'blocks.moe.'}, {'moe': 'blocks.'})
@@ -133,11 +134,11 @@ def stack_names(kinds: Sequence[str]) -> dict[str, str]:
     return {kind: f"{STACKED}{kind}." if len(found) > 1 else STACKED for kind in found}
 
 
-# ---- out of a run
+# ---- from a run
 
 
 class SavedStep(NamedTuple):
-    """A step of a run whose parameters are read; `arrays` and `files` are the manifest's."""
+    """A step of a run to read; `arrays` and `files` are those of the manifest."""
 
     number: int
     folder: Path
@@ -146,13 +147,12 @@ class SavedStep(NamedTuple):
 
 
 def open_step(workdir: Path, step: int | None) -> SavedStep:
-    """A step, the newest where `step` is None.
+    """Open a step; the newest if `step` is None.
 
-    Files that are copied are held to their checksums. For arrays, which are held to their fingerprints when they are
-    read, sizes will do.
+    Checksums of copied files are checked. For arrays only sizes are checked, since reading checks their fingerprints.
 
     Raises:
-        DamagedError: its config, its tokenizer or a file's size is not as saved; an older step is never taken instead.
+        DamagedError: its config, its tokenizer or a file's size is not as saved; an older step is never used instead.
         CheckpointError: there is no such checkpoint, or it has no parameters.
     """
     folder = workdir / "checkpoints"
@@ -180,7 +180,7 @@ def damaged(step: SavedStep, how: str) -> DamagedError:
 
 
 class SavedParams:
-    """The parameters of a step, read piece by piece, each in order and once; `check` compares their fingerprints."""
+    """The parameters of a step, each read once, piece by piece, in order; `check` compares their fingerprints."""
 
     def __init__(self, step: SavedStep):
         self._step = step
@@ -191,21 +191,21 @@ class SavedParams:
             raise damaged(step, str(error).splitlines()[0]) from error
 
     def pieces(self, name: str, index: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Rows of an array, or of a layer of it, that follow one another."""
+        """Consecutive pieces of rows of an array, or of one of its layers."""
         try:
             yield from self.stored[name].pieces(index)
-        except ValueError as error:  # tensorstore's, for all that is wrong with its files
+        except ValueError as error:  # tensorstore raises it for any problem with its files
             raise damaged(self._step, f"params {name} cannot be read") from error
 
     def check(self) -> None:
-        """Raise DamagedError unless all arrays were read, and are as saved."""
+        """Raise DamagedError unless all arrays were read and are as saved."""
         arrays = self._step.arrays.items()
         wrong = [f"params {name}" for name, about in arrays if self.stored[name].running.value != about["fingerprint"]]
         if wrong:
             raise damaged(self._step, f"{first_few(wrong)} not as saved")
 
 
-# ---- into a run
+# ---- to a run
 
 
 def make_run(
@@ -215,10 +215,10 @@ def make_run(
     carried: Mapping[str, Path | str],
     parts: Callable[[str, TensorSource], Iterable[tuple[tuple[int, ...], Iterable[np.ndarray]]]],
 ) -> None:
-    """Make a run of step 0 in a new folder. `parts` gives each tensor of `plain_names`, in order: where in its array
-    rows are, and pieces of them.
+    """Make a run at step 0 in a new folder. `parts` returns, for each tensor of `plain_names`, in order, the index of
+    rows in its array and pieces of them.
 
-    `carried` are files to copy, or their texts, by name. All but RECORD are beside the checkpoints too.
+    `carried` are files to copy, or their texts, by name. All except RECORD are also written beside the checkpoints.
     """
     with new_folder(workdir) as unfinished:
         step = unfinished / "checkpoints" / "0"
@@ -243,7 +243,7 @@ def make_run(
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """An object as config.json and the files beside it hold it."""
+    """The JSON text of an object, as in config.json and the files beside it."""
     return json.dumps(content, indent=2) + "\n"
 
 
@@ -256,14 +256,14 @@ def param_shapes(settings: Settings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when it is complete, and is removed if it never is."""
+    """A folder to write into, which gets its name when it is complete, and is removed after an error."""
     if folder.exists() and (not folder.is_dir() or files.names_in(folder)):
-        raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
+        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
     whole = folder.resolve()
-    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
+    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a unique name
     files.check_writable(unfinished)
     try:
-        with writing(folder, "make room, or choose another folder"):
+        with writing(folder, "free some space, or choose another folder"):
             yield unfinished
             unfinished.replace(whole)
     finally:

@@ -1,7 +1,7 @@
 """The config.json of Hugging Face's `transformers`, read as a section `model` and written from one.
 
-Every field is read by its meaning in its architecture: it becomes a key, must have the one value that is computed here,
-or is on a list of those that change no number. Any other field is refused by name.
+Every field is read by its meaning in its architecture: it becomes a key, must have the one supported value, or is on a
+list of fields that do not change results. Any other field is refused by name.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from parallax.config.sections import ModelConfig
 from parallax.model.rope import Rope
 from parallax.runtime.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 
-NEEDED: Any = object()  # the default of a field that must be there
-LARGEST_NUMBER = 1e30  # far beyond what a model has; what is computed of it is still a float
-# How a model is computed, and not which model it is: what no config.json says.
+NEEDED: Any = object()  # the default of a required field
+LARGEST_NUMBER = 1e30  # far beyond any model; values computed from it are still finite floats
+# Keys about how a model is computed, which are not in a config.json.
 OWN_KEYS = ("dtype", "kernel", "dropout", "vocab_multiple")
 TYPES = {key.name: key.type for key in dataclasses.fields(ModelConfig)}
-# Fields that are keys of the section. Where several are the same key, they must have the same value.
+# Fields that are keys of the section. If several fields are the same key, they must have the same value.
 FIELDS = {
     "vocab_size": "vocab",
     "num_hidden_layers": "layers",
@@ -45,7 +45,7 @@ TURNS = {  # fields of the keys rope_fast_turns and rope_slow_turns
     "yarn": ("beta_fast", "beta_slow"),
     "llama3": ("high_freq_factor", "low_freq_factor"),
 }
-DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers where they are absent
+DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL = "full_attention"
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
@@ -63,7 +63,7 @@ HARMLESS = (
     "cache_implementation is_llama_config is_qwen2_config neftune_noise_alpha transformers.js_config "
     "_attn_implementation_internal _attn_implementation use_flash_attention gradient_checkpointing"
 )
-# Fields that would change what is computed, and the values that do not; the first is what an absent field stands for.
+# Fields that could change results, with the values that do not; the first one is the default of an absent field.
 AT_DEFAULT = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0,),
@@ -76,8 +76,8 @@ AT_DEFAULT = {
     "cross_attention_hidden_size": (None,),
     "pruned_heads": (None, {}),
 }
-FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # that predict more than the next token
-# Fields of experts, where no layer has any; of how they are trained or placed, where some have.
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers that predict more than the next token
+# Fields of experts, ignored if no layer has experts; and fields about their training or placement.
 EXPERT_FIELDS = (
     "n_routed_experts n_shared_experts num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
     "moe_layer_freq n_group topk_group topk_method norm_topk_prob routed_scaling_factor scoring_func"
@@ -86,12 +86,12 @@ BALANCE_FIELDS = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux
 MOST_LAYERS = 2**14  # more are refused as model.layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 PLAIN_TURNS = (32.0, 1.0)  # the keys' defaults, and yarn's
-DEFAULT_THETA = 10_000.0  # where none is written
-# Where other programs say how weights are quantized, and what of it changes no number: how these weights are multiplied
-# elsewhere, which were left as they are, and how scales were rounded.
+DEFAULT_THETA = 10_000.0  # if it is absent
+# Fields in which other programs describe quantization, and parts of it that do not change results: how weights are
+# multiplied elsewhere, which ones are not quantized, and how scales were rounded.
 OTHER_QUANTIZATION = ("compression_config", "quantization")
 HARMLESS_QUANTIZATION = "activation_scheme modules_to_not_convert ignored_layers scale_fmt dequantize run_compressed"
-SUPPORTED_WEIGHTS = "'fp8' in blocks, or weights in float32, bfloat16 or float16: take the model that it was made of"
+SUPPORTED_WEIGHTS = "'fp8' in blocks, or weights in float32, bfloat16 or float16: use the model before quantization"
 
 ScaleBlock = tuple[int, int]  # rows and columns of a float8 matrix that share a scale
 
@@ -100,7 +100,7 @@ ScaleBlock = tuple[int, int]  # rows and columns of a float8 matrix that share a
 
 
 class Fields:
-    """A JSON object of which each field is taken once; `end` refuses those that are left.
+    """A JSON object whose fields are each taken once; `end` refuses the remaining ones.
 
     A null field counts as absent. `where` names the object in errors.
 
@@ -113,21 +113,22 @@ class Fields:
     """
 
     def __init__(self, where: str, content: Mapping[str, Any], notes: list[str] | None = None):
-        self.where, self.left, self._known = where, dict(content), set()  # `left`: not taken yet
-        self.notes = [] if notes is None else notes  # what users should know of fields that were taken
+        self.where, self.left, self._known = where, dict(content), set()  # `left`: fields not taken yet
+        self.notes = [] if notes is None else notes  # notes for the user about fields
 
     def take(self, name: str, absent: Any = NEEDED) -> Any:
-        """The value as it is."""
+        """The value without checks."""
         self._known.add(name)
         value = self.left.pop(name, None)
         if value is not None:
             return value
         if absent is NEEDED:
-            raise ConfigError(f"{self.where} has no {name}; add it, as the model's authors have it")
+            raise ConfigError(f"{self.where} has no {name}; add it, with the value of the model's authors")
         return absent
 
     def read(self, name: str, kind: type, absent: Any = NEEDED, *, least: int = 1) -> Any:
-        """A bool, an object (dict), a whole number from `least` on, or a float above 0, from 0 on if `least` is 0."""
+        """A bool, an object (dict), an integer of at least `least`, or a float above 0 (or at least 0 if `least` is
+        0)."""
         if self.left.get(name) is None:
             return self.take(name, absent)
         value = self.take(name)
@@ -150,25 +151,25 @@ class Fields:
         return Fields(f"{self.where}: {name}", self.read(name, dict, {}), self.notes)
 
     def only(self, name: str, *supported: Any) -> None:
-        """One of the values that are supported; the first is what an absent field stands for."""
+        """Take a field that must have one of the supported values; the first is the default of an absent field."""
         value = self.take(name, supported[0])
-        # 1 == True to Python; a zero may be written as a float.
+        # 1 == True in Python; a zero may be written as a float.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported):
             self.refuse(name, value, " or ".join(map(_in_json, supported)))
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Fields that change nothing that is computed."""
+        """Take fields that do not change results."""
         for name in names:
             self.take(name, None)
 
     def end(self) -> None:
-        """Raise ConfigError where a field that is not null was not taken."""
+        """Raise ConfigError if a field that is not null was not taken."""
         left = [name for name, value in self.left.items() if value is not None]
         if left:
             close = difflib.get_close_matches(left[0][:QUOTED_LETTERS], self._known, n=1, cutoff=0.8)
             raise ConfigError(
-                f"{self.where}: {shown(left[0])}={self.left[left[0]]!r:.100} is not supported, for what it does is not "
-                f"known; {f'did you mean {close[0]!r}?' if close else 'if it changes nothing, remove it'}"
+                f"{self.where}: {shown(left[0])}={self.left[left[0]]!r:.100} is not supported because its meaning is "
+                f"unknown; {f'did you mean {close[0]!r}?' if close else 'if it changes nothing, remove it'}"
             )
 
     def refuse(self, name: str, value: Any, supported: str) -> NoReturn:
@@ -181,7 +182,7 @@ def _in_json(value: Any) -> str:
 
 
 class HfConfig(NamedTuple):
-    """A config.json, read."""
+    """The content of a config.json."""
 
     architecture: str
     model: dict[str, Any]  # keys of the section
@@ -196,34 +197,34 @@ class Architecture(NamedTuple):
     """A model class of `transformers`."""
 
     model_type: str
-    context: int  # tokens, where max_position_embeddings is absent
-    keys: Mapping[str, Any]  # of the section, that all its models have
+    context: int  # tokens, if max_position_embeddings is absent
+    keys: Mapping[str, Any]  # keys of the section that all its models have
     false: tuple[str, ...] = ()  # fields that must be false
-    absent: Mapping[str, Any] = {}  # what other fields stand for where they are absent; a text is the key that says it
+    absent: Mapping[str, Any] = {}  # defaults of absent fields; a text is the key with the value
     windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
     mixture: "Mixture | None" = None
 
 
 class Mixture(NamedTuple):
-    """How an architecture says what its layers of experts are."""
+    """How an architecture describes its layers of experts."""
 
     fields: Mapping[str, str]  # and their keys
     absent: Mapping[str, Any]
-    keys: Mapping[str, Any]  # that all its layers of experts have
+    keys: Mapping[str, Any]  # keys that all its layers of experts have
     only: Mapping[str, Any] = {}  # fields that must have a value
-    dense: str = ""  # which layers have none: "first", "some", or no layer
+    dense: str = ""  # which layers have no experts: "first", "some", or "" for none
     other_name: str = ""  # of the first field
 
 
 GQA_KEYS = {"attention": "gqa", "qkv_bias": False, "qk_norm": False}
 QWEN3_KEYS = GQA_KEYS | {"qk_norm": True}
-# rms_norm_eps does not reach the norms inside DeepSeek's attention.
+# rms_norm_eps does not apply to the norms inside DeepSeek's attention.
 MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps": 1e-6}
 ALL_HEADS = {"num_key_value_heads": "heads"}
 SOFTMAX = {"router_score": "softmax"}
 PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
 MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
-# A softmax over the chosen experts is one over all of them, normalised.
+# A softmax over the chosen experts equals a normalised softmax over all.
 MIXTRAL = Mixture(
     {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
     {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -246,7 +247,7 @@ DEEPSEEK_FIELDS = {
     "n_shared_experts": "shared_experts",
     "routed_scaling_factor": "router_scale",
 }
-# What their own code says of moe_layer_freq, and of V2's norm_topk_prob, transformers passes over.
+# transformers ignores moe_layer_freq, and V2's norm_topk_prob, which the models' own code uses.
 DEEPSEEK_V2 = Mixture(
     DEEPSEEK_FIELDS,
     {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
@@ -290,8 +291,8 @@ ARCHITECTURES = {
     ),
 }
 
-# Architectures that differ in one thing from what is computed here.
-DIFFERING = {"Qwen2MoeForCausalLM": "its shared expert has a gate, a sigmoid for each token, and those here have none"}
+# Architectures that differ in one aspect from what is supported.
+DIFFERING = {"Qwen2MoeForCausalLM": "its shared expert has a gate, a sigmoid for each token, which is not supported"}
 
 
 # ---- read
@@ -322,7 +323,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     _read_keys(fields, ATTENTION_FIELDS[model["attention"]], model, absent)
     if model["attention"] == "mla":
         model["kv_heads"] = model["heads"]
-        fields.ignore(["head_dim", "qk_head_dim"])  # which follow from others
+        fields.ignore(["head_dim", "qk_head_dim"])  # derived from other fields
     if kind.mixture:
         model |= _read_mixture(fields, kind.mixture, model)
     if kind.windows:
@@ -342,7 +343,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
 
 
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
-    """Add keys to a model, by the names of their fields."""
+    """Add keys to a model from the fields in `names`."""
     for name, key in names.items():
         value = fields.read(name, TYPES[key], absent.get(name, NEEDED))
         if model.setdefault(key, value) != value:
@@ -350,7 +351,7 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
 
 
 def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of layers with experts; `layers_of` alone where there are none."""
+    """The keys of layers with experts; only `layers_of` if there are none."""
     fields.ignore(BALANCE_FIELDS.split())
     experts = next(iter(mixture.fields))
     if fields.left.get(experts) is None and mixture.other_name in fields.left:
@@ -400,7 +401,7 @@ def _read_method(fields: Fields) -> dict[str, int]:
 
 
 def layers_of(kinds: Sequence[str]) -> str:
-    """The key layers_of of layers of such kinds; empty where all are dense.
+    """The key layers_of for layers of these kinds; empty if all are dense.
 
     >>> layers_of(["dense", "moe", "moe"]), layers_of(["dense", "moe"] * 3), layers_of(["dense"])
     ('dense moe*2', '(dense moe)*3', '')
@@ -418,8 +419,7 @@ def layers_of(kinds: Sequence[str]) -> str:
 
 
 def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
-    """Tokens of the window, 0 for none. Where only some layers have it, they are those from max_window_layers on or by
-    layer_types."""
+    """Tokens of the window, 0 for none. If only some layers have it, max_window_layers or layer_types says which."""
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent)
     full, of_some = 0, kind.windows.startswith("some")
@@ -437,27 +437,27 @@ def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
 def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
     if model["sliding_window"]:
         yield (
-            f"sliding_window={model['sliding_window']} hides nothing from windows that are no longer: it is kept as "
+            f"sliding_window={model['sliding_window']} does not affect windows that are no longer: it is kept as "
             "model.sliding_window, and a longer data.seq is refused"
         )
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
     if further:
-        yield f"{further} layer{'s' * (further > 1)} for multi-token prediction, behind the model's, left out"
+        yield f"{further} layer{'s' * (further > 1)} for multi-token prediction, after the model's, left out"
 
 
 # ---- rotary embedding
 
 
 def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` what an absent rope_theta stands for.
+    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
     theta = fields.read("rope_theta", float, theta)
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
-        raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; leave the one that is meant")
+        raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
     scaling = new if new.left else old
     theta = scaling.read("rope_theta", float, theta)
     kind = scaling.take("rope_type", scaling.take("type", "default"))
@@ -501,18 +501,18 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> tuple
     scaling.ignore(["finetuned"])
     misspelt = scaling.take("attn_factor", None)
     if misspelt is not None:
-        why = "transformers reads attention_factor, and does without where it is absent"
-        scaling.notes.append(f"{scaling.where}: attn_factor={misspelt!r:.100} is passed over: {why}")
-    if attention == "mla":  # only a part of a head is rotated: the magnitude is the part's, the temperature the head's
+        why = "transformers reads attention_factor, and ignores this field"
+        scaling.notes.append(f"{scaling.where}: attn_factor={misspelt!r:.100} is ignored: {why}")
+    if attention == "mla":  # only a part of a head is rotated: the magnitude is for it, the temperature for the head
         return scale(all_dims) ** 2 if all_dims else 1.0, magnitude
     return magnitude**2, 1.0
 
 
 def rope_json(model: ModelConfig) -> dict[str, Any]:
-    """rope_theta and, where there is one, rope_scaling, as all versions of `transformers` read them.
+    """rope_theta and, if needed, rope_scaling, in the form that all versions of `transformers` read.
 
     Raises:
-        ConfigError: these fields cannot say what the model does.
+        ConfigError: these fields cannot describe the model.
     """
     kind, temperature = model.rope_scaling, Rope(model).temperature()
     if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
@@ -542,7 +542,7 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def context_of(model: ModelConfig, known: int) -> int:
-    """max_position_embeddings: `known`, but for yarn, whose factor some versions of `transformers` take from it."""
+    """max_position_embeddings: `known` except for yarn, whose factor some versions of `transformers` take from it."""
     return round(model.rope_original_seq * model.rope_factor) if model.rope_scaling == "yarn" else known
 
 
@@ -550,7 +550,7 @@ def context_of(model: ModelConfig, known: int) -> int:
 
 
 def _read_quantization(fields: Fields) -> ScaleBlock | None:
-    """The blocks of float8 weights, None where weights are not quantized; ConfigError for another quantization."""
+    """The blocks of float8 weights, None if weights are not quantized; ConfigError for another quantization."""
     for name in OTHER_QUANTIZATION:
         if other := fields.within(name).left:
             fields.refuse(name, other, SUPPORTED_WEIGHTS)
@@ -571,14 +571,14 @@ def _read_quantization(fields: Fields) -> ScaleBlock | None:
     return sizes[0], sizes[1]
 
 
-# ---- written
+# ---- write
 
 
 def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
-    """A config.json for a model that was trained on windows of `seq`, of the plainest architecture that computes it.
+    """A config.json for a model trained on windows of `seq`, of the simplest architecture that computes it.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no architecture does.
     """
     name = _plainest(model)
     content = {
@@ -616,11 +616,11 @@ def _plainest(model: ModelConfig) -> str:
             "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from a layer on"
         )
     has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
-    raise ConfigError(f"no architecture of transformers that is known here has {has} together: {why}")
+    raise ConfigError(f"no supported architecture of transformers has {has} together: {why}")
 
 
 def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
-    """Whether an architecture with such layers of experts, or with none, has the kinds of a model's layers."""
+    """Whether an architecture with this mixture (or None) can have the kinds of a model's layers."""
     kinds = model.kinds
     if "moe" not in kinds:
         return mixture is None or mixture.dense == "first"
@@ -630,7 +630,7 @@ def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
 
 
 def _mixture_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
-    """What a config.json says of a model's layers of experts."""
+    """The fields of a config.json for a model's layers of experts."""
     mixture = ARCHITECTURES[architecture].mixture
     if mixture is None or "moe" not in model.kinds:
         return {}
@@ -667,7 +667,7 @@ def _window_fields(architecture: str, window: int) -> dict[str, Any]:
 
 
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
-    """In which keys a model is not that of a config.json, in words; those of context extension may be others."""
+    """Differences between a model and a config.json, in words; keys of context extension may differ."""
     fixed = {key: value for key, value in config.model.items() if not key.startswith(("rope_", "sliding_window"))}
     here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.kinds)}
     return ", ".join(f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v)
@@ -682,8 +682,8 @@ def same_rope(config: HfConfig, model: ModelConfig) -> bool:
 
 
 def check_own_keys(overrides: list[str]) -> None:
-    """Raise ConfigError where a key is set that the folder's config.json says."""
+    """Raise ConfigError if a key is set that the folder's config.json determines."""
     wrong = [key for key in overrides if key.startswith("model.") and key.removeprefix("model.") not in OWN_KEYS]
     if wrong:
         own = ", ".join(f"--config.model.{key}" for key in OWN_KEYS)
-        raise ConfigError(f"--config.{wrong[0]} is what the folder's config.json says; of the model set {own}")
+        raise ConfigError(f"--config.{wrong[0]} is determined by the folder's config.json; of the model set only {own}")

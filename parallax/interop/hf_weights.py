@@ -1,10 +1,10 @@
-"""How each parameter is stored in the tensors of Hugging Face's `transformers`: one description, for both directions.
+"""How each parameter is stored in tensors of Hugging Face's `transformers`: one description for both directions.
 
-Their kernels are `[out, in]`, with heads side by side in `out`; ours have named dims. Each is a view of the other, but
-for rotated pairs: ours are (i, i + width/2), as Llama's are; DeepSeek's are neighbours, (2i, 2i + 1).
+Their kernels are `[out, in]`, with heads concatenated in `out`; ours have named dims. Each is a view of the other
+except for rotated pairs: ours are (i, i + width/2), as in Llama; DeepSeek's are neighbours, (2i, 2i + 1).
 
-Weights in float8, of which each block has a scale as in DeepSeek-V3, are read as float32. Where all experts of a layer
-are in one tensor, each kernel is read from its place in it.
+Weights in float8 with a scale for each block, as in DeepSeek-V3, are read as float32. If all experts of a layer are in
+one tensor, each kernel is read from its part of it.
 """
 
 import math
@@ -23,38 +23,38 @@ from parallax.interop.safetensors import Tensor
 
 LAYER = "model.layers.{layer}."
 EXPERT = "{expert}"
-# Behind the layer; in files that have all experts of a layer in one tensor.
+# Names after the layer, in files that have all experts of a layer in one tensor.
 FUSED_GATES_AND_UPS, FUSED_DOWNS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 LM_HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 SCALES = "_scale_inv"  # after a weight's name; the weight is multiplied by it
-WHOLE_PIECE_BYTES = 1 << 24  # of a tensor that is made float32: all that is held besides it
+WHOLE_PIECE_BYTES = 1 << 24  # pieces of a tensor that is converted to float32; the only memory besides the result
 
 
 class WeightView(NamedTuple):
-    """One of our arrays, of one layer and one expert where they are stacked, as a view of their tensor.
+    """One of our arrays (of one layer and one expert if they are stacked) as a view of their tensor.
 
-    `view` makes of the tensor, `shape`, a view with the array's shape; `order` then reorders its last dim. Without both
-    the array is the tensor.
+    `view` turns the tensor of this `shape` into a view with the array's shape; `order` then reorders its last dim.
+    Without both the array equals the tensor.
     """
 
-    tensor: str  # its name, with {layer} where layers are stacked, and {expert} where experts are
+    tensor: str  # its name, with {layer} if layers are stacked, and {expert} if experts are
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray] | None = None
     order: np.ndarray | None = None
-    experts: int = 0  # of a layer, where they are stacked
+    experts: int = 0  # experts of a layer, if they are stacked
 
     def tensors(self, here: TensorSource) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The tensors that have what is here of the array: where in it, and the name of each."""
+        """The tensors of this part of the array: the index in it, and the name of each."""
         if not self.experts:
             yield here.index, self.tensor.format(layer=here.layer)
         for expert in range(self.experts):
             yield (*here.index, expert), self.tensor.format(layer=here.layer, expert=expert)
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """The array as a view of the tensor, its last dim not yet reordered."""
+        """The array as a view of the tensor, before its last dim is reordered."""
         return self.view(tensor) if self.view else tensor
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -67,7 +67,7 @@ class WeightView(NamedTuple):
 
 
 class MixtureNames(NamedTuple):
-    """How an architecture names the tensors of a mixture, behind the layer."""
+    """Names of an architecture's mixture tensors, after the layer."""
 
     at: str
     gate: str
@@ -89,7 +89,7 @@ MIXTURES = {
 def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) -> dict[str, WeightView | None]:
     """The view of every array; `interleaved` says that rotated pairs are neighbours in the tensors.
 
-    An array without one, a router's bias that the architecture has not, must be zeros.
+    An array without a view, which is a router's bias that the architecture does not have, must be zeros.
 
     >>> table = dict(zip(("vocab", "d_model"), (64, 8)))
     >>> WeightView("model.embed_tokens.weight", tuple(table.values())).ours(np.zeros((64, 8))).shape
@@ -147,7 +147,7 @@ def _scale_view(name: str, size: int) -> WeightView:
 
 
 def _kernel_view(name: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int) -> WeightView:
-    """A kernel whose tensor has a shape and becomes ours by a pattern of einops."""
+    """The view of a kernel by an einops pattern from its tensor of this shape."""
     return WeightView(f"{LAYER}{name}.weight", shape, partial(rearrange, pattern=pattern, **sizes), order)
 
 
@@ -173,7 +173,7 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     pairs = rearrange(pairs, "(pair two) -> (two pair)", two=2) if interleaved else pairs
     down = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (latent + rope, model.d_model)
     up = f"{LAYER}self_attn.kv_b_proj.weight", (heads * 2 * width, latent)
-    # Keys and values side by side in each head.
+    # Keys and values are adjacent in each head.
     halves = partial(rearrange, pattern="(heads kv d_head) latent -> kv latent heads d_head", heads=heads, kv=2)
     found = {
         "down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
@@ -210,14 +210,14 @@ class ScaledTensor(NamedTuple):
         return self.stored.shape
 
     def pieces(self, limit_bytes: int) -> Iterator[np.ndarray]:
-        """Rows, as many at a time as fit into a number of bytes."""
+        """Pieces of rows, each of at most `limit_bytes`."""
         scales, row = self.scales.whole().astype(np.float32), 0
         for piece in self.stored.pieces(limit_bytes // 4):  # a byte becomes four
             yield dequantized(piece, scales, self.block, row)
             row += len(piece)
 
     def whole(self) -> np.ndarray:
-        """All of it."""
+        """The whole tensor."""
         values, row = np.empty(self.shape, self.dtype), 0
         for piece in self.pieces(WHOLE_PIECE_BYTES):
             values[row : row + len(piece)] = piece
@@ -229,7 +229,7 @@ Weight = Tensor | ScaledTensor
 
 
 def dequantized(values_RC: np.ndarray, scales: np.ndarray, block: ScaleBlock, first_row: int) -> np.ndarray:
-    """Rows of a matrix in float32, each entry times the scale of its block; `first_row` is the rows' place in it.
+    """Rows of a matrix in float32, each entry times the scale of its block; `first_row` is the index of the first row.
 
     >>> dequantized(np.ones((2, 3), FLOAT8), np.float32([[1, 2], [3, 4]]), (2, 2), first_row=1)
     array([[1., 1., 2.],
@@ -252,9 +252,9 @@ def scales_shape(shape: tuple[int, ...], block: ScaleBlock) -> tuple[int, ...]:
 
 
 def with_scales(tensors: Mapping[str, Tensor], block: ScaleBlock) -> dict[str, Weight]:
-    """Tensors by name, float8 ones joined to the scales that are stored beside them as tensors of their own.
+    """Tensors by name, with float8 ones joined to their scales, which are stored as separate tensors.
 
-    A tensor that is not float8, or has no scales of the right shape, stays as it is, and so do such scales.
+    A tensor that is not float8, or has no scales of the right shape, is unchanged, and so are such scales.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -269,15 +269,15 @@ def with_scales(tensors: Mapping[str, Tensor], block: ScaleBlock) -> dict[str, W
 
 
 class FusedTensor(NamedTuple):
-    """A tensor that stands for several, which follow one another in its rows."""
+    """A tensor that contains several tensors, one after the other in its rows."""
 
     shape: tuple[int, ...]
     parts: list[str]  # their names
 
 
 def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTensor]:
-    """The tensors of mixtures, by name, as `transformers` 5 has them in memory, and saves them with
-    save_original_format=False: all experts of a layer in two, in the first the gate of each before its up."""
+    """The tensors of mixtures by name, as `transformers` 5 holds them in memory and saves them with
+    save_original_format=False: two for all experts of a layer; the first has the gate of each before its up."""
     names, found = MIXTURES.get(architecture, USUAL_NAMES), {}
     for layer, kind in enumerate(model.kinds):
         if kind == "moe":
@@ -293,13 +293,13 @@ def _fused_layer(model: ModelConfig, names: MixtureNames, at: str) -> dict[str, 
     return {
         at + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
         at + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),
-        # Mixtral's has the others' name here, too.
+        # Here Mixtral uses the same name as the others.
         f"{at}{USUAL_NAMES.at}.gate.weight": FusedTensor((count, d_model), [f"{at}{names.at}.gate.weight"]),
     }
 
 
 def unfused(tensors: Mapping[str, Weight], fused: Mapping[str, FusedTensor]) -> dict[str, Weight]:
-    """Tensors by name, with the parts of fused ones in their place."""
+    """Tensors by name, with fused ones replaced by their parts."""
     found = {}
     for name, tensor in tensors.items():
         parts = fused[name].parts if name in fused else [name]

@@ -1,4 +1,4 @@
-"""Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
+"""Converts between runs and folders of Hugging Face's `transformers`, tensor by tensor."""
 
 import collections
 import itertools
@@ -27,30 +27,30 @@ from parallax.runtime.run_files import RECORD
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-# Small texts that users expect to find again in such a folder.
+# Small texts that users expect in such a folder.
 BESIDE = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
-# Of a model of type qwen2 that reads with a tokenizer of its own.
+# For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
 WEIGHT_DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-ROPE_TABLE = ".rotary_emb.inv_freq"  # which follows from the config, and which old files hold
+ROPE_TABLE = ".rotary_emb.inv_freq"  # derived from the config, but stored in old files
 
 
-# ---- in
+# ---- import
 
 
 def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
-    """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, but for its model.
+    """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, except its model.
 
     Parameters have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
-        ConfigError: the model is none that is computed here, by the name of the field that says so.
-        CheckpointError: the folder cannot be trusted, or has not the parameters of its config.
+        ConfigError: the model is not supported; names the field.
+        CheckpointError: the folder cannot be trusted, or does not have the parameters of its config.
         DataError: its tokenizer is missing, damaged, or has more entries than the model.
     """
     if not (source / CONFIG).is_file():
@@ -60,7 +60,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         )
     content = load_json(source / CONFIG)
     config = hf_config.read_config(content)
-    # As a config that somebody wrote, for the checks of sizes that no machine has.
+    # Read like a written config, whose checks limit sizes.
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | config.model})
     model = settings.model
@@ -75,7 +75,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     fused = hf_weights.fused_tensors(model, config.architecture)
     tensors = _tensors_of_model(source, _hf_shapes(settings, views), fused, config)
     record = {
-        # The config of the weights as they can be written again.
+        # The config of the weights in the form in which they can be written back.
         "config": {
             k: v for k, v in content.items() if k not in ("quantization_config", *hf_config.FURTHER_LAYERS) or not v
         },
@@ -93,7 +93,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         return config
     note = (
         f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple={model.vocab_multiple}), "
-        "that mesh.tp may divide it; the padding has no logits, and to-hf leaves it out"
+        "so that mesh.tp divides it; the padding has no logits, and to-hf leaves it out"
     )
     return config._replace(notes=(*config.notes, note))
 
@@ -101,7 +101,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
 def _our_parts(
     view: WeightView | None, tensors: Mapping[str, Weight], here: TensorSource
 ) -> Iterator[tuple[tuple[int, ...], Iterator[np.ndarray]]]:
-    """Where in its array each tensor is, and its rows in the array's dtype; expert by expert."""
+    """Index of each tensor in its array, and its rows in the array's dtype, expert by expert."""
     if view is None:
         yield here.index, iter([np.zeros(here.shape, here.dtype)])
         return
@@ -110,7 +110,7 @@ def _our_parts(
 
 
 def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Rows of an array in its dtype: from the file where they are the tensor's rows, else from the whole tensor."""
+    """Rows of an array in its dtype: from the file if they are the tensor's rows, otherwise from the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if view.view:
         pieces = in_pieces(view.ours(found.whole()), limit)
@@ -121,7 +121,7 @@ def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...], dtype: An
 
 
 def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, str]:
-    """The dtype of each tensor; where it was quantized, the one that config.json has for the model."""
+    """The dtype of each tensor; for quantized ones, that of the model in config.json."""
     said = content.get("torch_dtype") or content.get("dtype")
     plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
     return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
@@ -137,9 +137,9 @@ def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> di
 def _tensors_of_model(
     source: Path, shapes: Mapping[str, tuple[int, ...]], fused: Mapping[str, FusedTensor], config: HfConfig
 ) -> dict[str, Weight]:
-    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them.
+    """The tensors of the model; CheckpointError names those that are missing, unknown, or do not fit the config.
 
-    A file has those of `fused` in place of their parts, if it has one with all experts of a layer.
+    A file that has all experts of a layer in one tensor has those of `fused` instead of their parts.
     """
     layers = config.model["layers"]
     further = tuple(hf_weights.LAYER.format(layer=layers + number) for number in range(config.further_layers))
@@ -165,7 +165,7 @@ def _tensors_of_model(
         if tensor.shape != shapes[name]:
             differences.append(f"{name} is {list(tensor.shape)} there and {list(shapes[name])} here")
         if tensor.dtype not in WEIGHT_DTYPES.values():
-            differences.append(f"{name} is {tensor.dtype} and none of {', '.join(WEIGHT_DTYPES)}")
+            differences.append(f"{name} is {tensor.dtype}, not one of {', '.join(WEIGHT_DTYPES)}")
     export.check_tensors(source, tensors, shapes, differences)
     return hf_weights.unfused(tensors, fused)
 
@@ -188,11 +188,11 @@ def _is_small(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size <= BESIDE_LIMIT_BYTES
 
 
-# ---- out
+# ---- export
 
 
 class HfTensor(NamedTuple):
-    """A tensor to write, and the arrays that are stored in it: name, index and view of each."""
+    """A tensor to write, and the arrays stored in it: name, index and view of each."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -202,11 +202,11 @@ class HfTensor(NamedTuple):
 def to_hf(
     workdir: Path, out: Path, *, step: int | None, like: Path | None, dtype: str | None, shard_bytes: int
 ) -> tuple[int, str]:
-    """Write a step of a run, the newest where `step` is None, as a folder that `transformers` reads.
+    """Write a step of a run (`step` None: the newest) as a folder that `transformers` reads.
 
-    What was imported is written as it came: config.json, names, dtypes, tokenizer. So is a run that was trained from an
-    import, which it knows itself, or by `like`, the import's run. Any other becomes the plainest architecture that
-    computes it, in the dtype of its weights. `dtype` overrules. Returns the step, and what was written in words.
+    An imported model is written as it was: config.json, names, dtypes, tokenizer. So is a run trained from an import,
+    which is recorded in the run or given by `like`, the import's run. Any other model becomes the simplest architecture
+    that computes it, in the dtype of its weights. `dtype` takes precedence. Returns the step and a description.
 
     Raises:
         DamagedError: a parameter, its config or its tokenizer is damaged.
@@ -232,7 +232,7 @@ def to_hf(
         content = _extended(content, config, model, settings.data.seq) if trained else content
     if dtype:
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
-    # The tokenizer config of a run that knows no import, but reads with somebody's tokenizer.
+    # The tokenizer config of a run without an import, but with a foreign tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
@@ -241,7 +241,7 @@ def to_hf(
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.kinds).values():
             if is_scale(here.name):
-                collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` wants all to be read
+                collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue
             view = views[here.name]
             if view is None:
@@ -256,14 +256,14 @@ def to_hf(
         for name, text in {CONFIG: json_text(content), **texts}.items():
             files.write_file(unfinished / name, text)
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-    aside = f", for it is not the model that was imported: {differing}" if differing else ""
+    aside = f", since it is not the imported model: {differing}" if differing else ""
     if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not own:
         aside += f"; {NOT_QWENS}"
     return source.number, f"{config.architecture}, {kinds}{aside}"
 
 
 def _check_zeros(params: SavedParams, here: TensorSource, architecture: str) -> None:
-    """Raise ConfigError where an array is not zeros that the architecture has not."""
+    """Raise ConfigError if an array that the architecture does not have is not zeros."""
     for piece in params.pieces(here.name, here.index):
         if piece.any():
             raise ConfigError(
@@ -273,10 +273,10 @@ def _check_zeros(params: SavedParams, here: TensorSource, architecture: str) -> 
 
 
 def _hf_pieces(params: SavedParams, tensor: HfTensor) -> Iterator[np.ndarray]:
-    """A tensor as it is written: in pieces where it is one array of ours, else whole."""
+    """The data of a tensor: in pieces if it is one of our arrays, otherwise whole."""
     (name, index, view), *more = tensor.arrays
     if not more and view.view is None:
-        row = 0  # all rows are read, and held to the array's fingerprint; those that pad a vocab are not written
+        row = 0  # all rows are read, for the fingerprint; rows that pad a vocab are not written
         for piece in params.pieces(name, index):
             yield _narrowed(name, piece[: max(tensor.shape[0] - row, 0)], tensor.dtype)
             row += len(piece)
@@ -291,7 +291,7 @@ def _hf_pieces(params: SavedParams, tensor: HfTensor) -> Iterator[np.ndarray]:
 
 
 def _narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Values rounded to a dtype; ConfigError where one is beyond its range: it would become infinite."""
+    """Values rounded to a dtype; ConfigError if one is out of range, since it would become infinite."""
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
@@ -302,7 +302,8 @@ def _narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def read_record(source: SavedStep) -> dict[str, Any] | None:
-    """What an import recorded of the folder that it read. A run may be anybody's, and its names are files to write."""
+    """The record of an import about its source folder. It is checked: a run may be untrusted, and names become
+    files."""
     if RECORD not in source.files:
         return None
     record = load_json(source.folder / RECORD)
@@ -310,7 +311,7 @@ def read_record(source: SavedStep) -> dict[str, Any] | None:
     known = all(isinstance(part, dict) for part in (config, dtypes, texts))
     known = known and all(kind in tuple(WEIGHT_DTYPES) for kind in dtypes.values())
     if not known or not all(name in BESIDE and isinstance(text, str) for name, text in texts.items()):
-        raise export.damaged(source, f"its file {RECORD} is none that an import writes")
+        raise export.damaged(source, f"its file {RECORD} was not written by an import")
     return record
 
 
@@ -319,14 +320,14 @@ def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     source = export.open_step(like, None)
     record = read_record(source)
     if record is None:
-        raise ConfigError(f"--like={like} was not made by from-hf; name the folder of a run that was")
+        raise ConfigError(f"--like={like} was not made by from-hf; name the folder of such a run")
     if load_tokenizer(source.folder).fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"--like={like} has another tokenizer, so that its special tokens are others; leave it out")
     return record
 
 
 def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq: int) -> dict[str, Any]:
-    """An imported config.json with the context extension of the model, and no shorter than its windows of `seq`."""
+    """An imported config.json with the context extension of the model, and a context of at least `seq`."""
     known = config.context
     if hf_config.same_rope(config, model):
         if known >= seq or model.rope_scaling == "yarn":
@@ -342,17 +343,17 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """The fields of a config.json; null where there is none, as an absent field stands for some other id."""
+    """Ids of special tokens for config.json; null if there is none, since an absent field has another default."""
     return {"bos_token_id": tokenizer.begin[0] if tokenizer.begin else None, "eos_token_id": tokenizer.end}
 
 
 def _texts_beside(
     content: Mapping[str, Any], context: int, tokenizer: Tokenizer, imported: Mapping[str, str], *, trained: bool
 ) -> dict[str, str]:
-    """Texts by name, with which a model's text is encoded, and generation stops where a document ends.
+    """Files by name that configure the tokenizer, and generation so that it stops at the end of a document.
 
-    `imported` texts stay as they are, but that a model which was trained here also stops at the end of a document.
-    Those that are missing are written.
+    `imported` files are unchanged, except that a model that was trained here also stops at the end of a document.
+    Missing files are added.
 
     Raises:
         CheckpointError: the imported generation config is not a JSON object.
@@ -383,12 +384,12 @@ def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     end = tokenizer.token(tokenizer.end)
     begin = {"bos_token": tokenizer.token(tokenizer.begin[0])} if tokenizer.begin else {}
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is, whatever the model
+        "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json unchanged for every model
         **begin,
         "eos_token": end,
         "pad_token": end,
-        "padding_side": "left",  # a model writes behind its prompts
+        "padding_side": "left",  # generation continues at the right end
         "model_max_length": context,
-        "model_input_names": ["input_ids", "attention_mask"],  # all that these models take
-        "clean_up_tokenization_spaces": False,  # which would take spaces out of decoded text
+        "model_input_names": ["input_ids", "attention_mask"],  # the inputs of these models
+        "clean_up_tokenization_spaces": False,  # it would remove spaces from decoded text
     }

@@ -1,18 +1,18 @@
-"""Safetensors files, and models in several of them with an index that says which tensor is in which file.
+"""Safetensors files, and models in several files with an index of tensors.
 
 A file has a length, a JSON header with the place of each tensor, and the tensors' bytes. The `safetensors` library
 reads headers, as `transformers` does: it refuses, in one line, a header that is not JSON, is nested without end, has
 negative, overflowing or overlapping offsets, or does not cover the file; 30,000 names take it 0.1 s. This module does
 what the library does not (0.8.0, measured):
 
-- Checks: the library accepts a name that is there twice, further keys in an entry, shapes that NumPy has no array for
-  (65 dims, 2^63 entries by 0), and takes 16 s for a header of 99 MB. These are refused here.
+- Checks: the library accepts duplicate names, additional keys in an entry, and shapes that NumPy does not support (65
+  dims, 2^63 entries by 0), and takes 16 s for a header of 99 MB. These are refused here.
 - Reading: through its memory map a whole file stays in memory (+262 MiB of 256, in pieces of 8 MiB), and a file that is
   truncated meanwhile ends the process with SIGBUS; its slices without the map read the whole tensor for each piece.
   `Tensor.pieces` holds one piece in memory, and a file that ends too early is an error.
 - Writing: it needs all of a file's tensors in memory at once (+297 MiB for a file of 256); `write_tensors` holds one.
 
-bfloat16 and float8 need ml_dtypes here and there, no torch; the library does not read float8 into NumPy.
+bfloat16 and float8 need ml_dtypes in both, but not torch; the library does not read float8 into NumPy.
 """
 
 import json
@@ -31,8 +31,8 @@ from parallax.runtime.files import new_file, object_of, open_file, read_object, 
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
-MOST_DIMS = 64  # of an array of NumPy's
-MOST_BYTES = 2**63 - 1  # the same, a dim of 0 left out
+MOST_DIMS = 64  # of a NumPy array
+MOST_BYTES = 2**63 - 1  # of a NumPy array, with dims of 0 ignored
 REASON_LETTERS = 300
 METADATA = "__metadata__"
 DTYPES = {
@@ -65,7 +65,7 @@ class Tensor(NamedTuple):
     start: int
 
     def pieces(self, limit_bytes: int) -> Iterator[np.ndarray]:
-        """Rows, as many at a time as fit into a number of bytes."""
+        """Pieces of rows, each of at most `limit_bytes`."""
         count = self.shape[0] if self.shape else 1
         rows = max(limit_bytes * count // max(nbytes(self), 1), 1)
         try:
@@ -81,11 +81,11 @@ class Tensor(NamedTuple):
             raise _unreadable(self.path, error) from error
 
     def whole(self) -> np.ndarray:
-        """All of it."""
+        """The whole tensor."""
         return next(self.pieces(nbytes(self)), np.empty(self.shape, self.dtype))  # no rows, no pieces
 
     def matrices(self, count: int) -> list["Tensor"]:
-        """So many matrices of the same shape, one behind the other in the tensor's rows; each is read by itself.
+        """`count` matrices of the same shape, one after the other in the tensor's rows; each can be read separately.
 
         >>> one, other = Tensor(Path("model.safetensors"), np.dtype(np.float32), (2, 3, 4), start=100).matrices(2)
         >>> one.shape, one.start, other.shape, other.start
@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, in the order of their bytes.
 
     Raises:
-        CheckpointError: the header is none, or does not fit the file.
+        CheckpointError: the header is invalid, or does not fit the file.
     """
     try:
         with open_file(path) as file:
@@ -109,7 +109,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 raise ValueError(f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
             text = file.read(length)
         with safe_open(path, framework="numpy", backend="pread"):
-            header = object_of(text)  # once the library has found no fault with it
+            header = object_of(text)  # after the library has accepted it
     except (SafetensorError, ValueError) as error:
         raise _bad(path, str(error).removeprefix("Error while deserializing header: ")) from error
     except OSError as error:
@@ -120,15 +120,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def in_pieces(array: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
-    """Rows of an array in memory, as many at a time as fit into a number of bytes."""
+    """Pieces of rows of an array in memory, each of at most `limit_bytes`."""
     rows = max(limit_bytes // max(array[:1].nbytes, 1), 1)
     return (array[start : start + rows] for start in range(0, len(array), rows))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
-    """Write a new file tensor by tensor: `pieces(name)` gives the elements of each, in order.
+    """Write a new file tensor by tensor; `pieces(name)` returns the elements of each, in order.
 
-    `tensors` are anything with shape and dtype, by name.
+    `tensors` are objects with shape and dtype, by name.
     """
     header, at = {}, 0
     for name, about in tensors.items():
@@ -148,14 +148,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str]
 
 
 def nbytes(about: Any) -> int:
-    """Bytes of anything with shape and dtype."""
+    """Bytes of an object with shape and dtype."""
     return math.prod(about.shape) * np.dtype(about.dtype).itemsize
 
 
 def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> Tensor:
-    """A tensor's entry in a header, whose data begin at a byte."""
+    """A tensor from its entry in a header; data of the file begin at byte `begin`."""
     if set(about) != {"dtype", "shape", "data_offsets"}:
-        raise _bad(path, f"tensor {quoted(name)} has not dtype, shape and data_offsets alone")
+        raise _bad(path, f"tensor {quoted(name)} must have exactly dtype, shape and data_offsets")
     dtype, shape, (start, _) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     if dtype not in DTYPES:
         raise _bad(path, f"tensor {quoted(name)} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
@@ -168,7 +168,7 @@ def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> 
 
 def _bad(path: Path, how: str) -> CheckpointError:
     how = shown(how, REASON_LETTERS)
-    return CheckpointError(f"{path} is no safetensors file that can be trusted: {how}; fetch or export it again")
+    return CheckpointError(f"{path} is not a valid safetensors file: {how}; fetch or export it again")
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -181,7 +181,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 def write_model(
     folder: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]], *, shard_bytes: int
 ) -> None:
-    """Write tensors in their order into files of at most `shard_bytes`, but for one that is larger; the index last."""
+    """Write tensors in order into files of at most `shard_bytes`, except for larger tensors; the index comes last."""
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     for name, group in zip(names, groups):
@@ -194,7 +194,7 @@ def write_model(
 
 
 def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:
-    """Tensors in their order, in groups of at most so many bytes; a larger one has a group of its own.
+    """Tensors in order, in groups of at most `limit_bytes`; a larger one has its own group.
 
     >>> [list(group) for group in grouped({name: np.zeros(3, np.uint8) for name in "abc"}, 6)]
     [['a', 'b'], ['c']]
@@ -211,14 +211,14 @@ def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder; of each file the header alone is read.
+    """Every tensor of a folder; only the headers of files are read.
 
     Raises:
-        CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
+        CheckpointError: the index or a file is missing, damaged, or outside of the folder.
     """
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?")
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; did the export finish?")
         return read_header(_checked_file(folder, SINGLE))
     homes = _read_index(folder)
     of_shard: dict[str, set[str]] = {}
@@ -243,20 +243,20 @@ def _read_index(folder: Path) -> dict[str, str]:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
-        raise CheckpointError(f"{path} is damaged: it has no weight_map that leads from names to files")
+        raise CheckpointError(f"{path} is damaged: it has no weight_map from names to files")
     return homes
 
 
 def _checked_file(folder: Path, name: str) -> Path:
-    """A file of the folder itself: a name with a path in it, or a link, could be any file of the machine."""
+    """A file of the folder itself; a name with a path, or a link, could be any file of the machine."""
     path = folder / name
     is_path = Path(name).name != name or name in ("", ".", "..") or "\\" in name
     if is_path or not name.isprintable() or len(name.encode()) > NAME_BYTES:
         raise CheckpointError(
-            f"{folder / INDEX} names {quoted(name)}, which is no file's name; it must be in the folder"
+            f"{folder / INDEX} names {quoted(name)}, which is not a file name; the file must be in the folder"
         )
     if not name.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; nothing but .safetensors is read")
+        raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; only .safetensors files are read")
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; put the file itself there")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The softmax core, and grouped-query attention (Ainslie et al. 2023); MHA and MQA are its two ends."""
+"""Softmax attention, and grouped-query attention (Ainslie et al. 2023), with MHA and MQA as its two extremes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from parallax.model.blockwise import WHOLE, blockwise_attention
 from parallax.model.context import Context, causal_mask, segment_mask
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
-from parallax.model.kernels import causal_attention, cudnn_attention
+from parallax.model.kernels import causal_attention, cudnn_attention, triton_attention
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
@@ -22,22 +22,25 @@ from parallax.sharding.collectives import offset, reshard
 from parallax.sharding.layout import Layout
 from parallax.sharding.zigzag import context_ranks, reshard_in_order
 
-INTERMEDIATES = "intermediates"  # a collection of Flax
+INTERMEDIATES = "intermediates"  # the name of Flax's collection
 
 
 def attend(
     q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str, keys: str = WHOLE
 ) -> Array:
-    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says whose keys a query
-    meets; only RING sends something.
+    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says which keys a query
+    attends to; only RING communicates.
     """
-    if context.mask_B1ST is not None:  # cached decoding: a prompt, or one query
+    if context.mask_B1ST is not None:  # new tokens after others in the cache
         kernel_of = partial(jax.nn.dot_product_attention, mask=context.mask_B1ST, scale=scale)
         return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
         return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
+    if kernel == "triton":
+        kernel_of = partial(triton_attention, segments_BS=context.segments_BN, scale=scale)
+        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "cudnn":
-        queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # of whole rows: both are in order
+        queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # whole rows: both are in order
         mask = segment_mask(context.segments_BN) if is_causal else causal_mask(context.segments_BN, queries)
         kernel_of = partial(cudnn_attention, mask_B1ST=mask, is_causal=is_causal, scale=scale)
         return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
@@ -45,7 +48,7 @@ def attend(
 
 
 def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) -> Array:
-    """What a kernel gives that wants one width: a narrower value head is padded with zeros."""
+    """Call a kernel that needs one head width: narrower value heads are padded with zeros."""
     width = v_BTGK.shape[-1]
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, k_BTGJ.shape[-1] - width),))
     return kernel_of(q_BSHJ, k_BTGJ, v_BTGJ)[..., :width]
@@ -54,9 +57,9 @@ def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) ->
 def attend_over_context(
     form: ContextForm, q: Array, k: Array, v: Array, context: Context, *, keys: str, scale: float, kernel: str
 ) -> Array:
-    """`attend` of this context rank's queries to the keys of all, [B, S, H, K]. `keys` is how cp cuts seq of `k` and
-    `v` now: where it cuts it and the form does not, they are gathered, or change places with heads. A ring sends what
-    `blockwise_attention` says.
+    """`attend` from this context rank's queries to the keys of all ranks, [B, S, H, K]. `keys` is how cp shards seq of
+    the given `k` and `v`: if cp shards it but the form needs whole rows, they are gathered, or exchanged for heads. A
+    ring sends what `blockwise_attention` says.
 
     Communication, all_gather:
         forward   all_gather of k and v over cp if they are cut over it
@@ -79,20 +82,20 @@ def attend_over_context(
 
 
 def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:
-    """Key or value heads, each repeated until so many ranks can share them."""
+    """Key or value heads, each repeated until they divide over `ranks`."""
     heads = kv_BTGK.shape[2]
     return jnp.repeat(kv_BTGK, ranks // math.gcd(heads, ranks), axis=2)
 
 
 def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
-    """What `attend` weighs the values with: float32 [B, H, S, T], each query's row adds up to 1. No communication."""
+    """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1. No communication."""
     k_BTHJ = jnp.repeat(k_BTGJ, q_BSHJ.shape[2] // k_BTGJ.shape[2], axis=2)
     scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
     return jax.nn.softmax(jnp.where(causal_mask(context.segments_BN), scores_BHST, -jnp.inf), axis=-1)
 
 
 def sow_intermediates(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
-    """Sow attention weights and cache entries where INTERMEDIATES is mutable; elsewhere nothing is computed."""
+    """Sow attention weights and cache entries if INTERMEDIATES is mutable; otherwise nothing is computed."""
     if layer.is_mutable_collection(INTERMEDIATES):
         seen = {"weights": attention_weights(q, k, context, scale=scale), "cache": cache}
         layer.sow(INTERMEDIATES, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
@@ -104,12 +107,12 @@ def update_kv_cache(cache_BT: Array, new_BS: Array, context: Context) -> Array:
 
 
 class GQA(nn.Module):
-    """Queries in `heads` heads, keys and values in `kv_heads`; all cut over `tp` by heads.
+    """Queries in `heads` heads, keys and values in `kv_heads`; all sharded over `tp` by heads.
 
-    Where `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones
-    that its query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one
-    scale for all of them (Henry et al. 2020, as Qwen3 has it): heads are whole, so it sends nothing. Over `cp` it sends
-    what `attend_over_context` does.
+    If `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones that its
+    query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one scale for all
+    heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing. Over `cp` it sends what
+    `attend_over_context` sends.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -133,7 +136,7 @@ class GQA(nn.Module):
     temperature: float
     out_scale: float
     matmul: str = "compute"
-    matmul_residuals: str = "compute"  # of q, k and v; attention itself saves what `out` reads
+    matmul_residuals: str = "compute"  # of q, k and v; attention itself saves the input of `out`
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
@@ -147,7 +150,7 @@ class GQA(nn.Module):
         self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
         norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
         self.q_norm, self.k_norm = norm(out), norm(wide)
-        # Without a norm nothing reads them: to rotate them is linear.
+        # Without a norm the backward pass does not read them, since rotation is linear.
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
@@ -156,13 +159,16 @@ class GQA(nn.Module):
         return self.out(self._attend(q, k, v, context))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens to all that the cache holds; returns the longer cache too."""
+        """Attend from new tokens to everything in the cache; also returns the longer cache. Without a mask the cache is
+        empty, and the new tokens attend to each other."""
         q, k, v = self._project(x, context)
         cache = {"k": update_kv_cache(cache["k"], k, context), "v": update_kv_cache(cache["v"], v, context)}
-        return self.out(self._attend(q, cache["k"], cache["v"], context)), cache
+        if context.mask_B1ST is not None:
+            k, v = cache["k"], cache["v"]
+        return self.out(self._attend(q, k, v, context)), cache
 
     def cache_layouts(self) -> dict[str, str]:
-        """The layouts of what one layer caches; `kv_seq` is the cache's length."""
+        """Layouts of the entries that one layer caches; `kv_seq` is the cache's length."""
         return dict.fromkeys(("k", "v"), activation(f"{self.kv} d_head", seq="kv_seq"))
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
@@ -185,7 +191,7 @@ class GQA(nn.Module):
         return self.temperature * self.sizes["d_head"] ** -0.5
 
     def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
-        """The key or value heads that this rank's query heads read: all of them where they are cut alike."""
+        """The key or value heads that this rank's query heads read: all of them if they are sharded like queries."""
         group = self.sizes["heads"] // self.sizes["kv_heads"]
         wanted = max(local_heads // group, 1)
         if wanted == kv_BTGK.shape[2]:

@@ -1,15 +1,15 @@
-"""A batch: whole numbers [global_batch, seq] under four names, and what may stand in them.
+"""Batches: four integer arrays [global_batch, seq], and their allowed values.
 
 | array | values |
 |---|---|
 | `tokens` | ids from 0 to model.vocab - 1 |
-| `labels` | the ids to predict, from 0 to model.vocab - 1, or `IGNORED`, which is -1 (PyTorch has -100): such a position counts in neither loss, z-loss, gradients nor the number of tokens |
+| `labels` | the ids to predict, from 0 to model.vocab - 1, or `IGNORED`, which is -1 (PyTorch has -100): such a position counts neither in loss, z-loss and gradients nor in the number of tokens |
 | `segments` | the document's number in the row, 0 or more; a token sees those of its own segment; `as_batch` has 0 in padding |
 | `positions` | of rotary embedding, from 0; `as_batch` counts them from the document's start in the row |
 
-Whatever takes a batch refuses other names, shapes and dtypes, and values out of these ranges, with a DataError. Inside a
-function that JAX traces there are no values to look at: there a token out of range has an embedding of NaN, and a label out
-of range a loss of NaN; so loss and gradient norm are NaN, and the guard of a training step refuses the update.
+Functions that take a batch raise DataError for other names, shapes and dtypes, and for values outside these ranges. Values
+cannot be checked inside a function that JAX traces. There a token out of range has an embedding of NaN, and a label out of
+range has a loss of NaN; so loss and gradient norm are NaN, and the guard of a training step skips the update.
 """  # noqa: E501
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,13 @@ import numpy as np
 
 from parallax.runtime.errors import LARGEST_INT32, DataError, nearest
 
-IGNORED = -1  # the label of a position that counts nothing
+IGNORED = -1  # the label of a position that does not count
 BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
-LARGEST_POSITION = 2**24  # angles are float32, which holds no more whole numbers
+LARGEST_POSITION = 2**24  # angles are float32, in which larger integers are not exact
 
 
 def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BATCH_ARRAYS) -> dict[str, Any]:
-    """The arrays of these names as int32; DataError where the table above is not kept.
+    """The arrays of these names as int32; DataError if they do not meet the table above.
 
     >>> checked({"tokens": np.array([[3, 9]])}, 8, names=("tokens",))
     Traceback (most recent call last):
@@ -59,9 +59,9 @@ def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BA
 
 
 def whole_numbers(name: str, array: Any, least: int, most: int, legal: str) -> Any:
-    """The array as int32; DataError unless it has rows and columns of whole numbers from `least` to `most`.
+    """The array as int32; DataError unless it is a 2-D array of integers from `least` to `most`.
 
-    `legal` says the range in the error. Where JAX traces, dtype and shape are all that is known of it.
+    `legal` describes the range in the error. Under tracing only dtype and shape are checked.
     """
     import jax  # here: commands on data start without it
 
@@ -86,7 +86,7 @@ def whole_numbers(name: str, array: Any, least: int, most: int, legal: str) -> A
 
 
 def pieces(array: Any) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """What this process holds of an array, each part once, and the index of its first entry."""
+    """The pieces of an array that this process holds, each once, with the index of its first entry."""
     if isinstance(array, np.ndarray):
         yield (0,) * array.ndim, array
         return

@@ -1,8 +1,8 @@
-"""Attention that holds no square of scores: an online softmax over blocks of keys, on every backend.
+"""Attention without a full matrix of scores: an online softmax over blocks of keys, on every backend.
 
-Milakov and Gimelshein 2018 for the softmax, Dao et al. 2022 for the backward pass, which makes the scores again from
-what is kept: queries, keys, values, the output and a number for each query. Liu et al. 2023 for the ring. Only blocks
-that the causal mask leaves are computed; which these are is known when a program is made, for each context rank.
+Milakov and Gimelshein 2018 for the softmax. Dao et al. 2022 for the backward pass, which recomputes the scores from the
+saved queries, keys, values, output and one number for each query. Liu et al. 2023 for the ring. Blocks that the causal
+mask hides entirely are skipped; which ones is known at trace time, for each context rank.
 """
 
 import functools
@@ -16,27 +16,30 @@ from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.model.kernels import platform_traced
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.zigzag import context_ranks, order_of
 
-LONGEST_SIDE = 256  # tokens on a side of a block of scores, at most
-FILLING = -1  # the segment of what fills a block up: no document has it
-HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that weighs nothing beside any other, and is no infinity
-# Whose keys a query meets: all that the device holds, in order; gathered ones, of queries that context ranks share;
-# those of all ranks, one after the other.
+# Most tokens on a side of a block of scores. TPU prefers larger blocks, except for rows of two: most of what the larger
+# blocks add is masked (docs/cp.md has the figures).
+LONGEST_SIDE, LONGEST_SIDE_ON_TPU = 256, 512
+FILLING = -1  # the segment of padding; no document has it
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
+# Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
+# ranks; those of all ranks, one rank after the other.
 WHOLE, GATHERED, RING = "whole", "gathered", "ring"
 
 
 def blockwise_attention(
     q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BN: Array, *, scale: float, keys: str = WHOLE
 ) -> Array:
-    """Softmax attention of each token to those before it in its own segment, [B, S, H, K], as q's dtype.
+    """Softmax attention of each token to those before it in its own segment, [B, S, H, K], in q's dtype.
 
     Groups of H / G query heads share a key head. `segments_BN` are those of whole rows, in order. `keys` is WHOLE,
-    GATHERED or RING: under the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
+    GATHERED or RING: with the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
     Statistics and sums are float32. A ring of cp ranks makes cp - 1 hops; gradients of k and v, in float32, make one
-    more at the end, home.
+    more hop at the end, back to their own rank.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -47,7 +50,7 @@ def blockwise_attention(
     """
     ranks = context_ranks()
     keys = keys if ranks > 1 else WHOLE
-    # Chunks of the queries and keys that are here, and of a whole row.
+    # Numbers of chunks: of the local queries, of the local keys, and of a whole row.
     own, held, whole = {WHOLE: (1, 1, 1), GATHERED: (2, 2 * ranks, 2 * ranks), RING: (2, 2, 2 * ranks)}[keys]
     chunk = q_BSHJ.shape[1] // own
     size = tokens_of_block(chunk)
@@ -58,19 +61,22 @@ def blockwise_attention(
 
 
 def tokens_of_block(tokens: int) -> int:
-    """Tokens on a side of a block: as many in each, at most LONGEST_SIDE; the last block may be filled up.
+    """Tokens on a side of a block: the same in each block, at most LONGEST_SIDE, or LONGEST_SIDE_ON_TPU where the
+    program is for TPU. The last block may be padded.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
     """
-    return -(-tokens // -(-tokens // LONGEST_SIDE))
+    is_few = LONGEST_SIDE_ON_TPU < tokens <= 2 * LONGEST_SIDE_ON_TPU
+    longest = LONGEST_SIDE_ON_TPU if platform_traced() == "tpu" and not is_few else LONGEST_SIDE
+    return -(-tokens // -(-tokens // longest))
 
 
 def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """FLOPs of the matrix products of `blockwise_attention`, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd" or "bwd", which makes the scores again. So many context `ranks` share the queries of `seq` tokens,
-    and compute as many blocks each.
+    `part` is "fwd" or "bwd", which recomputes the scores. `ranks` context ranks share the queries of `seq` tokens, and
+    each computes the same number of blocks.
 
     >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
@@ -88,7 +94,8 @@ def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys
 
 
 def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> tuple[Array, Any]:
-    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
+    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
     blocks = _Blocks(q, k, segments, size, scale)
     q_blocks = blocks.of_queries(q)
     zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
@@ -114,7 +121,8 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
 
 def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, segments, out, logsumexp = saved
-    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
+    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
     blocks = _Blocks(q, k, segments, size, scale)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
@@ -143,7 +151,7 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """Tokens in blocks, the blocks in front: [blocks, B, G, rows, ...]; heads of a group are rows of queries, too."""
+    """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
     def __init__(self, q: Array, k: Array, segments: Array, size: int, scale: float):
         self.size, self.scale, self.groups = size, scale, k.shape[2]
@@ -160,8 +168,8 @@ class _Blocks:
         return rearrange(x, "n B G (H b) W -> B (n b) (G H) W", b=self.size)
 
     def scores(self, q: Array, k: Array, pair: Array) -> Array:
-        """Of a block of queries and one of keys, float32 [B, G, rows, keys]; HIDDEN where a query may not see."""
-        first_query, first_key = pair[2], pair[3]  # numbers of blocks in the whole row
+        """Scores of a block of queries and a block of keys, float32 [B, G, rows, keys]; HIDDEN where masked."""
+        first_query, first_key = pair[2], pair[3]  # indices of blocks in the whole row
         rows, keys = (_read(self.segments, at) for at in (first_query, first_key))
         at = jnp.arange(self.size)
         before = (first_query * self.size + at)[:, None] >= (first_key * self.size + at)[None, :]
@@ -171,9 +179,9 @@ class _Blocks:
 
 
 def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
-    """`step(state, sums, kv, pair)` for all pairs, which gives the next state and sums. Between two hops keys and
-    values go from rank to rank, and behind them the sums over them, which begin as `zeros` and come home at the end.
-    What a hop sends is not what it computes: its own sums are added to those that arrive meanwhile."""
+    """Run `step(state, sums, kv, pair)`, which returns the next state and sums, for all pairs. Between two hops keys
+    and values move to the next rank, and after them the sums over them, which start as `zeros` and are back on
+    their own rank at the end. A hop does not send what it computes: its own sums are added to those that arrive."""
     rank = lax.axis_index(CONTEXT_AXIS) if len(pairs[0]) > 1 else 0
     tables = [jnp.asarray(of_hop) for of_hop in pairs]
 
@@ -204,30 +212,28 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np.ndarray]]:
-    """The size of a block, and the pairs of blocks to compute, for each hop [ranks, pairs, 4]: which block of queries
-    and of keys that are here, and which these are in the whole row."""
+def _pairs(queries: int, keys: int, form: str, ranks: int, size: int) -> list[np.ndarray]:
+    """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
+    queries and of the block of keys, then their indices in the whole row."""
     if form == WHOLE:
-        size, held = tokens_of_block(queries), np.arange(1)
-        first = np.arange(queries // tokens_of_block(queries))[None]
+        held, first = np.arange(1), np.arange(queries // size)[None]
     else:
-        size, held = tokens_of_block(queries // 2), np.arange(ranks)
-        first = order_of(ranks, ranks * queries // size)
+        held, first = np.arange(ranks), order_of(ranks, ranks * queries // size)
     found = []
     for hop in range(ranks if form == RING else 1):
         others = first[(held - hop) % len(held)] if form == RING else np.tile(np.arange(keys // size), (len(held), 1))
         found.append(np.stack([_live(own, other) for own, other in zip(first, others)]))
-    return size, found
+    return found
 
 
 def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The pairs of which some query sees some key, of numbers of blocks in the row."""
+    """The pairs, of block indices in the row, in which some query attends to some key."""
     query, key = np.nonzero(keys[None, :] <= queries[:, None])
     return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
 
 
 def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
-    """Tokens [B, T, ...] in so many chunks, each of them filled up to a multiple of `size`."""
+    """Tokens [B, T, ...] in `chunks` chunks, each padded to a multiple of `size`."""
     missing = -(x.shape[1] // chunks) % size
     if not missing:
         return x
@@ -237,13 +243,13 @@ def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
 
 
 def _without_filling(x: Array, chunks: int, tokens: int) -> Array:
-    """So many chunks, of each the first `tokens`."""
+    """The first `tokens` tokens of each chunk."""
     return rearrange(rearrange(x, "B (c t) ... -> B c t ...", c=chunks)[:, :, :tokens], "B c t ... -> B (c t) ...")
 
 
 def _others_wait() -> bool:
-    """Whether pipeline ranks may be in other branches than this, on devices whose permutes may wait for all: any but
-    TPUs, where a permute is between two."""
+    """Whether a permute could deadlock because pipeline ranks take different branches. True except on TPU, where a
+    permute involves only two devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform != "tpu" and is_bound("pp") and lax.axis_size("pp") > 1
 
@@ -253,7 +259,7 @@ def _product(names: str, a: Array, b: Array) -> Array:
 
 
 def _like(blocks: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros in float32 that vary where these do."""
+    """Zeros in float32 that vary over the same axes."""
     return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(blocks))
 
 

@@ -1,4 +1,4 @@
-"""What a model, a mesh and a schedule must agree on."""
+"""Checks that a model, a mesh and a schedule fit together."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,20 @@ from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.config.sections import LayoutConfig, ModelConfig
-from parallax.model.blockwise import GATHERED, RING
+from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
-from parallax.model.kernels import ATTENTION_KERNELS, LANES, widest_head
+from parallax.model.kernels import ATTENTION_KERNELS, LANES, TRITON_BACKWARD_BLOCK, TRITON_WIDEST, widest_head
 from parallax.runtime.errors import ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
 
+# Kernels beside xla that support each form of keys. The one for Triton needs the queries of whole rows.
+KERNELS_OF = {WHOLE: ("splash", "cudnn", "triton"), GATHERED: ("splash", "cudnn"), RING: ()}
+
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where a model's counts do not divide over the mesh."""
+    """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
     widths = [dim for kind, dim in (("dense", "d_ff"), ("moe", "d_expert")) if kind in model.kinds]
@@ -34,24 +37,25 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
 
 
 def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where this form of context parallelism cannot cut the model's heads, or its attention kernel
-    cannot meet keys so. One context rank does none of it."""
+    """Raise ConfigError if this form of context parallelism cannot shard the model's heads, or if the attention kernel
+    does not support it. With one context rank everything is allowed."""
     if axis_sizes.get(CONTEXT_AXIS, 1) == 1:
         return
     form = CONTEXTS[context]
-    if form.meets == RING and model.kernel != "xla":
-        others = ", ".join(repr(name) for name, other in CONTEXTS.items() if other.meets != RING)
+    if model.kernel not in ("xla", *KERNELS_OF[form.meets]):
+        others = ", ".join(repr(name) for name, other in CONTEXTS.items() if model.kernel in KERNELS_OF[other.meets])
+        how = "sends keys from rank to rank" if form.meets == RING else "splits the queries of a row over ranks"
         raise ConfigError(
-            f"layout.context={context!r} sends keys from rank to rank, which model.kernel={model.kernel!r} cannot meet "
-            f"one after the other; use kernel='xla', or layout.context in {{{others}}}."
+            f"layout.context={context!r} {how}, which model.kernel={model.kernel!r} does not "
+            f"support; use kernel='xla', or layout.context in {{{others}}}."
         )
     axes = Layout.parse(form.heads).cut_of("heads")
-    _check_dim(model, "heads", axes, axis_sizes, f", which cut them under layout.context={context!r}")
+    _check_dim(model, "heads", axes, axis_sizes, f", which shard them under layout.context={context!r}")
 
 
 def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where ranks would round other summands of a gradient to 8 bits than one device would: scales
-    are the same on every mesh."""
+    """Raise ConfigError if ranks would round partial sums of a gradient to 8 bits that one device would not round:
+    scales are the same on every mesh."""
     if model.matmul_of("attention") == "compute":
         return
     tp, cp, asked = axis_sizes["tp"], axis_sizes.get(CONTEXT_AXIS, 1), f"model.matmul={model.matmul!r} of attention"
@@ -69,19 +73,19 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
 
 
 def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where a dim of a parameter does not divide over the axes that cut it."""
+    """Raise ConfigError if a dim of a parameter does not divide over the axes that shard it."""
     for name, layout in named_leaves(layouts).items():
         for dim, axes in zip(layout.names, layout.axes, strict=True):
-            if dim == "layers":  # cut only where each rank's are as many, of their kind
+            if dim == "layers":  # sharded only if each rank has the same number of each kind
                 continue
-            _check_dim(model, dim, axes, axis_sizes, f", which cut{'' if len(axes) > 1 else 's'} {name}")
+            _check_dim(model, dim, axes, axis_sizes, f", which shard{'' if len(axes) > 1 else 's'} {name}")
 
 
 def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
     size, pieces = model.sizes[dim], math.prod(axis_sizes.get(axis, 1) for axis in axes)
     if size % pieces:
         cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
-        # What a tokenizer or a published model has is not for users to choose: the table is padded instead.
+        # The vocab comes from a tokenizer or a published model, so users cannot choose it: the table is padded instead.
         multiple = math.lcm(model.vocab_multiple, pieces)
         larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
         padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
@@ -92,7 +96,7 @@ def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Ma
 
 
 def check_remat(model: ModelConfig, remat: str, key: str = "pipeline.remat") -> None:
-    """Raise ConfigError where a set names a part that no layer of the model has."""
+    """Raise ConfigError if a set names a part that no layer of the model has."""
     for part in remat.split():
         if part in REMAT_PARTS and part not in model.remat_parts:
             raise ConfigError(
@@ -102,7 +106,7 @@ def check_remat(model: ModelConfig, remat: str, key: str = "pipeline.remat") -> 
 
 
 def check_masters(model: ModelConfig, masters_on: str) -> None:
-    """Raise ConfigError where a step would hold as much of parameters in host memory as there is of them."""
+    """Raise ConfigError if parameters in host memory would save no device memory."""
     if masters_on != "device" and model.dtype == "float32":
         raise ConfigError(
             f"optimizer.masters_on={masters_on!r} saves nothing with model.dtype='float32': a step computes with a "
@@ -111,7 +115,7 @@ def check_masters(model: ModelConfig, masters_on: str) -> None:
 
 
 def check_stages(model: ModelConfig, schedule: Schedule) -> None:
-    """Raise ConfigError where there are more stages than layers."""
+    """Raise ConfigError if there are more stages than layers."""
     if model.layers < schedule.stages:
         virtual = f" x {schedule.virtual} stages on each" if schedule.virtual > 1 else ""
         ranks = model.layers // schedule.virtual
@@ -123,8 +127,8 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
 
 
 def check_kernel(model: ModelConfig, mesh: Any) -> None:
-    """Raise ConfigError where the mesh's devices do not have the attention kernel, or it not the model's dtype or width
-    of heads. A mesh of no devices has them all: who knows what it stands for asks `check_kernel_on`."""
+    """Raise ConfigError if the devices lack the attention kernel, or it does not support the dtype or head width.
+    Abstract meshes pass; see `check_kernel_on`."""
     if model.kernel == "cudnn" and model.dtype != "bfloat16":
         raise ConfigError(
             f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
@@ -137,8 +141,8 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
 
 
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
-    """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide. Of an
-    unknown kind, "", the most is taken."""
+    """Raise ConfigError if devices of this kind lack the attention kernel, or it does not support the head width. For
+    an unknown kind, "", the widest limit applies."""
     runs = ATTENTION_KERNELS[model.kernel]
     if platform not in runs.platforms:
         needs = " or ".join(f"{name.upper()}s" for name in runs.native)
@@ -149,6 +153,11 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"use kernel in {{{fit}}}."
         )
     width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
+    if model.kernel == "triton" and width > TRITON_WIDEST:
+        raise ConfigError(
+            f"model.kernel='triton' takes heads of at most {TRITON_WIDEST} entries, and these are {width} wide; "
+            "use kernel='xla'."
+        )
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
             f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
@@ -158,23 +167,29 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
 
 
 def check_window(model: ModelConfig, seq: int, key: str = "data.seq") -> None:
-    """Raise ConfigError where so many tokens are more than the model's attention may see: no window is computed."""
+    """Raise ConfigError if `seq` exceeds the model's sliding window, since sliding windows are not implemented."""
     if 0 < model.sliding_window < seq:
         raise ConfigError(
-            f"{key}={seq} is longer than model.sliding_window={model.sliding_window}, and windows are not computed; "
+            f"{key}={seq} is longer than model.sliding_window={model.sliding_window}, and windows are not implemented; "
             f"use {model.sliding_window} or less, or model.sliding_window=0 for another model, which sees all tokens."
         )
 
 
 def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> None:
-    """Raise ConfigError where the attention kernel cannot do windows of `seq` tokens, with so many context ranks."""
-    chunks = 2 * ranks if ranks > 1 and CONTEXTS[context].meets == GATHERED else 1  # which no block may cross
+    """Raise ConfigError if the attention kernel does not support rows of `seq` tokens with this many context ranks."""
+    chunks = 2 * ranks if ranks > 1 and CONTEXTS[context].meets == GATHERED else 1  # no block crosses their borders
     least = LANES * chunks
     if model.kernel == "splash" and seq % least:
         more = -(-seq // least) * least
         why = f" = 2 x mesh.cp={ranks} chunks of {LANES}" * (chunks > 1)
         raise ConfigError(
             f"data.seq={seq} is not a multiple of {least}{why}, the least block of model.kernel='splash'; "
+            f"use seq={more}, or kernel='xla'."
+        )
+    if model.kernel == "triton" and seq % TRITON_BACKWARD_BLOCK:
+        more = -(-seq // TRITON_BACKWARD_BLOCK) * TRITON_BACKWARD_BLOCK
+        raise ConfigError(
+            f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
         )
     if model.kernel == "cudnn" and seq % 2:

@@ -1,4 +1,4 @@
-"""What all layers of a stage share for one microbatch: where its tokens stand, and what may see what."""
+"""Inputs that all layers of a stage share for one microbatch: positions, segments and masks of its tokens."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from parallax.sharding.zigzag import own_tokens, places
 
 
 class Context(NamedTuple):
-    """Of one microbatch; every tensor-parallel rank holds all positions of its context rank."""
+    """Shared inputs of one microbatch; every tensor-parallel rank holds all positions of its context rank."""
 
     rope: tuple[Array, Array]  # cosines and sines, [B, S, rotated / 2]
     rows_B: Array  # index of each row in the global batch
-    key: Array | None  # of dropout; None drops nothing
-    segments_BN: Array | None = None  # documents of whole windows, in order; None in cached decoding
-    cursor: Array | int = 0  # cached decoding: entries that the cache holds already
-    row_weight: Array | None = None  # of a row in the auxiliary losses of mixtures: 1 / rows of the batch
-    mask_B1ST: Array | None = None  # cached decoding: True where new token S may see entry T
+    key: Array | None  # of dropout; None disables it
+    segments_BN: Array | None = None  # documents of whole windows, in order; None if there is a mask
+    cursor: Array | int = 0  # cached decoding: number of entries already in the cache
+    row_weight: Array | None = None  # weight of a row in the auxiliary losses of mixtures: 1 / rows of the batch
+    mask_B1ST: Array | None = None  # cached decoding: True where new token S may attend to entry T
 
 
 def causal_mask(segments_BN: Array, queries: int | None = None) -> Array:
-    """A token sees itself and what stands before it in its own segment, [B, 1, S, N] for so many queries: those of this
-    context rank, by default all. `segments_BN` are those of whole rows, in order."""
+    """Mask with which a token attends to itself and earlier tokens of its segment, [B, 1, S, N]. `queries` is the
+    number of this context rank's queries, by default all. `segments_BN` are those of whole rows, in order."""
     seq = segments_BN.shape[1]
     is_cut = queries not in (None, seq)
     order_S = places(TOKENS, queries) if is_cut else jnp.arange(seq)
@@ -35,7 +35,7 @@ def causal_mask(segments_BN: Array, queries: int | None = None) -> Array:
 
 
 def segment_mask(segments_BN: Array) -> Array:
-    """A token sees those of its own segment, [B, 1, N, N]: what remains of `causal_mask` where a kernel is causal."""
+    """Mask with which a token attends to its own segment, [B, 1, N, N]; for kernels that are causal themselves."""
     return (segments_BN[:, :, None] == segments_BN[:, None, :])[:, None]
 
 
@@ -47,6 +47,6 @@ def training_context(
     key: Array | None,
     row_weight: Array | None = None,
 ) -> Context:
-    """The context of whole windows: causal inside each document. Positions are those of this context rank's tokens,
-    segments those of all."""
+    """The context of whole windows: causal attention within each document. `positions` are those of this context rank's
+    tokens, `segments` those of whole rows."""
     return Context(rope.tables(positions_BS), rows_B, key, segments_BN, row_weight=row_weight)

@@ -1,4 +1,4 @@
-"""Dense: a matrix product that is its kernel's notation plus the layout that it must return."""
+"""Dense: a matrix product defined by its kernel's layout and the layouts of input and output."""
 
 import math
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ class Dense(nn.Module):
         row       "d_ff/tp d_model"     batch/dp seq d_ff/tp    -> batch/dp seq d_model/tp
         scatter   "d_model/tp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
 
-    `at_rest` is the kernel's dim that data axes may cut between its uses: see ShardingPlan. `matmul` says how the
-    product and the input's gradient are made, `matmul_residuals` what the kernel's gradient is made of: see
-    parallax/model/products.py.
+    `at_rest` is the kernel's dim that data axes may shard between its uses: see ShardingPlan. `matmul` is the dtype of
+    the product and of the input's gradient, `matmul_residuals` that of the saved input, from which the kernel's
+    gradient is computed: see parallax/model/products.py.
 
     Communication:
         forward   reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
@@ -48,7 +48,7 @@ class Dense(nn.Module):
     sizes: Mapping[str, int]
     dtype: str = "float32"
     bias: bool = False
-    scale: float = 1.0  # of the initial values' standard deviation, fan_in ** -0.5
+    scale: float = 1.0  # factor on the initial values' standard deviation, fan_in ** -0.5
     at_rest: str = "d_model"
     matmul: str = COMPUTE
     matmul_residuals: str = COMPUTE
@@ -65,9 +65,9 @@ class Dense(nn.Module):
             self.shift = parameter(self, "bias", layout, self.sizes, nn.initializers.zeros)
 
     def input(self, x: Array, *, part: str = "", before: str = "") -> Array | ProductInput:
-        """x as this product takes it and others do that have it, too: in 8 bits it is rounded once. Where 8 bits are
-        what is saved of it, it is of this part for `pipeline.remat`, if ranks of the layout `before` did not hold less
-        of it."""
+        """x in the form that this product reads; other products of the same input can use it, too, so 8-bit inputs are
+        rounded once. If the 8-bit input is saved, `pipeline.remat` knows it under the name `part`, unless ranks held
+        less of it in the layout `before`."""
         if self.matmul == COMPUTE:
             return x
         axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
@@ -76,7 +76,7 @@ class Dense(nn.Module):
         return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "")
 
     def __call__(self, x: Array | ProductInput, *, behind: int = 0) -> Array:
-        """With so many zeros behind the entries of the last dim."""
+        """The product, with `behind` zeros appended to the last dim."""
         y_layout = Layout.parse(self.y)
         partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
         y = self._product(f"{self.x}, {self.weight} -> {partial}", x, behind)
@@ -96,7 +96,7 @@ class Dense(nn.Module):
 
 
 def _padded(kernel: Array | None, behind: int) -> Array | None:
-    """With so many zeros behind the entries of the last dim."""
+    """The kernel with `behind` zeros appended to the last dim."""
     if kernel is None or not behind:
         return kernel
     return jnp.pad(kernel, [*((0, 0) for _ in kernel.shape[:-1]), (0, behind)])

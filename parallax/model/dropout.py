@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the place in the whole array, so that the cut does not change it."""
+"""Dropout whose mask depends on the index in the whole array, so that sharding does not change it."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,8 @@ from parallax.sharding.zigzag import places
 class Dropout(nn.Module):
     """Zero each entry of a `batch seq d_model` activation with probability `rate`, scale the rest.
 
-    `site` tells apart the places of one layer that drop, `rows_B` are the rows' indices in the global batch. Without
-    a key nothing is dropped.
+    `site` distinguishes the dropouts of one layer, `rows_B` are the rows' indices in the global batch. Without a key
+    nothing is dropped.
 
     Communication:
         forward   nothing

@@ -1,4 +1,4 @@
-"""Token embedding, in two forms, and the head that reads its table or one of its own."""
+"""Token embedding, in two forms, and the head, with a tied or a separate table."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,10 +18,11 @@ from parallax.sharding.parameter import parameter
 
 
 class TableForm(NamedTuple):
-    """How a vocab table is cut, and which tokens a rank looks up or makes logits of; `rows` cuts the batch."""
+    """How a vocab table is sharded, and for which tokens a rank looks up rows or computes logits. `rows` is the layout
+    of the batch dim."""
 
-    vocab: str  # the vocab dim's cut
-    tokens: str  # the cut of the tokens' seq
+    vocab: str  # the layout of the vocab dim
+    tokens: str  # the layout of the tokens' seq
 
     @property
     def table(self) -> Layout:
@@ -31,7 +32,7 @@ class TableForm(NamedTuple):
         return Layout.parse(f"{rows} {self.tokens}")
 
     def hidden(self, rows: str) -> Layout:
-        """Activations whose d_model is whole, for the tokens that this rank works on."""
+        """Layout of activations with whole d_model, for the tokens that this rank works on."""
         return Layout.parse(f"{rows} {self.tokens} d_model")
 
     @property
@@ -40,9 +41,9 @@ class TableForm(NamedTuple):
 
 
 EMBEDDINGS = {
-    # Every rank has a part of the vocab and works on all tokens: partial sums, logits cut over the vocab.
+    # Every rank has a part of the vocab and works on all tokens: partial sums, and logits sharded over the vocab.
     "vocab_parallel": TableForm("vocab/tp", SEQ),
-    # Every rank has the whole vocab and works on its part of the tokens; all-to-all leads to the residual.
+    # Every rank has the whole vocab and works on its part of the tokens; an all-to-all leads to the residual's layout.
     "all_to_all": TableForm("vocab", f"{SEQ}/tp"),
 }
 
@@ -50,9 +51,9 @@ INITIAL_STD = 0.02
 
 
 def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int) -> Array:
-    """Declare a table as a parameter of `module`; rows behind its first `entries` are padding, and begin as zeros.
+    """Declare a table as a parameter of `module`; rows after its first `entries` are padding, initialised with zeros.
 
-    The entries begin as they would without padding.
+    The initial values of the entries do not depend on the padding.
     """
 
     def initial(key: Array, shape: tuple[int, ...]) -> Array:
@@ -63,9 +64,9 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], en
 
 
 class Embedding(nn.Module):
-    """Rows of the table for token ids [B, S] that every `tp` rank holds; returns the residual's layout.
+    """Table rows for token ids [B, S], which every `tp` rank holds; the result has the residual's layout.
 
-    An id that the vocab does not have, as those of its padding, gets NaN.
+    An id outside of the vocab, such as an id of the padding, gets NaN.
 
     Communication, vocab_parallel:
         forward   reduce_scatter of what was found over tp
@@ -76,7 +77,7 @@ class Embedding(nn.Module):
     """
 
     form: TableForm
-    rows: str  # how the batch is cut: see sharding/activations.py
+    rows: str  # layout of the batch dim: see sharding/activations.py
     residual: str
     sizes: Mapping[str, int]
     entries: int  # of the vocab; the table's other rows are padding
@@ -88,9 +89,9 @@ class Embedding(nn.Module):
         table = vocab_table(self, self.form, self.sizes, self.entries)
         ids = cut(f"{self.rows} {SEQ} -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.table, "vocab", table.shape[0])
-        # Cast behind the lookup, whose gradient is a sum over all places of a token: see `embed_grads`.
+        # Cast after the lookup, whose gradient is a sum over all occurrences of a token: see `embed_grads`.
         found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
-        # A factor: the backward pass needs it alone, and not the table again.
+        # A factor, so that the backward pass needs only this factor and not the table.
         found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
@@ -99,7 +100,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm, and logits from a table: the embedding's when tied, else its own.
+    """The final norm, and logits from a table: the embedding's if tied, otherwise a separate one.
 
     Communication, vocab_parallel:
         forward   all_reduce of the squares over tp if the residual is cut over d_model; all_gather of x over tp
@@ -123,13 +124,13 @@ class Head(nn.Module):
         self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries)
 
     def __call__(self, x: Array) -> Array:
-        """Normed activations [B, S, D] of the tokens that this rank makes logits of."""
+        """Normed activations [B, S, D] of the tokens for which this rank computes logits."""
         before = with_rows(self.residual, self.rows)
         return reshard(f"{before} -> {self.form.hidden(self.rows)}", self.norm(x))
 
 
 def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int) -> Array:
-    """Logits in float32, cut over the vocab or over the tokens as the form says; -inf for rows of padding."""
+    """Logits in float32, sharded over the vocab or over the tokens as the form says; -inf for rows of padding."""
     names = ("batch", "seq", "vocab")
     out = einsum_layout([form.hidden(rows), form.table], names)
     found = einsum(f"{form.hidden(rows)}, {form.table} -> {out}", hidden, table, dtype=jnp.float32)

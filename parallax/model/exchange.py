@@ -1,4 +1,4 @@
-"""How tokens come to the ranks that hold their experts, and the results back: two forms that give the same."""
+"""Sends tokens to the ranks that hold their experts, and results back: two forms with equal results."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, gated, sort_rows
-from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.grouped import grouped_sums
 from parallax.model.kernels import LANES, platform_traced
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
@@ -26,7 +26,7 @@ from parallax.sharding.layout import Layout
 
 
 def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """Every rank gets the tokens of all, [B, S, ...]; partial sums are scattered to the layout of the residual.
+    """Every rank gets the tokens of all ranks, [B, S, ...]; partial sums are scattered to the residual's layout.
 
     Communication:
         forward   all_gather of x, weights and ids over ep;
@@ -44,11 +44,11 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
 
 
 def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """A rank gets a row for each choice of one of its experts, and nothing else; the choices' results come back.
+    """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
-    Ragged ones are the all-to-alls: each rank sends to each other as many rows as it has for it. A rank has room for a
-    quarter more than its share of all rows, `usual_rows`. Where more come to any rank, all that are left are sent in
-    further rounds, so none is ever dropped, and only time depends on the load.
+    The all-to-alls are ragged: each rank sends each other rank as many rows as it has for it. A rank has room for a
+    quarter more than its share of all rows, `usual_rows`. If any rank would get more, the remaining rows are sent in
+    further rounds. So none is ever dropped, and only time depends on the load.
 
     Communication:
         forward   all_gather of the counts and weights over ep; all_to_all of x and the result over ep;
@@ -59,14 +59,15 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     if not is_bound(EXPERT_AXIS):
         return gather_exchange(experts, residual, x, weights, ids)
     ranks, shape, (tokens, places) = lax.axis_size(EXPERT_AXIS), x.shape, _flat(ids).shape
-    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, (x, weights, ids, *experts)))
-    x, weights, ids, *kernels = (as_varying(array, axes) for array in (_flat(x), _flat(weights), _flat(ids), *experts))
-    rows = sort_rows(ids, ranks * len(experts.gate), most=places)
+    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x, weights, ids, experts))))
+    flat = _flat(x), _flat(weights), _flat(ids), experts
+    x, weights, ids, experts = jax.tree.map(lambda array: as_varying(array, axes), flat)
+    rows = sort_rows(ids, ranks * experts.count, most=places)
     counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None]), axes)
-    most = ranks * tokens * min(places, len(experts.gate))
-    # Simulated devices could wait for each other for ever where branches send.
+    most = ranks * tokens * min(places, experts.count)
+    # Collectives in branches could deadlock on simulated devices.
     room = most if platform_traced() == "cpu" else usual_rows(ranks * ids.size, most, ranks)
-    y = _computed(Room(room, most), x, weights, HeldExperts(*kernels), rows, counts_PE).reshape(shape)
+    y = _computed(Room(room, most), x, weights, experts, rows, counts_PE).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
 
 
@@ -74,28 +75,28 @@ EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
 
 
 class Room(NamedTuple):
-    """For how many rows a rank has room in a round, and how many may come."""
+    """The number of rows for which a rank has room in a round, and the most that may arrive."""
 
     rows: int
     most: int
 
 
 class Round(NamedTuple):
-    """The slices of rows that one round sends: of each expert those of each rank, [E, P]."""
+    """The slices of rows that one round sends, for each expert and each sending rank, [E, P]."""
 
     size: Array
-    source: Array  # where a slice begins among the rows of the rank that sends it, which are sorted by expert
-    place: Array  # where it begins on its expert's rank, whose rows are sorted by expert, and then by rank
+    source: Array  # start of a slice among the sending rank's rows, which are sorted by expert
+    place: Array  # its start on the expert's rank, whose rows are sorted by expert, then by rank
 
     def of_rank(self, rank: Array) -> "Round":
-        """The slices of its experts, of each rank: [P, experts of a rank]."""
+        """The slices for the experts of `rank`, from each rank: [P, experts of a rank]."""
         own = len(self.size) // self.size.shape[1]
         return Round(*(lax.dynamic_slice_in_dim(array, rank * own, own).T for array in self))
 
 
 def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
-    """What is sent in round `number`, where rank p has `counts_PE[p, e]` rows for expert e, and each rank takes `room`
-    rows a round. No communication.
+    """The slices sent in round `number`, if rank p has `counts_PE[p, e]` rows for expert e and each rank receives
+    `room` rows a round. No communication.
 
     >>> counts = jnp.array([[3, 1], [2, 2]])
     >>> [round_of(counts, number, 4).size.tolist() for number in (0, 1)]
@@ -109,18 +110,18 @@ def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
 
 
 def rounds_of(counts_PE: Array, room: int) -> Array:
-    """How many rounds it takes until all rows were sent."""
+    """Number of rounds until all rows are sent."""
     most = counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
     return -(-most // room)
 
 
 def _before(counts: Array) -> Array:
-    """Of each entry of a row the sum of those before it."""
+    """Exclusive cumulative sum along each row."""
     return jnp.cumsum(counts, axis=1) - counts
 
 
-# The gradient is written out, as that of HeldExperts: the two products of the first round are kept for it, and what
-# came then, by their names. Nothing else is, and what further rounds made is made again.
+# A custom gradient, as for HeldExperts: it saves, by name, the received rows and the two products of the first round.
+# Nothing else is saved; further rounds are recomputed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _computed(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array) -> Array:
     return _forward(room, x_ND, weights_NK, experts, rows, counts)[0]
@@ -133,16 +134,16 @@ def _forward(
         way = round_of(counts, number, room.rows)
         arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows, name)
         hidden = gated(arrived.gate, arrived.up, arrived.weights).astype(x_ND.dtype)
-        result = grouped_dot(hidden, experts.down, _sizes(way))
+        result = experts.down.times(experts.down.input(hidden), _sizes(way))
         return _returned(_packed(result), way, y), arrived
 
     y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
-    y = _further(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
-    return y, (x_ND, weights_NK, experts, rows, counts, arrived)
+    y = _remaining_rounds(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
+    return y, (x_ND, weights_NK, experts, rows, counts, experts.gate.most(x_ND), arrived)
 
 
 class Arrived(NamedTuple):
-    """What a rank gets in a round, and the products of it with gate and up: [room, ...]."""
+    """The rows that a rank receives in a round, and their products with gate and up: [room, ...]."""
 
     x: Array
     weights: Array
@@ -160,97 +161,109 @@ def _arrived(
     name: Callable = lambda x, _: x,
 ) -> Arrived:
     weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
-    weights = _taken(weights_RI, *_there(way, room, len(weights_RI)))
+    weights = _taken(weights_RI, *_arrivals(way, room, len(weights_RI)))
     x = name(_sent(dispatch(_packed(x_ND), rows), way, room).reshape(room, -1), "dispatch")
-    products = (grouped_dot(x, kernel, _sizes(way)) for kernel in (experts.gate, experts.up))
+    operand = experts.gate.input(x)  # shared with up
+    products = (one.times(operand, _sizes(way)) for one in (experts.gate, experts.up))
     return Arrived(x, weights, *(name(array, "experts") for array in products))
 
 
 def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ...]:
-    x_ND, weights_NK, experts, rows, counts, first = saved
+    x_ND, weights_NK, experts, rows, counts, of_x, first = saved
+    gate, up, down = experts
 
     def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
-        """Those of the two products and of the weights, the products' result, and that of what was sent back."""
+        """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
+        back."""
         dy = _sent(dispatch(_packed(dy_ND), rows), way, room.rows).reshape(room.rows, -1)
-        d_hidden = grouped_dot(dy, experts.down, _sizes(way), transposed=True)
+        d_hidden = down.times(down.gradient(dy), _sizes(way), transposed=True)
         hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
         return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
 
-    def again(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
+    def recomputed(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
         way = round_of(counts, number, room.rows)
         arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows)
         return way, arrived, gradients(way, arrived)
 
-    def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        pairs = (found[0], experts.gate), (found[1], experts.up)
-        dx, other = (grouped_dot(d, kernel, _sizes(way), transposed=True) for d, kernel in pairs)
-        dx, (dx_R, dweights_R) = (dx.astype(jnp.float32) + other).astype(dx.dtype), sums
-        return _returned(_packed(dx), way, dx_R), _taken(found[2], *_back(way, len(dx_R), room.rows), dweights_R)
+    def of_tokens(way: Round, found: tuple[Array, ...], dx_R: Array, dweights_R: Array) -> tuple[Array, Array, list]:
+        d_gate, d_up, d_weights, hidden, _ = found
+        pairs = (gate, d_gate), (up, d_up)
+        dx, other = (one.times(one.gradient(d), _sizes(way), transposed=True) for one, d in pairs)
+        dx = (dx.astype(jnp.float32) + other).astype(dx.dtype)
+        most = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
+        dweights_R = _taken(d_weights, *_own_results(way, len(dx_R), room.rows), dweights_R)
+        return _returned(_packed(dx), way, dx_R), dweights_R, most
 
-    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> HeldExperts:
+    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> list[Array]:
         d_gate, d_up, _, hidden, dy = found
         pairs = (arrived.x, d_gate), (arrived.x, d_up), (hidden, dy)
-        return HeldExperts(*(grouped_sums(left, right, _sizes(way)) for left, right in pairs))
+        return [grouped_sums(left, right, _sizes(way)) for left, right in pairs]
 
-    def more_of_tokens(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        way, _, found = again(number)
-        return of_tokens(way, found, sums)
+    def more_of_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
+        way, _, found = recomputed(number)
+        *added_up, most = sums
+        dx, dweights, latest = of_tokens(way, found, *added_up)
+        return dx, dweights, jax.tree.map(jnp.maximum, most, latest)
 
-    def more_of_kernels(number: Array, sums: HeldExperts) -> HeldExperts:
-        return HeldExperts(*map(jnp.add, sums, of_kernels(*again(number))))
+    def more_of_kernels(number: Array, sums: list[Array]) -> list[Array]:
+        return [*map(jnp.add, sums, of_kernels(*recomputed(number)))]
 
     way = round_of(counts, 0, room.rows)
     found = gradients(way, first)
     unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
-    both = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()))  # noqa: E731
-    dx, dweights = _further(room, counts, more_of_tokens, of_tokens(way, found, unset), both)
-    kernels = _further(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
-    return dx, dweights.reshape(weights_NK.shape), kernels, None, None
+    end = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()), sums[2])  # noqa: E731
+    dx, dweights, of_rows = _remaining_rounds(room, counts, more_of_tokens, of_tokens(way, found, *unset), end)
+    kernels = _remaining_rounds(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
+    of_d_gate, of_d_up, of_hidden = of_rows
+    most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
+    return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None
 
 
 _computed.defvjp(_forward, _backward)
 
 
-def _further(room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]) -> Any:
-    """What `end` makes of the state after all rounds but the first, of which there are none with a usual load."""
+def _remaining_rounds(
+    room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]
+) -> Any:
+    """Result of `end` on the state after the further rounds; a usual load needs none."""
     if room.rows == room.most:
         return end(state)
     rounds = rounds_of(counts, room.rows)
     with jax.named_scope(USUAL_LOAD):
-        # The end is within: a branch that gives back what it gets copies it.
+        # `end` runs inside the branch: a branch that returns its input copies it.
         return lax.cond(rounds <= 1, lambda: end(state), lambda: end(lax.fori_loop(1, rounds, run, state)))
 
 
 def _summed(y: Array, rows: Rows) -> Array:
-    """Of each token the sum of its rows, [N, D]; summed up before lanes are put together, which is one copy then."""
+    """The sum of each token's rows, [N, D]. They are summed before the lanes are joined, which then takes one copy."""
     return lax.optimization_barrier(collect(y, rows)).reshape(len(rows.row_NK), -1)
 
 
 def _sizes(way: Round) -> Array:
-    """How many rows each of this rank's experts has."""
+    """Number of rows of each of this rank's experts."""
     return way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
 
 
 def _packed(x_ND: Array) -> Array:
-    """With each row in tiles of its own, where it fills them: on TPU rows of [N, D] share tiles with seven others, and
-    a row that moves would be written anew."""
+    """Reshape so that each row has its own tiles, if it fills them. On TPU a row of [N, D] shares tiles with seven
+    others, so that moving one row would rewrite them."""
     return x_ND.reshape(len(x_ND), -1, LANES) if x_ND.shape[1] % (8 * LANES) == 0 else x_ND
 
 
 def _unset(like: Array, rows: int) -> Array:
-    """Room for rows, each of which will be written, or not read."""
+    """An uninitialised buffer for rows; each row will be written or is never read."""
     return as_varying(lax.empty((rows, *like.shape[1:]), like.dtype), varying_axes(like))
 
 
 def _sent(x_RD: Array, way: Round, room: int) -> Array:
-    """Rows sorted by expert, as they arrive: [room, ...]; behind them is anything.
+    """The received rows, sorted by expert: [room, ...]; rows after them are undefined.
 
     Communication:
         forward   all_to_all of x over ep
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(x_RD, *_there(way, room, len(x_RD)))
+        return _taken(x_RD, *_arrivals(way, room, len(x_RD)))
     me = lax.axis_index(EXPERT_AXIS)
     sent, got = (array[:, me] for array in way), (array.reshape(-1) for array in way.of_rank(me))
     (size, source, place), (got_size, _, _) = sent, got
@@ -258,14 +271,14 @@ def _sent(x_RD: Array, way: Round, room: int) -> Array:
 
 
 def _returned(y: Array, way: Round, others: Array) -> Array:
-    """Results of what arrived, among the others where the rows that were sent lie.
+    """Send results back and write them into `others` at the positions of the rows that were sent.
 
     Communication:
         forward   all_to_all of y over ep
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(y, *_back(way, len(others), len(y)), others)
+        return _taken(y, *_own_results(way, len(others), len(y)), others)
     me = lax.axis_index(EXPERT_AXIS)
     size, source, place = (array.reshape(-1) for array in way.of_rank(me))
     return _all_to_all(y, others, place, size, source, way.size[:, me])
@@ -276,8 +289,8 @@ def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Ar
 
 
 def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) -> Array:
-    """The same for narrow rows, and for all on CPUs, where XLA has no ragged exchange: rows of all ranks are gathered,
-    and each rank takes those `at` these numbers; where none is there, another.
+    """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: rows of all ranks are
+    gathered, and each rank takes those at indices `at`, or rows of `others` where `is_there` is false.
 
     Communication:
         forward   all_gather of x over ep
@@ -287,16 +300,16 @@ def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) ->
     return found if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), found, others)
 
 
-def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
-    """Of each row that comes in a round its number among the rows of all ranks, and whether there is one."""
+def _arrivals(way: Round, room: int, rows: int) -> tuple[Array, Array]:
+    """For each row received in a round, its index among the rows of all ranks, and whether it exists."""
     size, source, place = (array.T.reshape(-1) for array in way.of_rank(lax.axis_index(EXPERT_AXIS)))
     row, ranks = jnp.arange(room), way.size.shape[1]
     at = _slice_of(row, place + size)
     return at % ranks * rows + source[at] + row - place[at], row < (place + size)[-1]
 
 
-def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
-    """Of each row of this rank the number of its result among those of all ranks, and whether it was sent."""
+def _own_results(way: Round, rows: int, room: int) -> tuple[Array, Array]:
+    """For each row of this rank, the index of its result among those of all ranks, and whether it was sent."""
     size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in way)
     row, (experts, ranks) = jnp.arange(rows), way.size.shape
     at = _slice_of(row, source + size)
@@ -305,14 +318,14 @@ def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
 
 
 def _slice_of(row: Array, ends: Array) -> Array:
-    """The first slice, or the last of all, that does not end before a row."""
+    """The first slice that ends after a row, or the last slice of all."""
     return jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), len(ends) - 1)
 
 
 def _gathered(dims: str, x: Array) -> Array:
     mine = Layout.parse(activation(dims))
     gathered = all_gather(f"{mine} -> {mine.without(EXPERT_AXIS)}", x)
-    # With a name it would be saved beside x where nothing is sent.
+    # With a name it would be saved in addition to x if nothing is sent.
     return checkpoint_name(gathered, "dispatch") if bound_axis_sizes().get(EXPERT_AXIS, 1) > 1 else gathered
 
 

@@ -1,31 +1,47 @@
-"""The experts that a rank holds: tokens in rows, sorted by expert, and what comes of them summed for each token."""
+"""The experts of a rank: tokens in rows sorted by expert, and results summed for each token."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.products import (
+    AMAX_LAYOUT,
+    COMPUTE,
+    EIGHT_BIT_PRODUCTS,
+    GRADIENT,
+    INPUT,
+    MEASURED,
+    ROUNDED,
+    WEIGHT,
+    EightBitProduct,
+    Operand,
+    amax_of,
+    largest,
+)
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS
-from parallax.sharding.collectives import as_varying, is_bound, offset, varying_axes
+from parallax.sharding.collectives import as_varying, is_bound, offset, vary_alike, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
-ALL = sys.maxsize  # rows, where each choice has one
-USUAL_LOAD = "usual_load"  # the scope of branches that are taken unless experts get more tokens than is usual
+ALL = sys.maxsize  # rows: one for each choice
+USUAL_LOAD = "usual_load"  # the scope of branches that are taken unless experts get more tokens than usual
 INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
 class Experts(nn.Module):
-    """The kernels of the experts that are here, in the model's dtype.
+    """The kernels of this rank's experts, in the model's dtype. `matmul` is the form of their products: see
+    parallax/model/products.py. All experts of a layer share their scales.
 
     Communication:
         forward   nothing
@@ -34,51 +50,135 @@ class Experts(nn.Module):
 
     model: ModelConfig
     out_scale: float
+    matmul: str = COMPUTE
 
     def setup(self):
         self.gate = self._kernel("gate", INTO, self.model.d_model**-0.5)
         self.up = self._kernel("up", INTO, self.model.d_model**-0.5)
         self.down = self._kernel("down", BACK, self.out_scale * self.model.d_expert**-0.5, "d_expert")
+        if self.matmul != COMPUTE:
+            self.gate_amax, self.up_amax, self.down_amax = map(self._amax, HeldExperts._fields)
 
     def __call__(self) -> "HeldExperts":
-        return HeldExperts(*(kernel.astype(self.model.dtype) for kernel in (self.gate, self.up, self.down)))
+        return HeldExperts(*map(self._held, HeldExperts._fields))
+
+    def _held(self, name: str) -> "ExpertKernels":
+        kernels = getattr(self, name).astype(self.model.dtype)
+        if self.matmul == COMPUTE:
+            return ExpertKernels(kernels)
+        rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
+        return ExpertKernels(kernels, getattr(self, amax_of(name)), rounded, self.matmul)
+
+    def _amax(self, name: str) -> Array:
+        return parameter(self, amax_of(name), AMAX_LAYOUT, self.model.sizes, nn.initializers.zeros)
 
     def _kernel(self, name: str, layout: str, deviation: float, else_cut: str = "d_model") -> Array:
         init = nn.initializers.normal(deviation)
-        # Pieces of whole experts, or else of their rows, lie together in memory, as products make and take them.
+        # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {else_cut}")
 
 
-class HeldExperts(NamedTuple):
-    """Gated MLPs [E, D, U] and [E, U, D] of consecutive ids, of each of which this rank holds a piece over tp."""
+class ExpertKernels(struct.PyTreeNode):
+    """A kernel of each expert, [E, I, O], with the form of its products. For 8 bits, `amax` has the largest magnitudes
+    [3] of input, kernels and gradient, and `rounded` the kernels in 8 bits if they were rounded before."""
 
-    gate: Array
-    up: Array
-    down: Array
+    kernels: Array
+    amax: Array | None = None
+    rounded: Array | None = None
+    form: str = struct.field(pytree_node=False, default=COMPUTE)
+
+    def input(self, x: Array) -> Operand:
+        """The products' input, rounded."""
+        return self._operand(x, self._kinds.operand, INPUT)
+
+    def gradient(self, dy: Array) -> Operand:
+        """The gradient of their result, rounded."""
+        return self._operand(dy, self._kinds.gradient, GRADIENT)
+
+    def times(self, x: Operand, sizes_E: Array, *, transposed: bool = False) -> Array:
+        """Each row times its expert's kernel, or times the transposed kernel."""
+        weight = self._operand(self.kernels, self._kinds.operand, WEIGHT, self.rounded)
+        return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=self.kernels.dtype)
+
+    def most(self, x: Array, sizes_E: Array | None = None) -> Array | None:
+        """The largest magnitude; with `sizes_E`, of the rows in use. None without 8-bit products."""
+        if self.amax is None:
+            return None
+        return largest(x if sizes_E is None else jnp.where((jnp.arange(len(x)) < sizes_E.sum())[:, None], x, 0))
+
+    def with_gradient(self, kernels: Array, of_input: Array | None, of_gradient: Array | None) -> "ExpertKernels":
+        """The gradients; that of `amax` has the largest magnitudes, with 0 for kernels that were rounded before."""
+        if self.amax is None:
+            return self.replace(kernels=kernels)
+        of_kernels = largest(self.kernels) if self.rounded is None else jnp.zeros_like(of_input)
+        return self.replace(kernels=kernels, amax=jnp.stack([of_input, of_kernels, of_gradient]), rounded=None)
+
+    def _operand(self, x: Array, kind: str, which: int, rounded: Array | None = None) -> Operand:
+        return Operand.of(x, kind, self.amax[which], rounded) if kind else Operand(x, None)
+
+    @property
+    def _kinds(self) -> EightBitProduct:
+        return EIGHT_BIT_PRODUCTS[MEASURED if self.form == COMPUTE else self.form]
+
+
+class HeldExperts(NamedTuple):
+    """Gated MLPs [E, D, U] and [E, U, D] with consecutive ids; this rank holds a shard of each over tp."""
+
+    gate: ExpertKernels
+    up: ExpertKernels
+    down: ExpertKernels
 
     def __call__(self, x: Array, weights_NK: Array, ids_NK: Array) -> Array:
-        """The sum of what a token's experts give that are here, times their weights [N, K], as x [..., D].
+        """Weighted sum of the outputs of this rank's experts, [..., D] in x's dtype; weights are [N, K].
 
-        It is a partial sum over tp, and over ep where the others' experts were meant, too. There are rows for all that
-        may come; where no more come than is usual, fewer are computed, see `usual_rows`.
+        It is a partial sum over tp, and over ep for other ranks' experts. There are rows for all choices that may
+        occur; if no more occur than usual, fewer are computed, see `usual_rows`.
         """
-        axes = frozenset().union(*map(varying_axes, (x, weights_NK, ids_NK, *self)))
-        x, weights_NK, ids_NK, *kernels = (as_varying(array, axes) for array in (x, weights_NK, ids_NK, *self))
-        count = len(self.gate)
+        x, weights_NK, ids_NK, experts = vary_alike((x, weights_NK, ids_NK, self))
+        count = self.count
         own_NK = ids_NK - offset(Layout.parse(INTO), "experts", count)
         rows = sort_rows(own_NK, count, most=min(ids_NK.shape[1], count))
         ranks = lax.axis_size(EXPERT_AXIS) if is_bound(EXPERT_AXIS) else 1
         usual = usual_rows(ids_NK.size, len(rows.choice_R), ranks) if ranks > 1 else ALL
-        return _summed(usual, x, weights_NK, HeldExperts(*kernels), rows)
+        return _summed(usual, x, weights_NK, experts, rows)
 
-    def products(self, x_ND: Array, rows: "Rows") -> tuple[Array, Array]:
-        """Gate and up of each row's token, [R, U] both."""
-        x_RD = dispatch(x_ND, rows)
-        return grouped_dot(x_RD, self.gate, rows.sizes_E), grouped_dot(x_RD, self.up, rows.sizes_E)
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.gate.kernels)
+
+    def products(self, x: Operand, rows: "Rows") -> tuple[Array, Array]:
+        """Gate and up products of each row's token, both [R, U]."""
+        x = _dispatched_operand(x, rows)
+        return self.gate.times(x, rows.sizes_E), self.up.times(x, rows.sizes_E)
+
+    def with_gradients(self, kernels: Iterable[Array], most: Iterable[tuple]) -> "HeldExperts":
+        """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""
+        return HeldExperts(*(one.with_gradient(dw, *found) for one, dw, found in zip(self, kernels, most, strict=True)))
+
+    def for_each(self, chunks: int) -> list[Array]:
+        """The scales once for each chunk of a batch, for `with_scales`."""
+        return [_scales_of_each(chunks, one.amax) for one in self if one.amax is not None]
+
+    def with_scales(self, scales: Iterable[Array]) -> "HeldExperts":
+        """The experts with the scales of one chunk."""
+        return HeldExperts(*(one.replace(amax=amax) for one, amax in zip(self, scales))) if scales else self
 
 
-# The gradient is written out: only the two products are kept for it, of as many rows as are usual, and where more came
-# they are made again. What multiplies with weights' gradients is apart, so that a divided backward pass has it later.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scales_of_each(chunks: int, amax: Array) -> Array:
+    """The same scales for each chunk; the gradient is the maximum over chunks, not the sum."""
+    return jnp.broadcast_to(amax, (chunks, *amax.shape))
+
+
+_scales_of_each.defvjp(
+    lambda chunks, amax: (_scales_of_each(chunks, amax), None), lambda chunks, _, found: (found.max(axis=0),)
+)
+
+
+# A custom gradient: only the two products of the usual number of rows are saved for it; if there are more rows, the
+# products are recomputed. Products for the weights' gradients are separate, so that a divided backward pass can run
+# them later.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows") -> Array:
     return _forward(usual, x, weights_NK, experts, rows)[0]
@@ -88,26 +188,27 @@ def _forward(
     usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows"
 ) -> tuple[Array, tuple[Any, ...]]:
     x_ND = x.reshape(-1, x.shape[-1])
-    products = partial(_products, usual, experts, x_ND)
-    kept = [checkpoint_name(array, "experts") for array in _at_load(usual, rows, products)]
+    operand = experts.gate.input(x_ND)  # shared with up; rounded once, before tokens are copied to rows
+    products = partial(_products, usual, experts, operand)
+    kept = [checkpoint_name(array, "experts") for array in _on_rows_in_use(usual, rows, products)]
 
-    # Apart, so that a backward pass that makes the products again makes no more than these.
+    # Separate, so that a backward pass that recomputes the products recomputes nothing else.
     def run(rows: Rows, sums: Callable) -> Array:
-        gate, up = kept if _is_usual(usual, rows) else experts.products(x_ND, rows)
-        # Times the weights before the last product, not after it: then its result is not kept for their gradient.
+        gate, up = kept if _is_usual(usual, rows) else experts.products(operand, rows)
+        # Multiplied with the weights before the last product, so that its result need not be saved for their gradient.
         hidden = gated(gate, up, _weights(weights_NK, rows)).astype(gate.dtype)
-        return sums(grouped_dot(hidden, experts.down, rows.sizes_E))
+        return sums(experts.down.times(experts.down.input(hidden), rows.sizes_E))
 
-    y_ND = _at_load(usual, rows, run)
-    return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, *kept)
+    y_ND = _on_rows_in_use(usual, rows, run)
+    return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, experts.gate.most(x_ND), *kept)
 
 
-def _products(usual: int, experts: HeldExperts, x_ND: Array, rows: "Rows", sums: Callable) -> tuple[Array, Array]:
-    """The usual rows' products; of more rows none are kept, but zeros in their place."""
+def _products(usual: int, experts: HeldExperts, x: Operand, rows: "Rows", sums: Callable) -> tuple[Array, Array]:
+    """Products of the usual number of rows; if there are more, none are saved, and zeros take their place."""
     if _is_usual(usual, rows):
-        return experts.products(x_ND, rows)
-    shape = usual, experts.gate.shape[2]
-    none = as_varying(jnp.zeros(shape, x_ND.dtype), varying_axes(x_ND))
+        return experts.products(x, rows)
+    kernels = experts.gate.kernels
+    none = as_varying(jnp.zeros((usual, kernels.shape[2]), kernels.dtype), varying_axes(x.values))
     return none, none
 
 
@@ -116,32 +217,37 @@ def _is_usual(usual: int, rows: "Rows") -> bool:
 
 
 def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Array, HeldExperts, None]:
-    x, weights_NK, experts, rows, *kept = saved
+    x, weights_NK, experts, rows, of_x, *kept = saved
     x_ND, dy_ND = (array.reshape(-1, x.shape[-1]) for array in (x, dy))
+    gate, up, down = experts
+    dy_operand = down.gradient(dy_ND)
 
     def of_products(rows: Rows) -> tuple[Array, ...]:
-        products = kept if _is_usual(usual, rows) else experts.products(x_ND, rows)
-        dhidden = grouped_dot(dispatch(dy_ND, rows), experts.down, rows.sizes_E, transposed=True)
+        products = kept if _is_usual(usual, rows) else experts.products(gate.input(x_ND), rows)
+        dhidden = down.times(_dispatched_operand(dy_operand, rows), rows.sizes_E, transposed=True)
         hidden, pull = jax.vjp(gated, *products, _weights(weights_NK, rows))
         return *pull(dhidden.astype(hidden.dtype)), hidden.astype(dhidden.dtype)
 
     def of_tokens(rows: Rows, sums: Callable) -> tuple[Array, ...]:
         dgate, dup, dweights, hidden = of_products(rows)
-        pairs = (dgate, experts.gate), (dup, experts.up)
-        dx_ND = sums(*(grouped_dot(d, w, rows.sizes_E, transposed=True) for d, w in pairs))
-        return dx_ND, collect(dweights, rows.of_choices()), dgate[:usual], dup[:usual], hidden[:usual]
+        pairs = (gate, dgate), (up, dup)
+        dx_ND = sums(*(one.times(one.gradient(d), rows.sizes_E, transposed=True) for one, d in pairs))
+        most = [one.most(array, rows.sizes_E) for one, array in (*pairs, (down, hidden))]
+        return dx_ND, collect(dweights, rows.of_choices()), most, dgate[:usual], dup[:usual], hidden[:usual]
 
-    dx_ND, dweights, *found = _at_load(usual, rows, of_tokens)
+    dx_ND, dweights, (of_dgate, of_dup, of_hidden), *found = _on_rows_in_use(usual, rows, of_tokens)
 
-    def of_kernels(rows: Rows, sums: Callable) -> HeldExperts:
+    def of_kernels(rows: Rows, sums: Callable) -> list[Array]:
         x_RD, dy_RD = dispatch(x_ND, rows), dispatch(dy_ND, rows)
         dgate, dup, hidden = found
         if not _is_usual(usual, rows):
             dgate, dup, _, hidden = of_products(rows)
         pairs = (x_RD, dgate), (x_RD, dup), (hidden, dy_RD)
-        return HeldExperts(*(grouped_sums(left, right, rows.sizes_E) for left, right in pairs))
+        return [grouped_sums(left, right, rows.sizes_E) for left, right in pairs]
 
-    return dx_ND.reshape(x.shape), dweights.reshape(weights_NK.shape), _at_load(usual, rows, of_kernels), None
+    most = (of_x, of_dgate), (of_x, of_dup), (of_hidden, down.most(dy_ND))
+    dexperts = experts.with_gradients(_on_rows_in_use(usual, rows, of_kernels), most)
+    return dx_ND.reshape(x.shape), dweights.reshape(weights_NK.shape), dexperts, None
 
 
 _summed.defvjp(_forward, _backward)
@@ -152,13 +258,13 @@ def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
     return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
 
 
-def _at_load(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
-    """`run` of the rows that are usual if no others are in use, of all else, and of what adds up each token's rows: of
-    arrays [R, D] that of all, [N, D]."""
+def _on_rows_in_use(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
+    """Call `run` on the usual number of rows if they suffice, otherwise on all rows. Its second argument sums the rows
+    of each token, over several arrays [R, D], to [N, D]."""
     if usual == ALL:
         return run(rows, partial(_sums, rows.row_NK, mode="promise_in_bounds"))
     few = rows._replace(choice_R=rows.choice_R[:usual])
-    last = usual - 1  # is in no use then, and stands for all rows that are not there
+    last = usual - 1  # not in use in that case; it stands for all missing rows
 
     def sums(*found: Array) -> Array:
         zero_there = [y_RD.at[last].set(0) for y_RD in found]
@@ -175,19 +281,20 @@ def _weights(weights_NK: Array, rows: "Rows") -> Array:
 
 
 class Rows(NamedTuple):
-    """Choices, each of a token and one of K places, in rows sorted by what was chosen; `sizes_E` of each there are."""
+    """Choices, each of a token and one of its K places, in rows sorted by the chosen expert; `sizes_E` counts them."""
 
-    choice_R: Array  # token * K + place; behind the last row that is in use, of any token
-    row_NK: Array  # where each choice is; R where it has no row
+    choice_R: Array  # token * K + place; arbitrary after the last row in use
+    row_NK: Array  # row of each choice; R if it has none
     sizes_E: Array
 
     def of_choices(self) -> "Rows":
-        """The same rows, of an array [N * K, ...] of what belongs to choices."""
+        """The same rows, for an array [N * K, ...] with an entry for each choice."""
         return self._replace(row_NK=self.row_NK.reshape(-1, 1))
 
 
 def sort_rows(chosen_NK: Array, count: int, *, most: int) -> Rows:
-    """Rows of the choices from 0 to count - 1, of which a token has at most so many; in order of the tokens."""
+    """Rows of the choices from 0 to count - 1; rows of the same choice are in the order of the tokens. A token has at
+    most `most` of these choices."""
     tokens, places = chosen_NK.shape
     chosen = jnp.where((chosen_NK >= 0) & (chosen_NK < count), chosen_NK, count).reshape(-1)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
@@ -199,18 +306,22 @@ def sort_rows(chosen_NK: Array, count: int, *, most: int) -> Rows:
 
 @jax.custom_vjp
 def dispatch(x_ND: Array, rows: Rows) -> Array:
-    """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use have some token, too."""
+    """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use get an arbitrary token."""
     return x_ND[rows.choice_R // rows.row_NK.shape[1]]
+
+
+def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
+    return x._replace(values=dispatch(x.values, rows))
 
 
 @jax.custom_vjp
 def collect(y_RD: Array, rows: Rows) -> Array:
-    """Of each token the sum of its rows, in float32, as y's dtype, [N, D]."""
+    """The sum of each token's rows, added in float32, in y's dtype, [N, D]."""
     return _sums(rows.row_NK, y_RD)
 
 
 def _sums(row_NK: Array, *arrays_RD: Array, mode: str = "fill") -> Array:
-    # Added up one after the other, all in one pass; of a sum over a dim of K XLA makes a slower one on TPU.
+    # Added one after the other, all in one pass; on TPU a sum over a dim of size K is slower.
     found = (y_RD.at[row_N].get(mode=mode, fill_value=0) for y_RD in arrays_RD for row_N in row_NK.T)
     return sum(y_ND.astype(jnp.float32) for y_ND in found).astype(arrays_RD[0].dtype)
 

@@ -1,54 +1,58 @@
-"""Products of rows with the matrix of their group: those of a mixture's experts, none of which computes for a row that
-is not its own."""
+"""Grouped products, of rows with the matrix of their group, as for a mixture's experts: no expert computes rows of
+another."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.grouped_kernel import ragged_dot, ragged_sums
 from parallax.model.kernels import platform_traced
-from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.model.products import Operand, multiplied
+from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 
 LEAST_ROWS = 8
-# Of a block: how many rows at most, and how many blocks an even group has at least. A GPU wants large products: on one
-# H100, 16,384 rows of 2048 to 8 groups of 4096 took 15.4 ms in blocks of 128, forward and backward, 6.1 ms in 512 and
-# 9.7 ms as a ragged_dot, of which XLA makes products of all rows with all matrices there.
+# The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products: on one H100, 16,384
+# rows of 2048 to 8 groups of 4096 took 15.4 ms in blocks of 128, forward and backward, 6.1 ms in blocks of 512, and
+# 9.7 ms as a ragged_dot, which XLA turns into products of all rows with all matrices there.
 MOST_ROWS, PIECES = {"cpu": 128, "gpu": 512}, {"cpu": 4, "gpu": 2}
 
 
 def grouped_dot(
-    x_NI: Array, w_EIO: Array, sizes_E: Array, *, transposed: bool = False, form: str | None = None
+    x_NI: Array | Operand,
+    w_EIO: Array | Operand,
+    sizes_E: Array,
+    *,
+    transposed: bool = False,
+    form: str | None = None,
+    dtype: Any = None,
 ) -> Array:
-    """Each row times its group's matrix, or, of rows [N, O], times it transposed: [N, O], or [N, I], of x's dtype; sums
-    are float32. No communication.
+    """Each row times its group's matrix, [N, O]; for rows [N, O], times the transposed matrix, [N, I]. The result has
+    this dtype, or x's; sums are float32. For operands in 8 bits sums are int32 or float32. No communication.
 
-    The first `sizes_E[0]` rows are of group 0, those behind them of group 1. Rows behind the last group give 0. `form`
-    is "blocks" or "ragged_dot", which gives the same; without it the faster one is taken: ragged_dot on TPUs, which
-    have a kernel for it. On CPUs and GPUs XLA makes of it the products of all rows with all matrices.
+    The first `sizes_E[0]` rows are of group 0, the next ones of group 1. Rows after the last group give 0. `form` is
+    "blocks" or "ragged_dot", with equal results; by default the faster one: ragged_dot on TPUs, which have a kernel for
+    it. On CPUs and GPUs XLA turns it into products of all rows with all matrices.
 
     >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), 2 * jnp.ones((2, 1))])
     >>> grouped_dot(x, w, jnp.array([1, 1])).tolist()
     [[2.0], [4.0], [0.0]]
     """
-    return _form(form).rows_times(*_alike(x_NI, w_EIO, sizes_E), transposed)
+    x, w = (array if isinstance(array, Operand) else Operand(array, None) for array in (x_NI, w_EIO))
+    x, w, sizes_E = vary_alike((x, w, sizes_E.astype(jnp.int32)))
+    return _form(form).rows_times(x, w, sizes_E, transposed, dtype or x.values.dtype)
 
 
 def grouped_sums(x_NI: Array, y_NO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
-    """Of each group the sum over its rows of their outer products, [E, I, O] of x's dtype: the gradient of the matrices
-    of `grouped_dot`. Sums are float32. No communication.
+    """Sum over each group's rows of their outer products, [E, I, O] in x's dtype: the gradient of `grouped_dot`'s
+    matrices. Sums are float32. No communication.
 
     >>> x, y = jnp.ones((3, 1)), jnp.array([[1.0], [2.0], [4.0]])
     >>> grouped_sums(x, y, jnp.array([1, 1])).tolist()
     [[[1.0]], [[2.0]]]
     """
-    return _form(form).rows_with_rows(*_alike(x_NI, y_NO, sizes_E)).astype(x_NI.dtype)
-
-
-def _alike(x: Array, y: Array, sizes_E: Array) -> list[Array]:
-    axes = frozenset().union(*map(varying_axes, (x, y, sizes_E)))
-    return [as_varying(array, axes) for array in (x, y, sizes_E.astype(jnp.int32))]
+    return _form(form).rows_with_rows(*vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32)))).astype(x_NI.dtype)
 
 
 def _form(name: str | None) -> "Form":
@@ -56,7 +60,7 @@ def _form(name: str | None) -> "Form":
 
 
 def rows_of_block(rows: int, groups: int) -> int:
-    """Rows that are multiplied at once in the form "blocks": fewer where groups have few rows.
+    """Rows that are multiplied at once in the form "blocks": fewer if groups have few rows.
 
     >>> [rows_of_block(rows, groups=8) for rows in (8, 256, 2048, 8192)]
     [8, 8, 64, 128]
@@ -68,27 +72,30 @@ def rows_of_block(rows: int, groups: int) -> int:
     return size
 
 
-def _rows_times(x_NA: Array, w_EIO: Array, sizes_E: Array, transposed: bool) -> Array:
-    """The product of each block with its group's matrix. A block that ends behind its group's last row writes rows of
-    the next group, whose own blocks come later."""
-    rows, size = len(x_NA), rows_of_block(len(x_NA), len(sizes_E))
-    product, width = ("bO,IO->bI", w_EIO.shape[1]) if transposed else ("bI,IO->bO", w_EIO.shape[2])
-    filled = jnp.pad(x_NA, ((0, size), (0, 0)))
+def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
+    """The product of each block with its group's matrix. A block that ends after its group's last row also writes rows
+    of the next group, whose own blocks come later and overwrite them."""
+    rows, size = len(x.values), rows_of_block(len(x.values), len(sizes_E))
+    product, width = ("bO,IO->bI", w.values.shape[1]) if transposed else ("bI,IO->bO", w.values.shape[2])
+    filled = jnp.pad(x.values, ((0, size), (0, 0)))
 
     def step(y_NA: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         group, first, _ = block
-        x = lax.dynamic_slice_in_dim(filled, first, size)
-        w = lax.dynamic_index_in_dim(w_EIO, group, keepdims=False)
-        y = jnp.einsum(product, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        own = Operand(lax.dynamic_slice_in_dim(filled, first, size), x.unit)
+        matrix = Operand(lax.dynamic_index_in_dim(w.values, group, keepdims=False), w.unit)
+        if x.unit is None:
+            y = jnp.einsum(product, own.values, matrix.values, preferred_element_type=jnp.float32).astype(dtype)
+        else:
+            y = multiplied(product, own, matrix, dtype)
         return lax.dynamic_update_slice_in_dim(y_NA, y, first, 0), None
 
-    start = as_varying(jnp.zeros((rows + size, width), x_NA.dtype), varying_axes(x_NA))
+    start = as_varying(jnp.zeros((rows + size, width), dtype), varying_axes(x.values))
     y_NA, _ = lax.scan(step, start, _blocks(sizes_E, rows, size))
     return jnp.where((jnp.arange(rows) < sizes_E.sum())[:, None], y_NA[:rows], 0)
 
 
 def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
-    """Of each group, the sum over its rows of their outer products, float32 [E, I, O]."""
+    """Sum over each group's rows of their outer products, float32 [E, I, O]."""
     rows, size = len(x_NI), rows_of_block(len(x_NI), len(sizes_E))
     x_filled, y_filled = (jnp.pad(array, ((0, size), (0, 0))) for array in (x_NI, y_NO))
 
@@ -104,8 +111,8 @@ def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
 
 
 def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
-    """Of each block its group, its first row and how many rows are the group's: as many blocks as there may be. Those
-    that no group needs begin behind all rows."""
+    """For each block its group, its first row and the number of rows of its group. There are as many blocks as may be
+    needed; unused ones begin after all rows."""
     count = (rows + len(sizes_E) * (size - 1)) // size
     needed_E = -(-sizes_E // size)
     last_E, ends_E = jnp.cumsum(needed_E), jnp.cumsum(sizes_E)
@@ -119,9 +126,9 @@ def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
 
 
 class Form(NamedTuple):
-    """How products are made of rows with their group's matrices, and of rows with rows."""
+    """Functions that multiply rows with their group's matrices, and rows with rows."""
 
-    rows_times: Callable[[Array, Array, Array, bool], Array]
+    rows_times: Callable[[Operand, Operand, Array, bool, Any], Array]
     rows_with_rows: Callable[[Array, Array, Array], Array]
 
 

@@ -1,8 +1,8 @@
-"""Grouped products on TPU, for gradients, by JAX's megablox kernels.
+"""Grouped products for gradients on TPU, by JAX's megablox kernels.
 
-Of the weights' gradient XLA makes the products of all rows with all rows, one for each group. The kernel takes each row
-for its own group alone, and skips those behind the last one. Of the rows' XLA has a kernel that wants the matrices
-transposed in memory, which is a copy of them for each layer.
+For the weight gradient XLA multiplies all rows for each group; the kernel visits each row once, for its own group, and
+skips rows after the last group. For the gradient of the rows XLA has a kernel, but it needs the matrices transposed in
+memory, which takes a copy of them for each layer.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,26 +13,29 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from parallax.model.kernels import LANES, platform_traced, unchecked
+from parallax.model.products import Operand, in_units
 
-GROUPED_SCOPE = "by_group"  # by which the kernels are known in traced programs
-BLOCK_ROWS = (512, 256, LANES)  # of a block
+GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
+BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
 
 
-def ragged_dot(x_NA: Array, w_EIO: Array, sizes_E: Array, transposed: bool) -> Array:
-    """Rows times their group's matrices by XLA, or these transposed: by JAX's kernel where TPUs have it, which reads
-    them as they lie; XLA would copy them before.
+def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
+    """Rows times their group's matrices by XLA, or times the transposed matrices. For those TPUs use JAX's kernel,
+    which reads the matrices without transposing them; XLA would copy them first. The kernel does not support 8 bits, so
+    matrices in 8 bits are copied.
 
-    Rows behind the last group are then not written, and whatever was there.
+    With the kernel, rows after the last group are undefined.
     """
-    if transposed and _has_kernel(x_NA):
-        return transposed_by_group(x_NA, w_EIO, sizes_E)
-    contracted = ([1], [2 if transposed else 1]), ([], [])
-    return lax.ragged_dot_general(x_NA, w_EIO, sizes_E, lax.RaggedDotDimensionNumbers(contracted, [0], [0]))
+    if transposed and x.unit is None and _has_kernel(x.values):
+        return transposed_by_group(x.values, w.values, sizes_E)
+    dims = lax.RaggedDotDimensionNumbers((([1], [2 if transposed else 1]), ([], [])), [0], [0])
+    y = lax.ragged_dot_general(x.values, w.values, sizes_E, dims, preferred_element_type=x.sums)
+    return y.astype(dtype) if x.unit is None else in_units(y, x, w, dtype)
 
 
 def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
-    """Of each group the sum of outer products, by the kernel where TPUs have it, by XLA elsewhere."""
+    """Sum of outer products of each group's rows: on TPU by the kernel, elsewhere by XLA."""
     if _has_kernel(x_NI):
         return weights_by_group(x_NI, y_NO, sizes_E)
     contracted = ([0], [0]), ([], [])
@@ -40,14 +43,14 @@ def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
 
 
 def transposed_by_group(x_NO: Array, w_EIO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
-    """Rows times their group's matrices transposed, [N, I] of x's dtype; sums are float32. Rows behind the last group
-    have no meaning. `N` is a multiple of 128."""
+    """Rows times their group's matrices transposed, [N, I] in x's dtype; sums are float32. Rows after the last group
+    are undefined. `N` is a multiple of 128."""
     widths = w_EIO.shape[2], w_EIO.shape[1]
     return _by_group(gmm, x_NO, w_EIO, sizes_E, widths=widths, transpose_rhs=True, interpret=interpret)
 
 
 def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
-    """Of each group the sum over its rows of their outer products, [E, I, O] of x's dtype; sums are float32.
+    """Sum over each group's rows of their outer products, [E, I, O] in x's dtype; sums are float32.
 
     `N` is a multiple of 128.
     """
@@ -55,7 +58,7 @@ def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: boo
 
 
 def _has_kernel(x_NA: Array) -> bool:
-    """Whether what is traced now is for TPUs, and the rows fill blocks."""
+    """Whether the program being traced is for TPUs and the rows divide into blocks."""
     return platform_traced() == "tpu" and len(x_NA) % LANES == 0
 
 
@@ -72,7 +75,7 @@ def _by_group(kernel: Callable, x: Array, other: Array, sizes_E: Array, *, width
 
 
 def width_of_block(width: int) -> int:
-    """Entries of a block of so many: the most that leave least of the last block empty.
+    """Width of a block for a dim of this width: among those with the least padding of the last block, the largest.
 
     >>> [width_of_block(width) for width in (4096, 1408, 704, 64)]
     [1024, 768, 768, 128]

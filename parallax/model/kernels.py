@@ -1,15 +1,16 @@
-"""Attention that never holds its scores: JAX's splash attention for TPU, and cuDNN's for GPU.
+"""Attention that never stores its scores: JAX's splash attention for TPU, and for GPU cuDNN's or JAX's for Triton.
 
-The kernels of Pallas know nothing of the types that say over which axes of the mesh a value varies, so they run in a
-shard_map of their own without that check, the only one of this project. JAX cannot know there which gradients are to be
-summed; it is told from outside: what goes in varies over all axes of any operand, so that the transpose of letting it
-vary is the sum, and the forward and the backward pass are each a program of one device, which sends nothing.
+JAX's types say over which mesh axes a value varies, but Pallas kernels do not declare them. So the kernels run in a
+separate shard_map without that check, the only one in this project. There JAX cannot know which gradients must be
+summed. So all inputs are marked outside as varying over the axes of any operand: the transpose of this mark is the sum,
+and forward and backward pass are each a program of one device, which sends nothing.
 """
 
 import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,42 +29,59 @@ from parallax.sharding.zigzag import order_of, own_tokens
 
 
 class Runs(NamedTuple):
-    """The platforms, as JAX calls them, on which a kernel runs, and those that only interpret it, slowly."""
+    """Platforms (JAX's names) on which a kernel runs natively, and those that only interpret it, slowly."""
 
     native: tuple[str, ...]
     interpreted: tuple[str, ...] = ()
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """All on which it gives results."""
+        """All platforms on which it can run."""
         return self.native + self.interpreted
 
 
-# What model.kernel may be, and the only place that says where each of them runs.
+# The values of model.kernel and, only here, the platforms on which each runs.
 ATTENTION_KERNELS = {
     "xla": Runs(("cpu", "gpu", "tpu")),
     "cudnn": Runs(("gpu",)),
     "splash": Runs(("tpu",), interpreted=("cpu",)),
+    "triton": Runs(("gpu",), interpreted=("cpu",)),
 }
-# Entries of a head that cuDNN's attention takes, as JAX limits them: by compute capability, which only a GPU that is
-# here could say, so by the names of those that have 9.0 or more.
+# Largest head width of cuDNN's attention, as limited by JAX. The limit depends on the compute capability, which is only
+# known for a GPU that is present; so GPUs with 9.0 or more are listed by name.
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
-LANES = 128  # of a TPU's vector registers; blocks are multiples of it
+# Tokens on a side of a block of the kernels for Triton: the most for the forward pass, and for the backward pass JAX's
+# default. Blocks are in shared memory: float32 blocks with twice as many entries did not compile for H100.
+TRITON_BLOCK, TRITON_BACKWARD_BLOCK, TRITON_BLOCK_ENTRIES = 128, 32, 128 * 64
+TRITON_LEAST_WIDTH, TRITON_WIDEST = 16, 256  # head widths that these kernels multiply
+LANES = 128  # lanes of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
 
 def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BT: Array, *, scale: float) -> Array:
     """Softmax attention of each token to those before it in its own segment, [B, S, H, K]. No communication.
 
-    Keys, values and segments are those of whole rows, in order; queries too, or those of this context rank, see
-    parallax/sharding/zigzag.py. Blocks of the scores live in the kernel's memory, one at a time; blocks after the
-    diagonal are skipped. The backward pass makes them again from q, k, v, the output and each row's logsumexp in
-    float32. `S` is a multiple of 128, or of 256 where context ranks share the queries: a block is of one chunk.
+    Keys, values and segments are those of whole rows, in order. So are queries, or they are those of this context rank,
+    see parallax/sharding/zigzag.py. The kernel holds one block of scores at a time and skips blocks after the diagonal.
+    The backward pass recomputes them from q, k, v, the output and each row's logsumexp in float32. `S` is a multiple of
+    128, or of 256 if context ranks share the queries, since a block must not cross a chunk's border.
     """
     arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BT)
-    return _attention(*vary_alike(arrays)).swapaxes(1, 2)
+    return _attention(_splash_kernel_of, *vary_alike(arrays)).swapaxes(1, 2)
+
+
+def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, segments_BS: Array, *, scale: float) -> Array:
+    """`causal_attention` of whole rows by JAX's kernels for Triton, with heads of one width, [B, S, H, J]. No
+    communication.
+
+    The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
+    are summed over that dim. `S` is a multiple of 32.
+    """
+    q_MBSGJ = jnp.moveaxis(_by_group(q_BSHJ * scale, k_BSGJ.shape[2]), 3, 0)
+    out = _attention(_triton_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, segments_BS)))
+    return jnp.moveaxis(out, 0, 3).reshape(q_BSHJ.shape)
 
 
 def cudnn_attention(
@@ -71,10 +89,10 @@ def cudnn_attention(
 ) -> Array:
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
-    With `is_causal`, of queries and keys in order, blocks after the diagonal are skipped. The mask is what else hides
-    keys: cuDNN takes it as a bias, and computes the scores that it hides, too. JAX looks for a GPU when it traces the
-    call; where none is, a call of the same operands, results and products takes its place, so that a step for GPUs is
-    reported, planned and compiled on any machine.
+    With `is_causal`, for queries and keys in order, blocks after the diagonal are skipped. The mask hides further keys:
+    cuDNN takes it as a bias and computes masked scores, too. JAX looks for a GPU when it traces the call. If there is
+    none, a call with the same operands, results and products takes its place, so that a step for GPUs can be reported,
+    planned and compiled on any machine.
     """
     arrays = q_BSHJ, k_BTGJ, v_BTGJ, mask_B1ST
     if platform_traced() and not is_for_absent_gpus():
@@ -90,8 +108,8 @@ def cudnn_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _named(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """`attention(q, k, v, mask)`, whose result and each row's logsumexp have a name for remat policies: JAX gives the
-    latter none, and without it the backward pass would make both again."""
+    """`attention(q, k, v, mask)` with names, for remat policies, on the result and on each row's logsumexp. JAX does
+    not name the latter, and without it the backward pass would recompute both."""
     return attention(q, k, v, mask)
 
 
@@ -99,7 +117,7 @@ def _named_forward(attention: Callable, q: Array, k: Array, v: Array, mask: Arra
     out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
     name = functools.partial(checkpoint_name, name="core")
     named = name(out)
-    # The logsumexp alone is float32.
+    # Only the logsumexp is float32.
     keep = lambda leaf: named if leaf is out else name(leaf) if leaf.dtype == jnp.float32 else leaf  # noqa: E731
     return named, jax.tree.map(keep, pull)
 
@@ -112,7 +130,7 @@ _named.defvjp(_named_forward, _named_backward)
 
 
 def widest_head(kind: str) -> int:
-    """Entries of a query that cuDNN's attention takes on devices of this kind; at most, where it is unknown, "".
+    """Largest head width that cuDNN's attention supports on devices of this kind; the largest of all kinds for "".
 
     >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
     (128, 256)
@@ -121,7 +139,7 @@ def widest_head(kind: str) -> int:
 
 
 def platform_traced() -> str:
-    """What will run what is traced now, as "cpu"; "" for a mesh of no devices, which is for accelerators."""
+    """Platform for which a program is being traced, as "cpu"; "" for an abstract mesh, which is for accelerators."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is not None:
         return mesh.abstract_device.platform
@@ -129,13 +147,13 @@ def platform_traced() -> str:
 
 
 def is_for_absent_gpus() -> bool:
-    """Whether what is traced now is for GPUs that are not here: it can be compiled, and nothing of it runs."""
+    """Whether the program being traced is for GPUs that are not present: it can be compiled but not run."""
     return platform_traced() == "gpu" != jax.default_backend()
 
 
 def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`, or a chunk
-    of it where so many context ranks share the queries.
+    of it if `ranks` context ranks share the queries.
 
     >>> [splash_block_tokens(seq) for seq in (128, 768, 2048, 4096)], splash_block_tokens(2048, ranks=4)
     ([128, 256, 512, 512], 256)
@@ -144,17 +162,32 @@ def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
 
 
-# ---- the kernel and its gradient
+def triton_block_tokens(seq: int, width: int) -> int:
+    """The same for the forward pass of the kernel for Triton: from 32 to 128, fewer if heads are wide.
+
+    >>> [triton_block_tokens(seq, 64) for seq in (32, 192, 2048)], triton_block_tokens(2048, 192)
+    ([32, 64, 128], 32)
+    """
+    most = max(TRITON_BACKWARD_BLOCK, TRITON_BLOCK_ENTRIES // triton_width(width))
+    return next(size for size in (TRITON_BLOCK, 64, TRITON_BACKWARD_BLOCK) if seq % size == 0 and size <= most)
+
+
+def triton_width(width: int) -> int:
+    """The head width that the kernels for Triton multiply: the next power of two."""
+    return max(TRITON_LEAST_WIDTH, pl.next_power_of_2(width))
+
+
+# ---- the kernels and their gradients
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pull:
-    """How the backward pass is put together again: its structure, and where each of its arrays stands. JAX carries it
-    along as it is; it is equal to nothing but itself."""
+    """How to rebuild the backward pass: its tree structure, and the source of each of its arrays. JAX passes it on
+    unchanged; it is equal only to itself."""
 
     structure: Any
-    places: tuple[int, ...]  # among q, k, v, those of the kernel, the output and the rest that is kept
+    places: tuple[int, ...]  # indices into q, k, v, arrays of the kernel, the output and the other residuals
 
 
 class SplashKernel(NamedTuple):
@@ -167,15 +200,42 @@ class SplashKernel(NamedTuple):
         return jax.vmap(self.of_row)(q, k, v, self.segments)
 
 
-@jax.custom_vjp
-def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
-    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, _kernel_of(q, k, segments))
+class TritonKernel(NamedTuple):
+    """Attention of whole rows with these segments, by the kernels for Triton; Pallas interprets them on CPUs."""
+
+    segments: Array
+
+    def __call__(self, q_MBSGJ: Array, k: Array, v: Array) -> Array:
+        size = triton_block_tokens(k.shape[1], k.shape[-1])
+        back = TRITON_BACKWARD_BLOCK
+        sizes = dict(block_q_dkv=back, block_kv_dkv=back, block_q_dq=back, block_kv_dq=back)
+        how = dict(causal=True, interpret=platform_traced() == "cpu")
+        blocks = _for_triton().BlockSizes(block_q=size, block_k=size, **sizes)
+        attend = lambda q: _for_triton().mha(q, k, v, self.segments, block_sizes=blocks, **how)  # noqa: E731
+        return jax.vmap(attend)(q_MBSGJ)
 
 
-def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
+@functools.cache
+def _for_triton() -> Any:
+    """JAX's module; on import it warns that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    return attention
+
+
+KernelOf = Callable[[Array, Array, Array], Any]  # of queries, keys and segments
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(kernel_of: KernelOf, q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, segments))
+
+
+def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
     made = {}
 
-    def run(q: Array, k: Array, v: Array, kernel: SplashKernel) -> tuple[Array, list[Array]]:
+    def run(q: Array, k: Array, v: Array, kernel: Callable) -> tuple[Array, list[Array]]:
         out, pull = jax.vjp(kernel, q, k, v)
         leaves, structure = jax.tree.flatten(pull)
         known = [q, k, v, *jax.tree.leaves(kernel), out]
@@ -184,28 +244,32 @@ def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]
         made["pull"] = Pull(structure, tuple(place[id(leaf)] for leaf in leaves))
         return out, rest
 
-    out, rest = unchecked(run, q, k, v, _kernel_of(q, k, segments))
+    out, rest = unchecked(run, q, k, v, kernel_of(q, k, segments))
     out, rest = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, rest))
     return out, (q, k, v, segments, out, rest, made["pull"])
 
 
-def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, segments, out, rest, pull = saved
 
     def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
         leaves = jax.tree.leaves(arrays)
         return jax.tree.unflatten(pull.structure, [leaves[at] for at in pull.places])(dy)
 
-    # The kernel's tables and segments are made again, so that a layer keeps none.
-    return *unchecked(run, dy, q, k, v, _kernel_of(q, k, segments), out, rest), None
+    # The kernel's tables and segments are recomputed, so that a layer saves none.
+    return *unchecked(run, dy, q, k, v, kernel_of(q, k, segments), out, rest), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
-    """The kernel for queries [B, H, S, J] and keys [B, G, T, J] of rows with these segments, [B, T]. Fewer queries than
-    keys are those of this context rank."""
+def _triton_kernel_of(q: Array, k: Array, segments: Array) -> TritonKernel:
+    return TritonKernel(segments)
+
+
+def _splash_kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
+    """The kernel for queries [B, H, S, J] and keys [B, G, T, J] of rows with these segments, [B, T]. If there are fewer
+    queries than keys, they are those of this context rank."""
     (heads, queries), keys = q.shape[1:3], k.shape[2]
     ranks = keys // queries
     kernel = _splash_kernel(heads, keys, ranks, interpreted=platform_traced() == "cpu")
@@ -221,14 +285,15 @@ def _kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
 
 
 class ContextMask(splash.CausalMask):
-    """The causal mask of keys in order, and of queries in the order in which context ranks hold them."""
+    """The causal mask for keys in order and queries in the order in which context ranks hold them."""
 
     def __init__(self, seq: int, ranks: int):
         super().__init__((seq, seq))
         self.q_sequence = order_of(ranks, seq).reshape(-1).astype(np.int32)
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        """The mask of a block; most are of one value, which takes no comparison: at 131,072 tokens there are 65,536."""
+        """The mask of a block. Most blocks have one value, so entries need not be compared: at 131,072 tokens there are
+        65,536 blocks."""
         queries, keys = self.q_sequence[block[0]], block[1]
         shape = len(queries), keys.stop - keys.start
         if queries.min() >= keys.stop - 1:
@@ -238,14 +303,14 @@ class ContextMask(splash.CausalMask):
 
 @functools.cache
 def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Callable:
-    """The kernel of all context ranks: its tables are those of one after those of the other. Pallas interprets it on
+    """The kernel of all context ranks: its tables are concatenated in the order of the ranks. Pallas interprets it on
     CPUs."""
     size = splash_block_tokens(seq, ranks)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
-    # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
+    # Two backward kernels, one for dq: a fused kernel would store a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
     mask = splash.MultiHeadMask([ContextMask(seq, ranks)] * heads)
-    with jax.ensure_compile_time_eval():  # constants, whatever is being traced when they are first needed
+    with jax.ensure_compile_time_eval():  # constants, even if they are first needed during tracing
         return splash.make_splash_mha(
             mask,
             block_sizes=splash.BlockSizes(**forward, **backward),
@@ -256,18 +321,18 @@ def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Calla
 
 
 def unchecked(function: Callable, *arrays: Any) -> Any:
-    """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does, which
-    is an array or a tree of them.
+    """`function(*arrays)` on one device, without replication types. Operands are arrays or trees; results vary over
+    every axis over which an operand varies.
 
-    For JAX's splash kernels, which declare no replication types, so that the check refuses their results. What stands
-    around the call is checked: the results have the types that they have in truth.
+    For JAX's Pallas kernels, which do not declare replication types, so that the check would refuse their results. The
+    code around the call is checked: the results have the correct types.
 
-    Not to be differentiated: a replicated operand's gradient would be that of one device.
+    Do not differentiate it: a replicated operand's gradient would be that of one device.
     """
     if not bound_axis_sizes():
         return function(*arrays)
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    # A bitcast to the same type is a value of which nothing is known.
+    # A bitcast to the same type has no known replication.
     unknown = lambda x: lax.bitcast_convert_type(x, x.dtype)  # noqa: E731
     run = lambda *arrays: function(*jax.tree.map(unknown, arrays))  # noqa: E731
     mesh = jax.sharding.get_abstract_mesh()
@@ -275,13 +340,13 @@ def unchecked(function: Callable, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
 
 
-# ---- what cuDNN takes, gives and multiplies, as Pallas calls; for GPUs that are not here, as calls of nothing
+# ---- cuDNN's operands, results and products as Pallas calls; for GPUs that are not present, as opaque calls
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
-    """What cuDNN computes, in calls of which each is one of its own; for tracing, and interpreted on CPU for tests. As
-    many queries as keys are in order, and causal."""
+    """The computation of cuDNN, with one call for each of its calls; for tracing, and interpreted on CPU for tests. If
+    there are as many queries as keys, they are in order, and attention is causal."""
     return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
 
 
@@ -320,21 +385,21 @@ described_attention.defvjp(_described_forward, _described_backward)
 
 
 def _described_call(name: str, kernel: Callable, shapes: list[jax.ShapeDtypeStruct]) -> Callable:
-    """For absent GPUs what the compiler knows nothing of but operands and results: an interpreted kernel is compiled as
-    what it says, with all scores in memory."""
+    """For GPUs that are not present: an opaque call with the right operands and results. An interpreted kernel would be
+    compiled as written, with all scores in memory."""
     if is_for_absent_gpus():
         return jax.ffi.ffi_call(name, shapes)
     return pl.pallas_call(kernel, shapes, name=name, interpret=True)
 
 
 def _by_group(x_BSHJ: Array, groups: int) -> Array:
-    """Query heads beside those of their group, [B, S, G, H / G, J]."""
+    """Query heads by group, [B, S, G, H / G, J]."""
     rows, seq, heads, width = x_BSHJ.shape
     return x_BSHJ.reshape(rows, seq, groups, heads // groups, width)
 
 
 def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
-    """In float32, [B, G, H / G, S, T]."""
+    """Scores in float32, [B, G, H / G, S, T]."""
     q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
     scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
     queries, keys = scores.shape[-2:]
@@ -348,8 +413,8 @@ def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Arr
 def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. So many context
-    `ranks` share the queries of `seq` tokens, and compute as many blocks each.
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both recompute the scores. `ranks` context
+    ranks share the queries of `seq` tokens, and each computes the same number of blocks.
 
     >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
@@ -363,9 +428,9 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
 
 
 def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """The same of cuDNN's, which makes the scores again once: `part` is "fwd" or "bwd".
+    """The same for cuDNN's kernels, which recompute the scores once: `part` is "fwd" or "bwd".
 
-    Of whole rows it leaves out blocks behind the diagonal; where context ranks share the queries, none.
+    For whole rows it skips blocks after the diagonal; if context ranks share the queries, it skips none.
     """
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
     blocks = -(-seq // CUDNN_BLOCK)
@@ -373,14 +438,28 @@ def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: i
     return 2 * rows * heads * scores * widths[part]
 
 
-def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
-    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this project's.
+def triton_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
+    """The same for the kernels for Triton, of whole rows and heads padded to a power of two: `part` is "fwd" or "bwd",
+    which recomputes the scores twice, for the gradients of keys and of queries."""
+    width = triton_width(max(d_qk, d_v))
+    size = triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK
+    blocks = seq // size
+    products = {"fwd": 2, "bwd": 7}  # scores, output; scores, dv, dp, dk, and scores, dp, dq
+    return 2 * rows * heads * blocks * (blocks + 1) // 2 * size**2 * width * products[part]
 
-    `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
+
+def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
+    """FLOPs of a traced or compiled Pallas call of this name; None if it is not one of this project's.
+
+    `float_shapes` are the shapes of its floating point operands, in order; a batch dim of size 1 may be missing.
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
         return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
+    if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
+        (*rows_and_heads, seq, heads, width), *_ = float_shapes
+        sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width)
+        return 0 if part[2] else triton_flops({"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None

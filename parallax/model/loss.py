@@ -1,4 +1,4 @@
-"""Cross-entropy in float32 over chunks of tokens, the vocab cut or not; never more than one chunk of logits."""
+"""Cross-entropy in float32 over chunks of tokens, with or without a sharded vocab; only one chunk of logits exists."""
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ LOGITS = "logits"  # the scope of the head's products, for traces
 def cross_entropy(
     logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
 ) -> Array:
-    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is IGNORED.
+    """`-log p(label)` and `z_coefficient * logsumexp^2` of each token, [2, C]; 0 where the label is IGNORED.
 
-    Where it is no id of the vocab either, both are NaN, and so are their gradients. `table` says how the vocab is cut;
-    each rank gives its columns, and all get the same losses. Columns behind the first `entries` of the vocab, its
-    padding, have no share.
+    For any other label outside of the vocab both are NaN, and so are their gradients. `table` says how the vocab is
+    sharded; each rank passes its columns, and all get the same losses. Columns after the first `entries` of the vocab
+    are padding and have no effect.
 
     Communication:
         forward   all_reduce of the largest logit, the sum and the label's logit over tp if the vocab is cut over tp
@@ -67,12 +67,13 @@ def chunked_loss_and_grads(
     *,
     entries: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The sums [2], and `weight` times the gradients of both in table (float32) and hidden, chunk by chunk.
+    """The sums [2], and `weight` times the gradients of both losses with respect to table (float32) and hidden, chunk
+    by chunk.
 
-    The table's gradient is added to `earlier_VD`, if that is given: apart it would take a second table's room.
+    The table's gradient is added to `earlier_VD`, if given, to save the memory of a second table.
 
-    Forward and backward of a chunk run together, so that no logits are kept or made twice. `table_VD` must vary
-    over every bound axis: its gradient is this device's share, for the caller to sum once.
+    Forward and backward of a chunk run together, so logits are neither saved nor recomputed. `table_VD` must vary over
+    every bound axis: its gradient is this device's share, which the caller sums once.
     """
 
     wide = dict(preferred_element_type=jnp.float32)
@@ -84,7 +85,7 @@ def chunked_loss_and_grads(
         loss_of = lambda logits_CV: cross_entropy(logits_CV, labels_C, **how).sum(axis=1)  # noqa: E731
         loss, pull = jax.vjp(loss_of, _logits(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
-        # Rounded as what it is multiplied with is: a product of two dtypes would be one of the wider.
+        # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)
         with jax.named_scope(GRADIENTS), jax.named_scope(LOGITS):
             hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
@@ -102,7 +103,7 @@ def _logits(hidden_CD: Array, table_VD: Array) -> Array:
 
 
 def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:
-    """Tokens in equal chunks of at most `chunk_tokens`; ignored ones fill the last chunk."""
+    """Tokens in equal chunks of at most `chunk_tokens`; the last chunk is padded with ignored tokens."""
     tokens = len(labels_N)
     count = -(-tokens // config.chunk_tokens)
     size = -(-tokens // count)

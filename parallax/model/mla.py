@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1), heads cut over `tp`.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1), with heads sharded over `tp`.
 
 Symbols of the paper: c_KV latent, W_DKV down, W_UK up_k, W_UV up_v, W_KR k_rope, W_DQ down_q, W_UQ and W_QR q.
 """
@@ -18,25 +18,26 @@ from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.kernels import platform_traced
 from parallax.model.norm import RMSNorm
-from parallax.model.products import ProductInput
+from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, INPUT, WEIGHT, Operand, ProductInput
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
+from parallax.sharding.eight_bits import from_eight_bits
 from parallax.sharding.einsum import einsum
 from parallax.sharding.zigzag import reshard_in_order
 
-HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # of an array [B, S, H, J]
+HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # memory layout of an array [B, S, H, J]
 UP_WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
 
 class MLA(nn.Module):
-    """Keys and values from one low-rank latent a token; positions from a rotated part that all heads share.
+    """Keys and values from one low-rank latent per token; positions from a rotated part that all heads share.
 
-    Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers a token and never expands:
+    Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers per token and never expands:
     W_UK is absorbed into the queries, W_UV into the output.
 
-    Where context ranks gather keys, they gather the latent, which is smaller, and expand all tokens. In the other
-    forms it sends over `cp` what `attend_over_context` does.
+    If context ranks gather keys, they gather the latent, which is smaller, and expand all tokens. In the other forms it
+    sends over `cp` what `attend_over_context` sends.
 
     Communication, column_row:
         forward   all_gather of x and the latent over tp; all_gather of the queries' latent over tp if d_latent_q > 0;
@@ -67,12 +68,12 @@ class MLA(nn.Module):
     temperature: float
     out_scale: float
     matmul: str = "compute"
-    matmul_residuals: str = "compute"  # of what reads latents; the rotated key's product saves x, attention `out`'s
+    matmul_residuals: str = "compute"  # of products that read latents; that of rotated keys saves x
 
     def setup(self):
         self.queries = self._query_layers()
         self.down = self._dense("d_model", "d_latent/tp")
-        # Too small to gain from 8 bits; each tp rank has the gradient that its own heads give, which has another scale.
+        # Too small to gain from 8 bits. Each tp rank has only its own heads' gradient, which has another scale.
         self.k_rope = self._dense("d_model", "d_rope", matmul="compute")
         self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps)
         heads, seq = activation("heads/tp d_head"), self._seq_of_keys
@@ -98,7 +99,7 @@ class MLA(nn.Module):
         return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens inside the latent space; returns the longer cache too."""
+        """Attend from new tokens in the latent space; also returns the longer cache. See GQA.decode."""
         q, latent, k_rope = self._project(x, context)
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         cache = {
@@ -108,18 +109,21 @@ class MLA(nn.Module):
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
-        k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
+        if context.mask_B1ST is not None:
+            latent, k_rope = cache["latent"], cache["k_rope"]
+        latent = self.up_k.as_rounded(latent)
+        k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
         scale = self._scale_of_scores
-        seen = attend(q, k, cache["latent"][:, :, None], context, scale=scale, kernel=self.kernel)
+        seen = attend(q, k, latent[:, :, None], context, scale=scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:
-        """The layouts of what one layer caches; the same on every `tp` rank."""
+        """Layouts of the entries that one layer caches; they are the same on every `tp` rank."""
         return {name: activation(dim, seq="kv_seq") for name, dim in (("latent", "d_latent"), ("k_rope", "d_rope"))}
 
     @property
     def _seq_of_keys(self) -> str:
-        """How cp cuts seq of what heads are expanded from: where keys are gathered, the latent is, which is smaller."""
+        """How cp shards seq of the latent before it is expanded: if the form gathers keys, the latent is gathered."""
         form = self.family.context
         return form.keys if form.queries == SEQ else SEQ
 
@@ -129,7 +133,7 @@ class MLA(nn.Module):
 
     @property
     def _scale_of_scores(self) -> float:
-        """What is left to multiply scores by, behind `_rotated`."""
+        """The factor that is left for scores after `_rotated`."""
         return 1.0 if joins_by_adding() else self._scale
 
     def _query_layers(self) -> list[nn.Module]:
@@ -165,15 +169,15 @@ class MLA(nn.Module):
     def _rotated(self, q: Array, context: Context) -> Array:
         head = self.sizes["d_head"]
         if joins_by_adding():
-            # As the kernel reads it: else the product has seq last, and is copied. It reads it scaled, too, and here
-            # that costs nothing.
+            # The memory layout that the kernel reads; otherwise the product has seq last and is copied. The kernel also
+            # needs scaled queries, and scaling here costs nothing.
             q = with_layout_constraint(q, HEADS_BEFORE_SEQ)
             return rotate(q, context.rope, head=head, scale=self._scale)
         q_head, q_rope = jnp.split(q, [head], axis=-1)
         return jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
 
     def _keys(self, latent: Array | ProductInput, k_rope: Array) -> Array:
-        """Keys of the heads, and behind each the part that all share."""
+        """Keys of the heads, each followed by the part that all heads share."""
         head, width = self.sizes["d_head"], k_rope.shape[-1]
         if joins_by_adding():
             k = checkpoint_name(self.up_k(latent, behind=width), "kv")
@@ -183,13 +187,13 @@ class MLA(nn.Module):
 
 
 def joins_by_adding() -> bool:
-    """Whether what is traced now is for TPUs, where parts of a head that are computed apart are best joined by adding
-    them with zeros in the others' places: that is fused with the products, and slices and concatenations are copies."""
+    """Whether the program being traced is for TPUs. There, parts of a head that are computed separately are best padded
+    with zeros and added: that is fused with the products, while slices and concatenations are copies."""
     return platform_traced() == "tpu"
 
 
 class Reshard(nn.Module):
-    """A collective as a layer of a chain.
+    """A collective as a layer.
 
     Communication:
         forward   all_gather of x over tp if only `before` is cut over it
@@ -204,9 +208,9 @@ class Reshard(nn.Module):
 
 
 class Up(Dense):
-    """From the latent to heads, and the two products that let decoding stay in the latent space.
+    """Projects the latent to heads, with two further products that keep decoding in the latent space.
 
-    Absorbed, each rank needs its own heads' whole columns of the kernel.
+    In these products each rank needs the whole columns of its own heads.
 
     Communication:
         forward   as Dense
@@ -217,14 +221,21 @@ class Up(Dense):
     """
 
     def absorb_query(self, q: Array) -> Array:
-        """Queries of the heads turned into queries of the latent, [B, S, H, R]."""
+        """Queries of the heads projected to queries of the latent, [B, S, H, R]."""
         heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
         return einsum(f"{heads}, {UP_WHOLE} -> {latents}", q, self._own_heads())
 
     def expand(self, seen: Array) -> Array:
-        """What each head saw of the latents, [B, S, H, R], turned into its values, [B, S, H, K]."""
+        """Attention outputs in the latent space, [B, S, H, R], projected to values, [B, S, H, K]."""
         heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
         return einsum(f"{latents}, {UP_WHOLE} -> {heads}", seen, self._own_heads())
 
+    def as_rounded(self, latent: Array, operand: int = INPUT) -> Array:
+        """A latent, or a kernel, rounded as an 8-bit product would round it, in the compute dtype."""
+        kind = "" if self.matmul == COMPUTE else EIGHT_BIT_PRODUCTS[self.matmul].operand
+        if not kind:
+            return latent
+        return from_eight_bits(*Operand.of(latent, kind, self.amax[operand]), latent.dtype)
+
     def _own_heads(self) -> Array:
-        return reshard(f"{self.weight} -> {UP_WHOLE}", self.kernel.astype(self.dtype))
+        return reshard(f"{self.weight} -> {UP_WHOLE}", self.as_rounded(self.kernel.astype(self.dtype), WEIGHT))

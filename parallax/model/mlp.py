@@ -15,7 +15,7 @@ from parallax.sharding.collectives import reshard
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, of this width; input and output have the residual's layout.
+    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -49,6 +49,8 @@ class GatedMLP(nn.Module):
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 
-@jax.checkpoint  # its own backward pass keeps gate and up alone
+# Its backward pass saves only gate and up. `prevent_cse` would put a barrier before it: XLA would copy what it reads
+# from slots, and fuse it with nothing.
+@partial(jax.checkpoint, prevent_cse=False)
 def _gated(gate: Array, up: Array) -> Array:
     return nn.silu(gate) * up

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dim, cut or not (Zhang and Sennrich 2019, equation 4)."""
+"""RMSNorm over the last dim, sharded or not (Zhang and Sennrich 2019, equation 4)."""
 
 from collections.abc import Mapping
 
@@ -9,6 +9,8 @@ from jax import Array, lax
 from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
+
+SCALE = "scale"  # the parameter of a norm, and of no other module
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +30,7 @@ class RMSNorm(nn.Module):
         layout = Layout.parse(self.layout)
         dim, axes = layout.names[-1], layout.axes[-1]
         tokens = Layout(layout.names[:-1], layout.axes[:-1])
-        scale = parameter(self, "scale", "/".join((dim, *axes)), self.sizes, nn.initializers.ones)
+        scale = parameter(self, SCALE, "/".join((dim, *axes)), self.sizes, nn.initializers.ones)
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=-1)
         squares = all_reduce(f"{tokens.with_partial(*axes)} -> {tokens}", squares)

@@ -1,4 +1,4 @@
-"""Padding of the vocab: rows of the tables behind its entries, so that a mesh can cut them; they have no logits."""
+"""Padding of the vocab: additional table rows, so that the vocab divides over the mesh; they have no logits."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,9 +8,9 @@ from parallax.sharding.layout import Layout
 
 
 def without_padding(logits: Array, table: Layout, entries: int) -> Array:
-    """Logits [..., V] of which those behind the vocab's first `entries` are -inf; `table` says how the vocab is cut.
+    """Set logits [..., V] after the vocab's first `entries` to -inf; `table` says how the vocab is sharded.
 
-    No softmax gives them a share, no sampling chooses them, and no gradient reaches their rows.
+    Then softmax gives them probability 0, sampling never chooses them, and their rows get no gradient.
 
     Communication:
         forward   nothing

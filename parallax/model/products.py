@@ -1,16 +1,16 @@
-"""Matrix products in 8 bits, scaled by the maxima of the step before.
+"""Matrix products in 8 bits, scaled with the maxima of the previous step.
 
 Input and weight, and in the backward pass the gradient of the output, are divided by a scale, clipped and rounded to 8
-bits. The product and the input's gradient are made of them. The weight's gradient is made in the compute dtype, of the
-gradient as it was, and of the input as it was, or as it was rounded: then its 8 bits are what is saved of it.
+bits. The product and the input's gradient are computed from them. The weight's gradient is computed in the compute
+dtype from the unrounded gradient and the input, which is unrounded or rounded; if rounded, its 8 bits are saved.
 
-A scale is one number for a whole tensor of a layer: the largest magnitude that it had in the step before, over all
-microbatches and devices, so that nothing is computed, and no device waits, before rounding. A maximum is the same in
-whatever order it is taken. What grew since then is clipped: e4m3 would become nan.
+A scale is one number for a whole tensor of a layer: its largest magnitude in the previous step, over all microbatches
+and devices. So nothing must be computed or sent before rounding. A maximum does not depend on the order of operands.
+Values that exceed it are clipped: e4m3 would become nan.
 
 A product's largest magnitudes [3], of input, weight and gradient of the output, are a parameter. Its "gradient" is the
-largest magnitudes of this step, of which the maximum is kept where gradients are summed; see `latest_amax` for what
-becomes of it.
+largest magnitudes of this step; these are combined by maximum where other gradients are summed. `latest_amax` turns
+them into the next step's scales.
 
     int8      products of int8, summed in int32
     float8    e4m3 times e4m3, e5m2 times e4m3 for the input's gradient, summed in float32 (Micikevicius et al. 2022)
@@ -34,49 +34,55 @@ from parallax.sharding.einsum import einsum_letters
 COMPUTE, MEASURED = "compute", "measured"
 EIGHT_BITS = "8bit"  # of residuals
 AMAX, AMAX_LAYOUT = "amax", "operands"  # a parameter's name, and its layout
-KERNEL, ROUNDED = "kernel", "rounded"  # the parameter beside it, and the collection of what it was rounded to
+KERNEL, ROUNDED = "kernel", "rounded"  # a module's only kernel, and the collection of rounded kernels
 INPUT, WEIGHT, GRADIENT = range(3)
-# Maxima are rounded up to so many bits of mantissa: what another mesh adds up in another order has the same scale.
+# Maxima are rounded up to this many bits of mantissa, so that sums in another order, on another mesh, give the same
+# scale.
 AMAX_BITS, FLOAT32_BITS = 4, 23
 
-# What the largest magnitude of the step before becomes. Of float8 a power of two: it leaves room for growth, and scales
-# are exact in bfloat16.
+# The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
+# for growth, and scales are exact in bfloat16.
 HIGHEST = {"int8": 127.0, "float8": 256.0, "float8_e5m2": 32768.0}
 
 
 class EightBitProduct(NamedTuple):
-    """The kinds of 8-bit numbers that operands are rounded to, and gradients, and the dtype of sums; "" and None where
-    nothing is rounded."""
+    """8-bit dtypes of operands and of gradients; "" if nothing is rounded."""
 
     operand: str = ""
     gradient: str = ""
-    sums: Any = None
 
 
 EIGHT_BIT_PRODUCTS = {
     MEASURED: EightBitProduct(),
-    "int8": EightBitProduct("int8", "int8", jnp.int32),
-    "float8": EightBitProduct("float8", "float8_e5m2", jnp.float32),
+    "int8": EightBitProduct("int8", "int8"),
+    "float8": EightBitProduct("float8", "float8_e5m2"),
 }
 
 
 class Operand(NamedTuple):
-    """Numbers in 8 bits, or as they were, and what 1 of them stands for."""
+    """Numbers in 8 bits, or unrounded, and the value of one unit."""
 
     values: Array
     unit: Array | None
 
     @staticmethod
     def of(x: Array, kind: str, amax: Array, rounded: Array | None = None) -> "Operand":
-        """Of an array, or of what it was rounded to before; "" is no kind and rounds nothing."""
+        """Round an array, or use its earlier `rounded` form; with kind "" nothing is rounded."""
         if not kind:
             return Operand(x, None)
         unit = unit_of(amax, kind)
         return Operand(to_eight_bits(x, unit, kind) if rounded is None else rounded, unit)
 
+    @property
+    def sums(self) -> Any:
+        """The dtype of sums of products; None if the numbers are not rounded."""
+        if self.unit is None:
+            return None
+        return jnp.int32 if self.values.dtype == jnp.int8 else jnp.float32
+
 
 class ProductInput(NamedTuple):
-    """The input of products: as it is, as they all take it, and its largest magnitude."""
+    """The input of products: unrounded, in the form that they all read, and its largest magnitude."""
 
     x: Array
     operand: Operand
@@ -84,8 +90,8 @@ class ProductInput(NamedTuple):
 
     @staticmethod
     def of(x: Array, amax: Array, *, form: str, part: str = "") -> "ProductInput":
-        """An input by the scale of one product, the first of those that take it. `part` is the name that its 8 bits
-        have for `pipeline.remat`; "" is none."""
+        """An input rounded with the scale of the first product that reads it. `part` is the name of its 8 bits for
+        `pipeline.remat`; "" for no name."""
         fixed = lax.stop_gradient(x)
         operand = Operand.of(fixed, EIGHT_BIT_PRODUCTS[form].operand, lax.stop_gradient(amax)[INPUT])
         found = ProductInput(x, operand, largest(fixed))
@@ -105,11 +111,13 @@ def scaled_product(
     residuals: str = COMPUTE,
     rounded: Array | None = None,
 ) -> Array:
-    """`einsum(pattern, x, w)` in 8 bits, in x's dtype. `amax` are the largest magnitudes [3] that all is rounded by;
-    where one is 0, none is known, and what depends on it is nan. Its gradient is what they are now. An input of several
-    products has the scale that it was rounded by, once for all of them. `residuals` says what the weight's gradient is
-    made of, and what is saved of the input: EIGHT_BITS is what it was rounded to. `rounded` is w as `rounded_kernels`
-    has it: of w only the gradient is taken then, and its largest magnitude is 0, not measured.
+    """`einsum(pattern, x, w)` in 8 bits; the result has x's dtype.
+
+    `amax` holds the largest magnitudes [3] that determine the scales; 0 means unknown, and results that depend on it
+    are nan. Its gradient is the current largest magnitudes. An input of several products is rounded once, with one
+    scale. `residuals` is the form in which the input is saved for the weight's gradient: EIGHT_BITS means rounded.
+    `rounded` is w from `rounded_kernels`: then w itself only gets a gradient, and its largest magnitude is 0, not
+    measured.
 
     Communication:
         forward   nothing
@@ -126,57 +134,70 @@ def scaled_product(
 
 
 def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:
-    """A layer's weights, those of 8-bit products in 8 bits: once for all that a product does with one, and before it is
-    gathered."""
+    """A layer's weights, with kernels of 8-bit products in 8 bits: rounded once for all uses, before the gather."""
     if not isinstance(weights, Mapping):
         return weights
     inner = {name: rounded_kernels(weight, dtype, form) for name, weight in weights.items()}
-    if AMAX in weights:
-        kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[KERNEL].astype(dtype)
-        inner[KERNEL] = Operand.of(kernel, kind, lax.stop_gradient(weights[AMAX])[WEIGHT]).values
+    for name in kernels_of(weights):
+        kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[name].astype(dtype)
+        inner[name] = Operand.of(kernel, kind, lax.stop_gradient(weights[amax_of(name)])[WEIGHT]).values
     return inner
 
 
 def apart(weights: Any, dtype: str) -> dict[str, Any]:
-    """Collections of such weights, gathered: "params", where zeros are in the place of what is in 8 bits, for the
-    gradient; and ROUNDED."""
+    """Collections of such weights, gathered: ROUNDED, and "params" with zeros in place of 8-bit kernels, for their
+    gradients."""
     if not isinstance(weights, Mapping):
         return {"params": weights}
     of_each = {name: apart(weight, dtype) for name, weight in weights.items()}
     params = {name: found["params"] for name, found in of_each.items()}
     rounded = {name: found[ROUNDED] for name, found in of_each.items() if found.get(ROUNDED)}
-    if AMAX in weights:
-        values = weights[KERNEL]
-        params[KERNEL], rounded[KERNEL] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
+    for name in kernels_of(weights):
+        values = weights[name]
+        params[name], rounded[name] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
     return {"params": params, ROUNDED: rounded}
 
 
 def with_largest_weights(grads: Any, weights: Any, dtype: str) -> Any:
-    """Gradients of layers with what products of rounded kernels do not measure: the largest magnitudes of these."""
+    """Gradients of layers, completed with the largest magnitudes of rounded kernels, which products do not measure."""
     if not isinstance(grads, Mapping):
         return grads
     found = {name: with_largest_weights(grad, weights[name], dtype) for name, grad in grads.items()}
-    if AMAX in grads:
-        kernels = weights[KERNEL].astype(dtype)
-        # XLA for CPU loses nan in some maxima.
+    for name in kernels_of(grads):
+        kernels, amax = weights[name].astype(dtype), amax_of(name)
+        # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
         most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
-        found[AMAX] = as_varying(found[AMAX]).at[..., WEIGHT].set(as_varying(most))
+        found[amax] = as_varying(found[amax]).at[..., WEIGHT].set(as_varying(most))
     return found
 
 
-def is_scale(name: str) -> bool:
-    """Whether a parameter of this name in a checkpoint is the scales of an 8-bit product.
+def amax_of(kernel: str) -> str:
+    """The parameter name of the scales of a kernel's product.
 
-    >>> is_scale("blocks.mlp.gate.amax"), is_scale("blocks.mlp.gate.kernel")
-    (True, False)
+    >>> amax_of("kernel"), amax_of("gate")
+    ('amax', 'gate_amax')
     """
-    return name.rpartition(".")[2] == AMAX
+    return AMAX if kernel == KERNEL else f"{kernel}_{AMAX}"
+
+
+def kernels_of(weights: Mapping[str, Any]) -> list[str]:
+    """The names of a module's kernels with 8-bit products."""
+    return [name for name in weights if amax_of(name) in weights]
+
+
+def is_scale(name: str) -> bool:
+    """Whether a parameter of this name in a checkpoint holds the scales of an 8-bit product.
+
+    >>> [is_scale(f"blocks.mlp.{name}") for name in ("gate.amax", "gate.kernel", "experts.gate_amax")]
+    [True, False, True]
+    """
+    return name.endswith(AMAX)
 
 
 def latest_amax(found: Array, before: Array) -> Array:
-    """The scales of the next step, of the maxima of this one, rounded up to AMAX_BITS bits; those of before where all
-    that was met is 0.
+    """The scales of the next step: this step's maxima, rounded up to AMAX_BITS bits, or the previous scale where the
+    maximum is 0.
 
     >>> latest_amax(jnp.array([1.0, 1.01, 0.0]), jnp.array([3.0, 3.0, 3.0])).tolist()
     [1.0, 1.0625, 3.0]
@@ -188,18 +209,8 @@ def latest_amax(found: Array, before: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(
-    letters: str,
-    form: str,
-    saves: str,
-    x: Array,
-    w: Array,
-    amax: Array,
-    operand: Operand,
-    most: Array,
-    rounded: Array | None,
-) -> Array:
-    return _forward(letters, form, saves, x, w, amax, operand, most, rounded)[0]
+def _product(*of_forward: Any) -> Array:
+    return _forward(*of_forward)[0]
 
 
 def _forward(
@@ -213,9 +224,8 @@ def _forward(
     most: Array,
     rounded: Array | None,
 ) -> tuple[Array, tuple]:
-    y = _multiplied(
-        letters, form, operand, Operand.of(w, EIGHT_BIT_PRODUCTS[form].operand, amax[WEIGHT], rounded), x.dtype
-    )
+    weight = Operand.of(w, EIGHT_BIT_PRODUCTS[form].operand, amax[WEIGHT], rounded)
+    y = multiplied(letters, operand, weight, x.dtype)
     of_w = largest(w) if rounded is None else jnp.zeros_like(most)
     saved = Operand(x, None) if saves == COMPUTE else operand
     return y, (saved, w, amax, rounded, most, of_w)
@@ -228,8 +238,8 @@ def _backward(letters: str, form: str, saves: str, saved: tuple, dy: Array) -> t
     left, right = operands.split(",")
     gradient = Operand.of(dy, kinds.gradient, amax[GRADIENT])
     weight = Operand.of(w, kinds.operand, amax[WEIGHT], rounded)
-    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, dy.dtype)
-    # Numbers of 8 bits are exact in bfloat16; what 1 of them stands for is not.
+    dx = multiplied(f"{result},{right}->{left}", gradient, weight, dy.dtype)
+    # 8-bit numbers are exact in bfloat16, but their unit is not.
     (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x.values.astype(dy.dtype), w), w)[1](dy)
     dw = dw if x.unit is None else (dw.astype(jnp.float32) * x.unit).astype(w.dtype)
     return dx, dw, jnp.stack([of_x, of_w, largest(dy)]), None, None, None
@@ -240,24 +250,27 @@ _product.defvjp(_forward, _backward)
 
 def largest(x: Array) -> Array:
     """The largest magnitude, float32; nan if an entry is."""
-    # The last dim apart: so compilers for TPU take it in the pass that rounds.
+    # The last dim is reduced separately, so that TPU compilers fuse the maximum with the rounding.
     return jnp.max(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(x.ndim - 1))))
 
 
-def _multiplied(letters: str, form: str, x: Operand, w: Operand, dtype: Any) -> Array:
-    sums = EIGHT_BIT_PRODUCTS[form].sums
-    if sums is None:
+def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
+    """The product of two operands, in this dtype; in their own if they are not rounded."""
+    if x.sums is None:
         return jnp.einsum(letters, x.values, w.values)
-    if sums == jnp.float32 and platform_traced() == "gpu" and not is_for_absent_gpus():
-        # As XLA finds it: of it, it makes one call of cuBLASLt. For GPUs that are not here it makes none, and multiplies
-        # in the compute dtype.
+    if x.sums == jnp.float32 and platform_traced() == "gpu" and not is_for_absent_gpus():
+        # The pattern that XLA turns into one call of cuBLASLt; without a GPU it would multiply in the compute dtype.
         return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
-    y = jnp.einsum(letters, x.values, w.values, preferred_element_type=sums)
-    return (y.astype(jnp.float32) * (x.unit * w.unit)).astype(dtype)
+    return in_units(jnp.einsum(letters, x.values, w.values, preferred_element_type=x.sums), x, w, dtype)
+
+
+def in_units(sums: Array, x: Operand, w: Operand, dtype: Any) -> Array:
+    """The values of sums of products of 8-bit numbers."""
+    return (sums.astype(jnp.float32) * (x.unit * w.unit)).astype(dtype)
 
 
 def unit_of(amax: Array, kind: str) -> Array:
-    """What 1 of the 8-bit numbers stands for; nan where no scale is known.
+    """The value of one unit of the 8-bit numbers; nan if no scale is known.
 
     >>> unit_of(jnp.float32([254, 0]), "int8").tolist()
     [2.0, nan]

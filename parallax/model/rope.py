@@ -15,11 +15,11 @@ AS_IN_PAPER = 0  # of model.rope_temperature
 
 
 class Rope(NamedTuple):
-    """The rotary positions of a model; every head gets the same angles, whatever the cut.
+    """The rotary positions of a model; every head gets the same angles, however it is sharded.
 
-    Scalings but "linear" keep what turns more than `rope_fast_turns` times in the original context, and stretch by
-    `rope_factor` what turns fewer than `rope_slow_turns` times. Between them yarn goes from one to the other by dim
-    (its section 3.2: 32 and 1 turns), llama3 by turns (Grattafiori et al. 2024: 4 and 1).
+    Scalings except "linear" keep frequencies with more than `rope_fast_turns` turns in the original context and divide
+    those with fewer than `rope_slow_turns` turns by `rope_factor`. Between them yarn interpolates by dim (its section
+    3.2: 32 and 1 turns), llama3 by turns (Grattafiori et al. 2024: 4 and 1).
 
     >>> Rope(ModelConfig(attention="gqa", d_head=4, rope_theta=100.0)).frequencies().tolist()
     [1.0, 0.1]
@@ -44,7 +44,7 @@ class Rope(NamedTuple):
         return plain / self.model.rope_factor * stretched + plain * (1 - stretched)
 
     def temperature(self) -> float:
-        """What attention logits are multiplied by; YaRN's paper has (0.1 ln factor + 1)^2 (section 3.3), others 1."""
+        """Factor on attention logits; (0.1 ln factor + 1)^2 in YaRN's paper (section 3.3), 1 for other scalings."""
         if self.model.rope_temperature != AS_IN_PAPER:
             return self.model.rope_temperature
         return (0.1 * math.log(self.model.rope_factor) + 1) ** 2 if self.model.rope_scaling == "yarn" else 1.0
@@ -73,10 +73,10 @@ class Rope(NamedTuple):
 
 
 def rotate(x_BSHP: Array, tables: tuple[Array, Array], *, head: int = 0, scale: float = 1.0) -> Array:
-    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles. Its first `head` entries stay;
-    the width is that of the others. All are multiplied by `scale`."""
+    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles. Its first `head` entries are not
+    rotated; the width is that of the others. All entries are multiplied by `scale`."""
     cos_BS1p, sin_BS1p = (table[:, :, None] for table in tables)
-    # Cast once: where x is the same on ranks of which the tables may differ, each product would sum its gradient.
+    # Marked as varying once: if x is the same on ranks whose tables differ, each product would sum its gradient.
     x_BSHP = as_varying(x_BSHP, varying_axes(cos_BS1p))
     stays = jnp.zeros((*cos_BS1p.shape[:3], head), cos_BS1p.dtype)
     cos_BS1P = jnp.concatenate([1 + stays, cos_BS1p, cos_BS1p], axis=-1)

@@ -1,4 +1,4 @@
-"""The router of a mixture: which experts a token goes to, with which weights, and what keeps their load even."""
+"""The router of a mixture: a token's experts and their weights, and the losses that balance the load."""
 
 from typing import Any
 
@@ -15,20 +15,21 @@ from parallax.sharding.einsum import einsum
 from parallax.sharding.parameter import parameter
 from parallax.sharding.zigzag import context_ranks
 
-LEAST_SUM = 1e-20  # of the weights that are normalised: sigmoids may all be 0
+LEAST_SUM = 1e-20  # of the weights before they are normalised, since all sigmoids may be 0
 
 
 class Router(nn.Module):
-    """Weights [B, S, K] in float32 and ids [B, S, K] of each token's K experts, the highest score first.
+    """Weights [B, S, K] in float32 and ids [B, S, K] of each token's K experts, highest score first.
 
-    Scores are a softmax over experts or sigmoids, in float32 at the highest precision. `bias` is added to them for the
-    choice alone (DeepSeek-V3, section 2.1.2); of equal ones the lower id is chosen. With groups, experts of the best
-    groups alone are chosen: under softmax a group counts as its best expert (DeepSeek-V2, section 2.1.2), under sigmoid
-    as the sum of its two best (DeepSeek-V3).
+    Scores are a softmax over experts or sigmoids, in float32 at the highest precision. `bias` is added to them only for
+    the choice (DeepSeek-V3, section 2.1.2); among equal scores the lower id is chosen. With groups, only experts of the
+    best groups are chosen: with softmax the score of a group is that of its best expert (DeepSeek-V2, section 2.1.2),
+    with sigmoid the sum of its two best (DeepSeek-V3).
 
-    What has no part in the values comes with the gradients, where `row_weight`, 1 / rows of the global batch, is given:
-    those of the balance loss and of the z-loss, as LossConfig has them; and as the bias', how many tokens each expert
-    got. Every tensor-parallel rank has all tokens, and chooses the same; the first one tells.
+    If `row_weight`, 1 / rows of the global batch, is given, the backward pass adds gradients of terms that are not part
+    of the output: of the balance loss and the z-loss, see LossConfig. The gradient of the bias is the number of tokens
+    of each expert. Every tensor-parallel rank has all tokens and makes the same choices; only the first one reports
+    counts.
 
     Communication:
         forward   all_reduce of the counts of each row over cp if there is a balance loss
@@ -78,14 +79,14 @@ class Router(nn.Module):
 
 
 def chosen_experts(scores_BSE: Array, model: ModelConfig) -> Array:
-    """The ids of each token's experts, the highest score first; of equal ones the lower id."""
+    """The ids of each token's experts, highest score first; among equal scores the lower id first."""
     if model.router_groups > 1:
         scores_BSE = _in_best_groups(scores_BSE, model)
     return lax.top_k(scores_BSE, model.experts_per_token)[1]
 
 
 def _in_best_groups(scores_BSE: Array, model: ModelConfig) -> Array:
-    """The scores, -inf outside of a token's best groups."""
+    """The scores, with -inf outside of a token's best groups."""
     groups_BSGE = scores_BSE.reshape(*scores_BSE.shape[:2], model.router_groups, -1)
     counting = min(2 if model.router_score == "sigmoid" else 1, groups_BSGE.shape[-1])
     best_BSG = lax.top_k(groups_BSGE, counting)[0].sum(axis=-1)
@@ -95,12 +96,12 @@ def _in_best_groups(scores_BSE: Array, model: ModelConfig) -> Array:
 
 
 def _counts(ids_BSK: Array, experts: int) -> Array:
-    """How many tokens of each row go to each expert, float32: whole numbers are exact up to 2^24."""
+    """Number of tokens of each row for each expert, float32, in which integers are exact up to 2^24."""
     return (ids_BSK[..., None] == jnp.arange(experts).reshape(1, 1, 1, -1)).sum(axis=(1, 2)).astype(jnp.float32)
 
 
 def with_gradients(y: Array, given: Any, gradients: Any) -> Array:
-    """`y`; in the backward pass each array of `given` also gets its gradient in `gradients`, whatever y's is.
+    """Return `y`; the backward pass adds `gradients` to those of the arrays in `given`, whatever the gradient of y.
 
     >>> jax.grad(lambda x: 3 * with_gradients(jnp.ones(()), x, jnp.full((), 5.0)))(1.0).item()
     5.0

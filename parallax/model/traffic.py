@@ -1,16 +1,16 @@
-"""What a mixture's tokens send and fill where all experts get as many of them, and which exchange sends less."""
+"""Communication and row counts of a mixture under an even load, and the choice of the exchange that sends less."""
 
 import math
 
 from parallax.config.sections import AUTO, ModelConfig
 
-ROOM_OVER_EVEN = 1.25  # times an even load is what an expert rank gets at most, usually
+ROOM_OVER_EVEN = 1.25  # a usual load is at most this multiple of an even load
 ROWS_STEP = 256
 
 
 def even_load(model: ModelConfig, ep: int) -> float:
-    """The share in use of the rows of grouped products, where every choice of experts is as likely; they have room for
-    more, since nothing may be dropped.
+    """The share of grouped products' rows that is in use if all choices of experts are equally likely. There are more
+    rows, since no token may be dropped.
 
     >>> even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
     0.8
@@ -24,7 +24,7 @@ def even_load(model: ModelConfig, ep: int) -> float:
 
 
 def usual_rows(choices: int, room: int, ranks: int) -> int:
-    """For how many rows an expert rank computes unless more are in use: a quarter more than its share of these choices.
+    """Rows that an expert rank computes unless more are in use: a quarter more than its share of these choices.
 
     >>> usual_rows(4096, 4096, 4), usual_rows(64, 64, 4), usual_rows(4096, 4096, 1)
     (1280, 20, 4096)
@@ -34,7 +34,7 @@ def usual_rows(choices: int, room: int, ranks: int) -> int:
 
 
 def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
-    """By exchange, how often a rank sends a token or a result forward, for each token that it has.
+    """For each exchange, rows (tokens or results) that a rank sends in the forward pass for each of its tokens.
 
     >>> exchanged_rows(ModelConfig(experts=8, experts_per_token=2), 4)
     {'gather': 6, 'ragged': 3.0}
@@ -43,8 +43,8 @@ def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
 
 
 def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> str:
-    """The exchange that layout.exchange asks for; "auto" is the one that sends less, and on CPUs, where a ragged one is
-    not to be had, "gather"."""
+    """The exchange that layout.exchange selects. "auto" is the one that sends less; on CPUs, which have no ragged
+    all-to-all, it is "gather"."""
     if asked != AUTO:
         return asked
     if on_cpus or ep == 1:

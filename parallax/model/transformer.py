@@ -1,4 +1,4 @@
-"""The model as one device sees it: embedding, blocks and head, built from strings."""
+"""The model on one device: embedding, blocks and head, built from layout strings."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import LossConfig, ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, LossConfig, ModelConfig
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dropout import Dropout
@@ -27,9 +27,12 @@ from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
 
+# With these begin the names of all modules of a layer, its norms too.
+LAYER_PARTS = ATTENTION, MLP = ("attention", "mlp")
+
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention and a gated MLP, or a mixture of them, each added to the residual
+    """One pre-norm transformer layer: attention and a gated MLP, or a mixture of experts, each added to the residual
     stream.
 
     Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.
@@ -38,12 +41,12 @@ class Block(nn.Module):
     model: ModelConfig
     residual: str
     family: Family
-    kv: str  # how key-value heads are cut: "kv_heads/tp" | "kv_heads"
+    kv: str  # layout of key-value heads: "kv_heads/tp" | "kv_heads"
     kind: str = "dense"
     loss: LossConfig = LossConfig()
     exchange: str = "gather"  # of a mixture's tokens
     expert_chunk_tokens: int = 0
-    measures: bool = False  # operands of 8-bit products, which are made in the compute dtype
+    measures: bool = False  # measure operands of 8-bit products, and compute the products in the compute dtype
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
@@ -62,13 +65,13 @@ class Block(nn.Module):
         return x + self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """As the call, for new tokens behind cached ones; no dropout."""
+        """As the call, for new tokens after cached ones; without dropout."""
         out, cache = self.attention.decode(self.attention_norm(x), context, cache)
         x = x + out
         return x + self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), cache
 
     def cache_layouts(self) -> dict[str, str]:
-        """The layouts of what `decode` caches."""
+        """Layouts of the entries that `decode` caches."""
         return self.attention.cache_layouts()
 
     @property
@@ -77,20 +80,20 @@ class Block(nn.Module):
         return (2 * self.model.layers) ** -0.5
 
     def _for_mixtures(self, context: Context) -> tuple:
-        """What a mixture takes beside x. Its call is not in here: then operations would have this method's name."""
+        """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""
         return (context.row_weight,) if self.kind == "moe" else ()
 
     def _mlp(self) -> nn.Module:
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp")
+            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp"), self._matmul("experts")
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
         how = dict(matmul=self._matmul("mlp"), matmul_residuals=self.model.matmul_residuals)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)
 
     def _matmul(self, part: str) -> str:
-        """How a part of the layer makes its products."""
+        """The dtype of the products of a part of the layer."""
         matmul = self.model.matmul_of(part)
         return MEASURED if self.measures and matmul != COMPUTE else matmul
 
@@ -106,7 +109,7 @@ class Block(nn.Module):
 class Parts(NamedTuple):
     """The modules of a model; their parameters are the entries "embedding", "blocks" and "head".
 
-    Layers of a kind are stacked. With several kinds "blocks" has an entry for each, without it is the one stack.
+    Layers of a kind are stacked. "blocks" has an entry for each kind if there are several; otherwise it is the stack.
     """
 
     embedding: Embedding
@@ -124,8 +127,7 @@ class Parts(NamedTuple):
         *of_mixtures: Any,
         measures: bool = False,
     ) -> "Parts":
-        """`rows` says how the batch is cut where embedding and head work; for the rest, and what it takes of mixtures
-        behind its kind, see Block."""
+        """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
         block = partial(Block, model, residual, family, kv, measures=measures)
@@ -133,14 +135,15 @@ class Parts(NamedTuple):
         return Parts(embedding, blocks, head)
 
     def by_kind(self, blocks: Any) -> list[Any]:
-        """What "blocks" holds for each kind of layers, in the order of `self.blocks`."""
+        """The entry of "blocks" for each kind of layers, in the order of `self.blocks`."""
         return [blocks[kind] for kind in self.blocks] if len(self.blocks) > 1 else [blocks]
 
     def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, turns: Any) -> tuple[Array, Any]:
-        """`x, out = layer(block, weights, x, other)` for each layer in its order: the last x, and all `out` stacked.
+        """Run `x, out = layer(block, weights, x, other)` for each layer in order; return the last x and all `out`,
+        stacked.
 
-        `blocks` are resident, `others` have an entry for each layer. `turns` is Arrangement.turns of one rank; a place
-        without a layer leaves x, and `other` for `out`.
+        `blocks` are resident weights, `others` have an entry for each layer. `turns` is Arrangement.turns of one rank.
+        A place without a layer leaves x unchanged and returns `other` as `out`.
         """
         stacks, modules = self.by_kind(blocks), list(self.blocks.values())
         if len(stacks) == 1:
@@ -157,7 +160,7 @@ class Parts(NamedTuple):
         return jax.lax.scan(turn, x, (*turns, others))
 
     def declare(self, key: Array) -> dict[str, Any]:
-        """All parameters as `Declared`, whole: no axis is bound here, so nothing depends on the mesh."""
+        """All parameters as whole arrays of `Declared`: no axis is bound here, so nothing depends on the mesh."""
         model = next(iter(self.blocks.values())).model
         embedding, blocks, head = jax.random.split(key, 3)
         ids = jnp.zeros((1, 1), jnp.int32)
@@ -168,14 +171,14 @@ class Parts(NamedTuple):
             kind: _stacked(block, keys[np.equal(model.kinds, kind)], x, context) for kind, block in self.blocks.items()
         }
         return {
-            "embedding": self.embedding.init(embedding, ids, ids[0], None)["params"],
-            "blocks": stacks if len(stacks) > 1 else stacks.popitem()[1],
-            "head": self.head.init(head, x)["params"],
+            EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
+            BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
+            HEAD: self.head.init(head, x)["params"],
         }
 
 
 def _stacked(block: Block, keys: Array, x: Array, context: Context) -> Any:
-    """The parameters of a layer for each key."""
+    """The parameters of one layer per key, stacked."""
     block = block.clone(model=dataclasses.replace(block.model, kernel="xla"))  # one token is too few for others
     stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(keys)
     return jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared))

@@ -1,4 +1,4 @@
-"""A model in pipeline stages: what trains, evaluates and gives logits on a mesh, and when its stages run."""
+"""A model in pipeline stages: training, evaluation and logits on a mesh, and the order in which stages run."""
 
 from parallax.pipeline.executor import BACKWARD, FORWARD, WEIGHTS, at_rank
 from parallax.pipeline.layer_order import Arrangement, arrangements

@@ -1,9 +1,8 @@
-"""The pipeline's boundary: embedding before the first stage, and head, which is final norm, logits and loss, behind the
-last.
+"""The pipeline's boundary: embedding before the first stage, and head (final norm, logits and loss) after the last one.
 
-No rank does the head's work for another: under each schedule all of them share it by tokens. The last stage alone
-would make every tick of a 1F1B schedule longer by the whole head, where all ranks make it longer by a P-th; stages of
-uneven layers could balance whole layers only. It costs two messages more per microbatch.
+With every schedule all ranks share the head by tokens. If only the last stage computed it, every tick of a 1F1B
+schedule would be longer by the whole head instead of a P-th of it, and stages of uneven layers could only balance whole
+layers. Sharing takes two more messages per microbatch.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array, lax
 
-from parallax.config.sections import ALL_AXES, LossConfig
+from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
@@ -29,7 +28,7 @@ from parallax.sharding.plan import GRADIENTS, ShardingPlan
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A batch as one device has it, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks; tokens of
+    """One device's part of a batch, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks. Tokens of
     context ranks are in the order of parallax/sharding/zigzag.py."""
 
     ids: Array
@@ -40,14 +39,14 @@ class Tokens:
     key: Array | None  # of this step's dropout
 
     def count(self) -> Array:
-        """Labels in the whole global batch that are not ignored, float32."""
+        """Number of labels in the whole global batch that are not ignored, float32."""
         return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), TOKEN_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbedAndHead:
-    """Embedding and head of a model for rows of the batch cut one way, on resident weights. Gradients are this
-    device's share, scaled by `weight`, and cut as the plan's summed ones are.
+    """Embedding and head of a model on resident weights, for rows of the batch sharded in one way. Gradients are this
+    device's share, scaled by `weight`, in the plan's summed layout.
     """
 
     parts: Parts
@@ -57,35 +56,35 @@ class EmbedAndHead:
     key: Array | None
 
     def embed(self, ids_BS: Array, rows_B: Array) -> Array:
-        return self._embed(self._gathered("embedding"), ids_BS, rows_B)
+        return self._embed(self._gathered(EMBEDDING), ids_BS, rows_B)
 
     def embed_grads(self, ids_BS: Array, rows_B: Array, dx: Array) -> Any:
-        """The gradient of what is stored of the embedding, added up over the places of a token in float32."""
-        wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered("embedding"))  # its values are not needed
+        """The gradient of the stored embedding; occurrences of a token are added in float32."""
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered(EMBEDDING))  # its values are not needed
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), wide)
         (grads,) = pull(dx)
-        return {"embedding": self.plan.added_up("embedding", grads)}
+        return {EMBEDDING: self.plan.added_up(EMBEDDING, grads)}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
-        weights = self._gathered("head")
+        weights = self._gathered(HEAD)
         arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
         return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
-        """The losses summed over this device's tokens, `totals` with the gradients of what is stored added, and the
-        gradient in y."""
-        weights, home = self._gathered("head"), "embedding" if self.parts.head.tied else "head"
+        """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
+        gradient with respect to y."""
+        weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
         row = self.plan.rows[home]["table"]
-        in_place = row.summed == row.compute  # nothing is left to scatter
+        in_place = row.summed == row.compute  # nothing needs to be scattered
         earlier = totals[home]["table"] if in_place else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
             self.loss, self._form.table, *arrays, earlier, entries=self._entries
         )
         found, dy = pull(d_hidden.reshape(hidden.shape))
-        shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
+        shares = {HEAD: {name: grad for name, grad in found.items() if name != "table"}}
         if in_place:
             totals = totals | {home: totals[home] | {"table": d_table}}
         else:
@@ -94,8 +93,8 @@ class EmbedAndHead:
         return loss, add_gradients(totals, shares), dy
 
     def logits(self, y: Array) -> Array:
-        """Logits in float32 of this device's tokens, cut as the embedding's form says."""
-        weights = self._gathered("head")
+        """Logits in float32 of this device's tokens, sharded as the embedding's form says."""
+        weights = self._gathered(HEAD)
         rows = self.parts.head.rows
         return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
@@ -120,7 +119,7 @@ class EmbedAndHead:
 
     def _table(self, head_weights):
         tied = self.parts.head.tied
-        weights = self._gathered("embedding") if tied else head_weights
+        weights = self._gathered(EMBEDDING) if tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
     def _tokens(self, hidden, labels_BS):
@@ -136,19 +135,19 @@ class EmbedAndHead:
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """The axes over which a device's loss is one summand."""
+        """The axes over which the losses of devices must be summed."""
         used = self._form.ids(self.parts.head.rows).used_axes()
         return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
 
 
 def residual_layouts(ends: EmbedAndHead) -> tuple[Layout, Layout]:
-    """The residual stream's layout, and that of this pipeline rank's share of its rows."""
+    """Layout of the residual stream, and layout of a pipeline rank's share of its rows."""
     residual = ends.parts.head.residual
     return Layout.parse(residual), with_rows(residual, SHARED_ROWS)
 
 
 def add_gradients(total: Any, share: Any) -> Any:
-    """Gradients by part of the model; what has no share stays as it is."""
+    """Add a share to gradients by part of the model; parts without a share are unchanged."""
 
     def added(part: str) -> Any:
         own = {name: total[part][name] for name in share[part]}
@@ -159,7 +158,7 @@ def add_gradients(total: Any, share: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineBoundary:
-    """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
+    """Input of the pipeline's first stage and use of the last stage's output; `state` is carried from tick to tick."""
 
     embed_and_head: EmbedAndHead
     tokens: Tokens
@@ -176,17 +175,17 @@ class PipelineBoundary:
         """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
 
     def run_head(self, state: Any) -> Any:
-        """Once, after the last F and before the first B, where the schedule has its head between."""
+        """Called once after the last F and before the first B, if the schedule runs the head between them."""
         return state
 
     def last_stage_gradient(self, state: Any, microbatch: Array, slot: Array) -> Array:
-        """The gradient in the last stage's output."""
+        """The gradient with respect to the last stage's output."""
 
     def on_first_stage_gradient(self, state: Any, microbatch: Array, dx: Array) -> Any:
-        """Take the gradient in the first stage's input."""
+        """Take the gradient with respect to the first stage's input."""
 
     def finish(self, state: Any) -> Any:
-        """Once, after the last tick."""
+        """Called once after the last tick."""
         return state
 
 
@@ -197,8 +196,8 @@ class MicrobatchState(NamedTuple):
 
 
 class MicrobatchHead(PipelineBoundary):
-    """Embedding and head in the ticks, one microbatch at a time: the embedding on the first stage's rank, the head
-    on all ranks, each with its share of tokens, when the last stage, on rank `last`, has run.
+    """Embedding and head in the ticks, one microbatch at a time. The embedding runs on the first stage's rank; the head
+    runs on all ranks, each with its share of tokens, after the last stage, on rank `last`.
 
     Communication, a microbatch:
         forward   reduce_scatter of the last stage's output over pp
@@ -231,12 +230,13 @@ class MicrobatchHead(PipelineBoundary):
     def _share(self, y: Array, microbatch: Array) -> tuple[Array, Array]:
         """This rank's tokens of the last stage's output, and their labels.
 
-        Rows that are too few for all ranks are folded: pieces of a row become rows, for the head works by tokens.
+        If there are fewer rows than ranks, they are folded: pieces of a row become rows, since the head works by
+        tokens.
         """
         whole, own = residual_layouts(self.embed_and_head)
         mine, fold = jnp.where(lax.axis_index("pp") == self.last, y, 0), folds(len(y), lax.axis_size("pp"))
         share = reduce_scatter(f"{whole} -> {own}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
-        # Labels are folded as every tp rank folds its own piece of seq.
+        # Labels are folded in the same way as every tp rank folds its own piece of seq.
         pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
         labels_BS, pattern = index(self.tokens.labels, microbatch), "B (pieces fold S) -> (B fold) (pieces S)"
         folded = rearrange(labels_BS, pattern, pieces=pieces, fold=fold)
@@ -244,7 +244,7 @@ class MicrobatchHead(PipelineBoundary):
 
 
 class LossOnly(MicrobatchHead):
-    """The same for the forward pass alone; the state is the loss."""
+    """The same for the forward pass only; the state is the loss."""
 
     def start(self, slots: int) -> Array:
         return self.embed_and_head.zero_loss()
@@ -254,7 +254,7 @@ class LossOnly(MicrobatchHead):
 
 
 def folds(rows: int, ranks: int) -> int:
-    """Into how many pieces of seq each row must be cut so that ranks can share the pieces evenly.
+    """Number of pieces of seq into which each row must be divided so that ranks can share the pieces evenly.
 
     >>> folds(rows=2, ranks=8)
     4
@@ -270,13 +270,13 @@ class BatchedState(NamedTuple):
 
 
 class BatchedHead(PipelineBoundary):
-    """Embedding before all ticks, head between forward and backward: every pipeline rank does its share of rows.
+    """Embedding before all ticks, head between forward and backward: every pipeline rank processes its share of rows.
 
     Communication, a step:
         forward   all_gather of the embedded rows over pp; reduce_scatter of the last stage's outputs over pp
         backward  the transposes
 
-    Each rank sends every microbatch's activations about once, as a stage boundary does.
+    Each rank sends the activations of every microbatch about once, like a stage boundary.
     """
 
     def start(self, slots: int) -> BatchedState:
@@ -307,7 +307,7 @@ class BatchedHead(PipelineBoundary):
         return state._replace(entries=lax.dynamic_update_index_in_dim(state.entries, dx, microbatch, 0))
 
     def finish(self, state) -> BatchedState:
-        """Take the gradients of the first stage's inputs back to the ranks that embedded them."""
+        """Send the gradients of the first stage's inputs back to the ranks that embedded them."""
         with jax.named_scope(GRADIENTS):
             dx = self._scatter_rows(0, state.entries)
         grads = self.embed_and_head.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
@@ -328,7 +328,7 @@ class BatchedHead(PipelineBoundary):
         return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
 
     def _scatter_rows(self, rank: int, x_MB: Array) -> Array:
-        """This rank's rows of what a pipeline rank has."""
+        """This rank's rows of an array on another pipeline rank."""
         whole, own = residual_layouts(self.embed_and_head)
         x_MB = jnp.where(lax.axis_index("pp") == rank, x_MB, 0)
         return reduce_scatter(f"{whole} -> {own}", x_MB.reshape(-1, *x_MB.shape[2:]))

@@ -1,4 +1,5 @@
-"""Arrays stacked in slots: one entry read, one replaced, nothing else copied; and what simulated devices wait for."""
+"""Reads and writes single entries of arrays stacked in slots without other copies, and ordering for simulated
+devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from parallax.sharding.host import DEVICE, HOST, is_on_host, to_device, to_host
 
 
 def zeros(like: Any, *leading: int, memory: str = DEVICE) -> Array:
-    """Room for arrays like this one, varying where it does and over pp."""
+    """Zeros for stacked arrays like this one, varying over the same axes and over pp."""
     room = as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
     return to_host(room) if memory == HOST else room
 
@@ -42,13 +43,13 @@ def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
 
 
 def row_major(x: Array) -> Array:
-    """The same, which must lie in memory as it is written, the last dim fastest."""
+    """The same array in row-major memory layout, with the last dim fastest."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
-    """Start of an entry, none of them negative. A dim of one has a static index: XLA sees that what was written is
-    what is read."""
+    """Start indices of an entry; none is negative. A dim of size 1 has a static index, so that XLA sees that a read
+    returns what was written."""
     at = tuple(jnp.int32(0) if size == 1 else jnp.int32(number) for size, number in zip(leaf.shape, numbers))
     return (*at, *(jnp.int32(0) for _ in leaf.shape[len(numbers) :]))
 
@@ -59,14 +60,14 @@ def index(stacked: Array, at: Array) -> Array:
 
 
 def after(x: Array, earlier: Array) -> Array:
-    """`x`, but not before `earlier` is known.
+    """Return `x`, but only after `earlier` has been computed.
 
-    XLA begins the collectives of a simulated device in the order of the program, and each holds one of few threads
-    until it is done. But a loop or a branch goes on in other threads, and what does not read its result begins beside
-    it: collectives of both are met in another order by each device, and those of the same ranks are taken for one.
-    Where one device waits in a message and its neighbour in a pass of this tick, both wait for ever.
-    An optimization_barrier is gone before that order is made, so this is arithmetic that XLA cannot see through:
-    where a gradient is NaN, and the step lost, messages are NaN, too.
+    XLA starts the collectives of a simulated device in the order of the program, and each occupies one of a few threads
+    until it is done. But a loop or a branch runs in other threads, in parallel with operations that do not read its
+    result. Then devices reach the collectives of both in different orders, and collectives of the same ranks may be
+    confused. If one device waits in a message and its neighbour in a pass of this tick, they deadlock.
+    XLA removes an optimization_barrier before it fixes that order, so this function uses arithmetic that XLA cannot
+    simplify. If a gradient is NaN, in which case the step is lost, messages are NaN, too.
     """
     probe = earlier.reshape(-1)[0].astype(x.dtype)
     return jnp.where(jnp.isnan(probe), probe, x)

@@ -1,10 +1,10 @@
-"""The one executor of schedule tables: a scan over ticks, in each what the table says for this rank.
+"""Executes schedule tables: a scan over ticks, in each of which a rank runs its entry of the table.
 
-A tick runs F, then B, then W, where the table has them; every rank passes its output on and its gradient back. A
-message depends on the pass that made it alone, so that it can travel while the next one computes. What arrives is
-stored by looking up what its sender did in this tick, in the same table.
+A tick runs F, then B, then W, if the table has them. Every rank sends its output to the next stage and its gradient to
+the previous one. A message depends only on the pass that produced it, so that it can be sent while the next pass
+computes. A received message is stored according to the sender's entry of the table for this tick.
 
-Scopes tell passes and messages apart in traces and profiles; the report reads them.
+Scopes distinguish passes and messages in traces and profiles; the report reads them.
 """
 
 import dataclasses
@@ -12,63 +12,64 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.config.remat import INPUT, is_moved, saved_parts
+from parallax.config.remat import LAYER_INPUT, is_moved, saved_parts
 from parallax.model.context import Context
 from parallax.pipeline.boundary import PipelineBoundary
 from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
-from parallax.pipeline.layer_order import Places, Repeat
+from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import GRADIENTS
 
-# `step(stack, carry, layer, number, gathered)` is one layer of a kind: `layer` counts in the stage, `number` in the
-# rank's places, both among layers of the kind. It returns the carry and, by number of the leaf, gradients of the
-# gathered weights; those of a layer that is not there are not taken.
+# `step(stack, carry, layer, number, gathered)` runs one layer of a kind: `layer` is its index in the stage, `number` in
+# the rank's places, both among layers of the kind. It returns the carry and gradients of the gathered weights, by index
+# of the leaf; gradients of a missing layer are not used.
 Step = Callable[["LayerStack", Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
-# What a pass works on: the stage's input or the gradient in its output, the microbatch's context, and its slots. A pass
-# reads it itself, so that idle ranks do not, and the first stage's rank alone embeds.
+# Input of a pass: the stage's input or the gradient of its output, the microbatch's context, and its slots. It is read
+# within the pass, so that idle ranks do not read it, and only the first stage's rank embeds.
 Read = Callable[[], tuple[Array, Context, "SlotIndex"]]
-# The scopes of the passes, by which traces and profiles are read.
+# The scopes of the passes in traces and profiles.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
 class State(NamedTuple):
-    """What a tick hands to the next."""
+    """The state that ticks carry."""
 
-    messages: dict[str, Array]  # for F and for B, [slots, ...]: what has arrived and was not read yet
-    residuals: Any  # what passes leave for later ones, by pool: see Stage
+    messages: dict[str, Array]  # for F and for B, [slots, ...]: received and not read yet
+    residuals: Any  # by pool: see Stage
     grads: list[Array]
     boundary: Any
 
 
 class Executor(NamedTuple):
-    """Runs a schedule on the stages that this rank holds.
+    """Runs a schedule on the stages of this rank.
 
-    With `messages_last` a tick's messages wait for all of its passes; simulated devices need that, see `after`. Without
-    `carries_residuals` each tick allocates room for its own; no schedule may keep some across ticks then.
+    With `messages_last` a tick's messages wait for all of its passes, which simulated devices need: see `after`.
+    Without `carries_residuals` each tick allocates its own residuals; then the schedule must not keep residuals across
+    ticks.
     """
 
     schedule: Schedule
     stage: "Stage"
     weights: Any
-    zero_grads: Callable[[], Any]  # as the plan's summed gradients are cut
+    zero_grads: Callable[[], Any]  # in the plan's summed layouts
     context: Callable[[Array], Context]  # of a microbatch
     boundary: PipelineBoundary
-    message: str  # layout of what stages send each other
+    message: str  # layout of messages between stages
     messages_last: bool
     carries_residuals: bool
 
     def run(self, boundary_state: Any) -> State:
-        """All ticks; returns the last state, gradients summed over microbatches in it."""
+        """Run all ticks; returns the last state, which holds the gradients summed over microbatches."""
         pools, room = self.pools(boundary_state), None
         state = self.start(boundary_state, pools)
         if not self.carries_residuals:
@@ -82,7 +83,7 @@ class Executor(NamedTuple):
         return state
 
     def run_forward(self, boundary_state: Any, residuals: Any = None) -> State:
-        """The forward passes alone; a stage keeps nothing, or hands on `residuals` if it is given some."""
+        """Run only the forward passes; stages save no residuals, or carry `residuals` if given."""
         state = State(self._empty_messages(boundary_state), residuals, [], boundary_state)
         for segment in self.schedule.segments:
             if "F" in segment.kinds:
@@ -90,12 +91,12 @@ class Executor(NamedTuple):
         return state
 
     def pools(self, boundary_state: Any) -> dict[str, list[list[Any]]]:
-        """What a layer keeps, as shapes; see Stage.plan."""
+        """Shapes of a layer's residuals; see Stage.plan."""
         x = self._empty_messages(boundary_state)["F"][0]
         return jax.eval_shape(lambda: self.stage.plan(self.weights, x, self.context(jnp.int32(0))))
 
     def start(self, boundary_state: Any, pools: dict[str, list[list[Any]]]) -> State:
-        """The state before the first tick: empty slots, gradients of zero."""
+        """The state before the first tick: empty slots and zero gradients."""
         residuals, grads = self.stage.empty(pools, self.schedule.slots), jax.tree.leaves(self.zero_grads())
         return State(self._empty_messages(boundary_state), residuals, grads, boundary_state)
 
@@ -104,7 +105,7 @@ class Executor(NamedTuple):
         return {kind: zeros(x, count) for kind, count in self.schedule.message_slots.items()}
 
     def _tables(self, segment: Segment) -> dict[str, np.ndarray]:
-        """The tables' rows of these ticks: what is a rank's own `[tick, rank]`, what is everybody's `[tick]`."""
+        """The tables' rows of these ticks: `[tick, rank]` for entries of single ranks, `[tick]` for those of all."""
         s = self.schedule
         tables = {"exit": s.exit_microbatch} | {f"exit {kind}": table for kind, table in s.exit_slot.items()}
         tables |= s.microbatch | {f"chunk {kind}": table for kind, table in s.chunk.items()}
@@ -116,10 +117,10 @@ class Executor(NamedTuple):
     def tick(
         self, segment: Segment, kinds: str, room: Callable[[], Any] | None, state: State, values: dict[str, Array]
     ) -> tuple[State, None]:
-        """One tick: F, B and W where this rank's tables have them, then messages.
+        """One tick: F, B and W if this rank's tables have them, then messages.
 
-        With `room`, residuals live only in this tick, which makes room for them: XLA need not zero an array that is
-        fully overwritten.
+        With `room`, residuals exist only in this tick, which allocates them: XLA need not zero an array that is fully
+        overwritten.
         """
         row = Row.of(self._tables(segment), values, alone=self.schedule.stages == 1)
         outputs = {}
@@ -133,7 +134,7 @@ class Executor(NamedTuple):
             state = state._replace(residuals=residuals)
             if row.ever("exit"):
                 head, wait = partial(self.head, state, row, outputs["F"]), partial(vary_all, state.boundary)
-                # The same on every rank, so that no hardware has a rank wait here for one in the other branch.
+                # The condition is the same on every rank, so that no rank waits here for one in the other branch.
                 boundary = head() if row.always("exit") else lax.cond(row.acts("exit"), head, wait)
                 state = state._replace(boundary=boundary)
         if "B" in kinds:
@@ -146,16 +147,16 @@ class Executor(NamedTuple):
             state = state._replace(grads=grads, residuals=residuals, boundary=boundary)
         if "W" in kinds:
             read, idle = partial(self.slot_index, "W", row), partial(vary_all, state.grads)
-            weigh = partial(self.stage.weight_gradients, read, state.residuals, state.grads)
+            weight_gradients = partial(self.stage.weight_gradients, read, state.residuals, state.grads)
             with jax.named_scope(WEIGHTS):
-                grads = weigh() if row.always("W") else lax.cond(row.acts("W"), weigh, idle)
+                grads = weight_gradients() if row.always("W") else lax.cond(row.acts("W"), weight_gradients, idle)
             state = state._replace(grads=grads)
         if room is not None:
             state = state._replace(residuals=None)
         return self._send(state, row, outputs), None
 
     def read_forward(self, state: State, row: "Row") -> tuple[Array, Context, "SlotIndex"]:
-        """What F of this tick works on."""
+        """Input of this tick's F."""
         x = row.at_end(
             "F",
             lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
@@ -167,11 +168,11 @@ class Executor(NamedTuple):
         return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
 
     def head(self, state: State, row: "Row", y: Array) -> Any:
-        """The boundary's state after the last stage's output, which is `y` on its rank."""
+        """The boundary's state after the last stage's output, which is `y` on the last stage's rank."""
         return vary_all(self.boundary.on_last_stage_output(state.boundary, row["exit"], row["exit F"], y))
 
     def read_backward(self, state: State, row: "Row") -> tuple[Array, Context, "SlotIndex"]:
-        """What B of this tick works on."""
+        """Input of this tick's B."""
         dy = row.at_end(
             "B",
             lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
@@ -180,7 +181,8 @@ class Executor(NamedTuple):
         return dy, self.context(row["B"]), self.slot_index("B", row)
 
     def end_backward(self, state: State, row: "Row", dx: Array) -> Any:
-        """The boundary's state after the gradient in the first stage's input, which is `dx` on its rank."""
+        """The boundary's state after the gradient of the first stage's input, which is `dx` on the first stage's
+        rank."""
         in_first = (row["chunk B"] == 0) & row.acts("B")
         return row.select(
             in_first & (lax.axis_index("pp") == self.schedule.placement[0]),
@@ -211,11 +213,11 @@ class Executor(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tick of the tables for this rank; `tables` are those of all ticks of its loop."""
+    """One tick of the tables on this rank; `tables` are those of all ticks of its loop."""
 
     values: dict[str, Array]
     tables: dict[str, np.ndarray]
-    alone: bool  # one stage is both ends of the pipeline
+    alone: bool  # one stage is both the first and the last
 
     @staticmethod
     def of(tables: dict[str, np.ndarray], values: dict[str, Array], *, alone: bool) -> "Row":
@@ -226,19 +228,19 @@ class Row(NamedTuple):
         return jnp.maximum(self.values[name], 0)
 
     def acts(self, name: str) -> Array:
-        """Whether this rank has something there in this tick."""
+        """Whether this rank has an entry in this tick."""
         return self.values[name] >= 0
 
     def always(self, name: str) -> bool:
-        """Whether every rank has something there in every tick, so that no branch is needed."""
+        """Whether every rank has an entry in every tick, so that no branch is needed."""
         return bool((self.tables[name] >= 0).all())
 
     def ever(self, name: str) -> bool:
-        """Whether any rank has something there in any tick."""
+        """Whether any rank has an entry in any tick."""
         return bool((self.tables[name] >= 0).any())
 
     def at_end(self, kind: str, there: Callable, elsewhere: Callable) -> Any:
-        """`there()` at the end of the pipeline where `kind` reads no message, `elsewhere()` in other stages."""
+        """`there()` in the stage in which `kind` reads no message (first or last), `elsewhere()` in other stages."""
         return self.select(self.values[f"message {kind}"] < 0, there, elsewhere)
 
     def select(self, here: Array, there: Callable, elsewhere: Callable) -> Any:
@@ -248,7 +250,7 @@ class Row(NamedTuple):
         return lax.cond(here, lambda: vary_all(there()), lambda: vary_all(elsewhere()))
 
     def store(self, name: str, slots: Array, message: Array) -> Array:
-        """Put what arrived into its slot, if anything did."""
+        """Store a received message in its slot, if there is one."""
         slot = self[name]
         entry = jnp.where(self.acts(name), message, index(slots, slot))
         return lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
@@ -256,7 +258,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SlotIndex:
-    """Where a pass of a stage works: which of the rank's stages, in which slot of each pool."""
+    """Indices for a pass of a stage: which of the rank's stages, and which slot of each pool."""
 
     chunk: Array | int
     slots: dict[str, Array | int]
@@ -266,10 +268,10 @@ class SlotIndex:
 class LayerStack:
     """The layers of one kind on this rank.
 
-    `layer(weights, x, context)` is one of them on gathered weights. `gather` makes these of resident ones, `scatter`
-    (one function for each leaf) turns their gradients into those that are summed, or of which, where `keeps_maximum`
-    says so, the maximum is kept. `stage_layers` are the places in each of the rank's stages, `layers` the model's layer
-    in each place of the rank, -1 for none.
+    `layer(weights, x, context)` runs one of them on gathered weights. `gather` turns resident weights into gathered
+    ones, `scatter` (one function for each leaf) turns their gradients into the summed layout; where `keeps_maximum` is
+    true, the maximum is taken instead of the sum. `stage_layers` is the number of places in each of the rank's stages,
+    `layers` the model's layer in each place of the rank, -1 for none.
     """
 
     layer: Callable[[Any, Array, Context], Array]
@@ -277,20 +279,20 @@ class LayerStack:
     scatter: Sequence[Callable[[Array], Array]]
     stage_layers: int
     layers: Array
-    at: int = 0  # among the kinds
-    keeps_maximum: Sequence[bool] = ()  # of each leaf; of none where it is empty
-    constant: str = ""  # the entry of gathered weights that no gradient is taken of
+    at: int = 0  # index among the kinds
+    keeps_maximum: Sequence[bool] = ()  # for each leaf; empty: false for all
+    constant: str = ""  # the entry of gathered weights that gets no gradient
 
     def __post_init__(self):
         self.vjp = SplitVjp()
 
     def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
-        """The output of one layer, and what its backward pass reads."""
+        """The output of one layer, and the arrays that its backward pass reads."""
         y, pull = jax.vjp(*self.for_vjp(weights, x, context))
         return y, self.vjp.saved(pull, weights, context)
 
     def for_vjp(self, weights: Any, x: Array, context: Context) -> tuple[Callable, Any, Array]:
-        """What `jax.vjp` takes, for that of one layer in weights and x."""
+        """Arguments of `jax.vjp` for one layer as a function of weights and x."""
         if not self.constant:
             return partial(self.layer, context=context), weights, x
         constant = {self.constant: weights[self.constant]}
@@ -298,18 +300,18 @@ class LayerStack:
         return lambda others, x: self.layer(others | constant, x, context), others, x
 
     def context(self, context: Context, number: Array | int) -> Context:
-        """The context with a dropout key of this layer's own; 0 is the embedding's."""
+        """The context with this layer's own dropout key; 0 is the embedding's."""
         if context.key is None:
             return context
         return context._replace(key=jax.random.fold_in(context.key, 1 + self.layers[number]))
 
     def plan(self, remat: str, split: bool, gathered: Any, x: Array, context: Context) -> dict[str, list[Array]]:
-        """What a layer keeps in each pool."""
+        """The arrays that a layer saves in each pool."""
         y, saved = self.save(gathered, x, context)
         self.saved_shapes = jax.eval_shape(lambda: saved)
         in_place = remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
-        self.parts = () if in_place else (INPUT,)
+        self.parts = () if in_place else (LAYER_INPUT,)
         if (parts := saved_parts(remat)) is not None:
             self.vjp.plan_selection(jax.make_jaxpr(self.save)(gathered, x, context), parts)
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
@@ -325,13 +327,13 @@ class LayerStack:
 
 @dataclasses.dataclass
 class Stage:
-    """The layers of one rank's stages. Weights are trees with a leading dim of places, as many for each stage, one for
-    each kind of layers; gradients are a list of the leaves of all, in float32.
+    """The layers of one rank's stages. Weights are one tree for each kind of layers, with a leading dim of places, the
+    same number for each stage; gradients are a list of the leaves of all trees, in float32.
 
-    `loop` runs a stage's layers. With `split`, `backward` leaves out what `weight_gradients` does. `residuals` is what
-    passes leave for later ones: by pool, for each kind a list of arrays `[slot, layer of stage, ...]`. With `in_rows`,
-    what was kept of a layer so that it need not be recomputed is read as it lies (parallax/sharding/compiler.py says
-    where that is needed). `residuals_on` says which of the residuals are in host memory, see PipelineConfig.
+    `loop` runs a stage's layers. With `split`, `backward` leaves the work of `weight_gradients` out. `residuals` are
+    saved for later passes: by pool, for each kind a list of arrays `[slot, layer of stage, ...]`. With `in_rows`,
+    residuals that replace recomputation are read in row-major memory layout (parallax/sharding/compiler.py says where
+    that is needed). `residuals_on` says which of the residuals are in host memory, see PipelineConfig.
     """
 
     loop: "LayerLoop"
@@ -341,7 +343,8 @@ class Stage:
     residuals_on: str = DEVICE
 
     def plan(self, weights: Sequence[Any], x: Array, context: Context) -> dict[str, list[list[Array]]]:
-        """What a layer of each kind keeps in each pool. Called once, for its shapes, before the passes are traced."""
+        """The arrays that a layer of each kind saves in each pool. Called once, for shapes, before passes are
+        traced."""
         pools: dict[str, list[list[Array]]] = {"FB": [], "FW": [], "BW": []}
         for stack in self.loop.stacks:
             gathered, here = self.loop.gathered(stack, weights, 0), stack.context(context, 0)
@@ -351,18 +354,18 @@ class Stage:
 
     @property
     def last_weight(self) -> int:
-        """A leaf of the gradients to which the last pass of a tick adds: W, where there is one."""
+        """A leaf of the gradients to which the last pass of a tick (W, if there is one) adds."""
         return self.loop.stacks[0].vjp.backward_split.deferred[0] if self.split else 0
 
     def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
-        """Slots for what `plan` says, empty."""
+        """Empty slots for the arrays of `plan`."""
 
         def memory(part: str | None) -> str:
             return HOST if is_moved(self.residuals_on, part) else DEVICE
 
         def empty(pool: str) -> list[list[Array]]:
             if pool == "FB" and self.remat == "stage":  # the stage's input
-                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(INPUT))]]
+                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(LAYER_INPUT))]]
             found = []
             for stack, leaves in zip(self.loop.stacks, pools[pool], strict=True):
                 parts = itertools.chain(stack.parts if pool == "FB" else (), itertools.repeat(None))
@@ -373,8 +376,8 @@ class Stage:
         return {pool: empty(pool) for pool in slots}
 
     def forward(self, weights: Sequence[Any], read: Read, residuals: Any) -> tuple[Array, Any]:
-        """F of one microbatch: the stage's output, and `residuals` with what the backward pass will read; without
-        residuals, None."""
+        """F of one microbatch: the stage's output, and `residuals` with those of this pass written; None if `residuals`
+        is None."""
         (x, context, at), of_layers = read(), residuals
         if self.remat == "stage" and residuals is not None:
             of_layers, residuals = None, residuals | {"FB": [write_slot(residuals["FB"][0], [x], at.slots["FB"])]}
@@ -402,10 +405,11 @@ class Stage:
     def backward(
         self, weights: Sequence[Any], read: Read, residuals: Any, grads: list[Array], end: Callable[[Array], Any]
     ) -> tuple[Array, list[Array], Any, Any]:
-        """B of one microbatch: the gradient in the stage's input, `grads` with this microbatch's share added,
-        `residuals`, and what `end` makes of that gradient.
+        """B of one microbatch: the gradient of the stage's input, `grads` plus this microbatch's share, `residuals`,
+        and the result of `end` for that gradient.
 
-        With `split` only the share that costs no matrix product, and `residuals` with those of `weight_gradients`.
+        With `split` only the share that takes no matrix product is added, and those for `weight_gradients` are written
+        to `residuals`.
         """
         dy, context, at = read()
         if self.remat == "stage":
@@ -441,7 +445,7 @@ class Stage:
         return vary_all((dx, grads, residuals, end(dx)))
 
     def weight_gradients(self, read: Callable[[], SlotIndex], residuals: Any, grads: list[Array]) -> list[Array]:
-        """W of one microbatch: `grads` with its share of what `backward` left out."""
+        """W of one microbatch: `grads` plus the share that `backward` left out."""
         at = read()
 
         def step(stack, carry, layer, number, gathered):
@@ -458,7 +462,7 @@ class Stage:
     def _written(
         self, stack: LayerStack, residuals: Any, pool: str, leaves: list[Array], at: SlotIndex, layer: Array
     ) -> Any:
-        """Residuals with those of a layer in a pool written."""
+        """`residuals` with those of one layer in one pool written."""
         of_kinds = list(residuals[pool])
         of_kinds[stack.at] = write_slot(of_kinds[stack.at], leaves, at.slots[pool], layer)
         return residuals | {pool: of_kinds}
@@ -476,7 +480,7 @@ class Stage:
     def _read_residuals(
         self, stack: LayerStack, gathered: Any, residuals: Any, context: Context, at: SlotIndex, layer: Array
     ) -> list[Array]:
-        """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
+        """The arrays that the backward pass of a layer reads: saved, or recomputed from saved ones."""
         own = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
         if saved_parts(self.remat) is not None:
             rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
@@ -491,7 +495,7 @@ class Stage:
     def _save(
         self, context: Context, stack: LayerStack, carry: Any, layer: Array, number: Array, gathered: Any
     ) -> tuple[Any, dict]:
-        """One layer forward, with what it saves written."""
+        """One layer forward, with its residuals written."""
         (x, saved), here = carry, stack.context(context, number)
         y, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
         of_kinds = list(saved)
@@ -501,15 +505,15 @@ class Stage:
 
 @dataclasses.dataclass
 class LayerLoop:
-    """The loops over a stage's layers: one for each of `repeats`, see Arrangement.
+    """Loops over a stage's layers: one for each of `repeats`, see Arrangement.
 
-    Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
-    gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
-    is the same. The first and the last layer then stand before and after the loop, so that nothing is sent for a layer
-    that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
+    Without `prefetch` a layer is gathered, run and released. With it, while a layer computes, the weights of the next
+    one are gathered and the gradients of the previous one are scattered; at most two whole layers exist, and the
+    arithmetic is the same. The first and the last layer are then peeled off the loop, so that nothing is sent for a
+    missing layer; XLA may fuse them differently, which rounds gradients differently.
 
-    `serialized` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
-    simulated devices need that, see `after`. With several kinds, `places` are Arrangement.own_turns.
+    `serialized` runs work before a layer, its compute and its communication one after the other, which simulated
+    devices need: see `after`. With several kinds, `places` are Arrangement.own_turns.
     """
 
     stacks: Sequence[LayerStack]
@@ -522,9 +526,9 @@ class LayerLoop:
     def turns(
         self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False
     ) -> list["Turns | RepeatedTurns"]:
-        """The loops over the layers of one of the rank's stages, in their order: `turns.end(lax.fori_loop(turns.start,
-        turns.stop, turns.turn, turns.begin(state)))` runs `step` for every layer of one, where the state is a carry and
-        gradients, to which it adds what the steps find. Without `weights` nothing is gathered."""
+        """The loops over the layers of one of the rank's stages, in order. `turns.end(lax.fori_loop(turns.start,
+        turns.stop, turns.turn, turns.begin(state)))` runs `step` for every layer of one loop; the state is a carry and
+        gradients, to which those of the steps are added. Without `weights` nothing is gathered."""
         how = self, step, chunk, weights, reverse
 
         def loops(repeat: Repeat, turn: Array | int = 0) -> list[Turns]:
@@ -534,22 +538,23 @@ class LayerLoop:
         each = [[RepeatedTurns(loops, one, reverse)] if one.times > 1 else loops(one) for one in self.repeats]
         return [*itertools.chain(*(each[::-1] if reverse else each))]
 
-    def _kind_of(self, run: Places) -> "type[Turns]":
+    def _kind_of(self, run: LayerRun) -> "type[Turns]":
         if len(run.kinds) > 1:
             return MixedTurns
-        if self.prefetch and run.places > 1:
+        if self.prefetch and run.can_prefetch:
             return PrefetchTurns
         return UnevenTurns if run.uneven else Turns
 
     def gathered(self, stack: LayerStack, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
-        """The whole weights of the kind's layer in this place; None of None. See `_after` for `earlier`."""
+        """The whole weights of the kind's layer in this place; None if `weights` is None. See `_after` for
+        `earlier`."""
         if weights is None:
             return None
         resident = read_slot(weights[stack.at], number)
         return stack.gather(jax.tree.map(lambda weight: self._after(weight, earlier), resident))
 
     def add(self, stack: LayerStack, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
-        """Summed gradients, or maxima, with those of the kind's layer in this place."""
+        """Add the gradients of the kind's layer in this place to summed gradients or maxima."""
         first = sum(len(other.scatter) for other in self.stacks[: stack.at])
         grads = list(grads)
         for at, share in shares.items():
@@ -559,35 +564,41 @@ class LayerLoop:
         return grads
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
-        """The same array; where all is done in turn, not before those."""
+        """Return `x`; if `serialized`, only after `earlier`."""
         return functools.reduce(after, earlier, x) if self.serialized else x
 
     def carry_after(self, carry: Any, grads: list[Array]) -> Any:
-        if not jax.tree.leaves(carry):  # W sends nothing but gradients
+        if not jax.tree.leaves(carry):  # W sends only gradients
             return carry
         (x, *rest), structure = jax.tree.flatten(carry)
         return jax.tree.unflatten(structure, [self._after(x, grads), *rest])
 
 
+@dataclasses.dataclass(frozen=True)
 class Turns:
-    """The layers of a run of places of one kind."""
+    """A loop over a run of places with layers of one kind."""
 
-    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool, run: Places):
-        self.loop, self.step, self.chunk, self.weights, self.reverse, self.run = (
-            loop,
-            step,
-            chunk,
-            weights,
-            reverse,
-            run,
-        )
-        self.stack, self.start, self.stop = loop.stacks[run.kinds[0]], 0, run.places
+    loop: LayerLoop
+    step: Step
+    chunk: Array | int
+    weights: Any
+    reverse: bool
+    run: LayerRun
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.run.places
+
+    @property
+    def stack(self) -> LayerStack:
+        return self.loop.stacks[self.run.kinds[0]]
 
     def begin(self, state: Any) -> Any:
         return state
 
     def turn(self, at: Array | int, state: Any, stack: LayerStack | None = None) -> Any:
-        """Gather a layer, of this kind, run it, add its gradients."""
+        """Gather a layer of this kind, run it and add its gradients."""
         (carry, grads), stack = state, stack or self.stack
         layer, number = self.place_of(at, stack)
         gathered = self.loop.gathered(stack, self.weights, number, _first(carry))
@@ -598,10 +609,10 @@ class Turns:
         return state
 
     def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
-        """Where the layer of this turn stands among those of its kind: in the stage, and in the rank's places.
+        """Indices of this turn's layer among those of its kind: in the stage, and in the rank's places.
 
-        It is computed from the loop's own counter, and looked up only where stages differ: then XLA sees that a loop
-        writes all of an array, and does not empty it before."""
+        They are computed from the loop's counter and looked up only if stages differ: so XLA sees that a loop writes
+        the whole array and does not clear it first."""
         layer = self.run.layer + self._place(at) if self.run.layer is not None else self.look_up(1, at)
         return layer, self.chunk * stack.stage_layers + layer
 
@@ -610,37 +621,43 @@ class Turns:
         return self.loop.places[row][self.chunk * self.loop.stage_layers + self.run.place + self._place(at)]
 
     def is_there(self, at: Any) -> Array:
-        """Whether this turn's place has a layer, where all that do have one of this kind."""
+        """Whether this turn's place has a layer; its layers are all of this kind."""
         if self.loop.places is None:
             return self.stack.layers[self.place_of(at, self.stack)[1]] >= 0
         return self.look_up(0, at) == self.stack.at
 
     def _place(self, at: Any) -> Any:
-        """The place of the run that this turn is about."""
+        """The place of this turn."""
         return self.run.places - 1 - at if self.reverse else at
 
 
 class UnevenTurns(Turns):
-    """The same, where a place may be without a layer."""
+    """The same for places that may have no layer."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
         return lax.cond(self.is_there(at), partial(super().turn, at, state), partial(vary_all, state))
 
 
 class MixedTurns(Turns):
-    """The same where stages have layers of different kinds: a turn runs the one that stands in its place, if any."""
+    """The same if stages have layers of different kinds: a turn runs the layer in its place, if any."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
         turns = [partial(Turns.turn, self, at, state, stack) for stack in self.loop.stacks]
         return lax.switch(self.look_up(0, at), [*turns, partial(vary_all, state)])
 
 
+@dataclasses.dataclass(frozen=True)
 class RepeatedTurns:
-    """Runs that come again behind each other: a loop whose body has one for each of them."""
+    """A sequence of runs that repeats: a loop whose body contains a loop for each run."""
 
-    def __init__(self, loops: Callable[[Repeat, Array], list[Turns]], repeat: Repeat, reverse: bool):
-        self.loops, self.repeat, self.reverse = loops, repeat, reverse
-        self.start, self.stop = 0, repeat.times
+    loops: Callable[[Repeat, Array], list[Turns]]
+    repeat: Repeat
+    reverse: bool
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.repeat.times
 
     def begin(self, state: Any) -> Any:
         return state
@@ -655,11 +672,13 @@ class RepeatedTurns:
 
 
 class PrefetchTurns(Turns):
-    """The same, with the next layer's weights gathered and the last one's gradients scattered meanwhile."""
+    """The same, with the next layer's weights gathered and the previous one's gradients scattered during a layer."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.start, self.stop = 1, self.run.places - 1
+    start = 1
+
+    @property
+    def stop(self) -> int:
+        return self.run.places - 1
 
     def begin(self, state: Any) -> Any:
         carry, grads = state
@@ -690,7 +709,7 @@ class PrefetchTurns(Turns):
 
 
 def _first(carry: Any) -> list[Array]:
-    """What a layer reads first: the layer before it has ended, and what stands before the first layer."""
+    """The arrays that a layer reads first; they are ready when the previous layer, or the work before, has ended."""
     return jax.tree.leaves(carry)[:1]
 
 

@@ -1,5 +1,5 @@
-"""Which layers of the model each rank runs, and the way there from where they are stored: one all-to-all of many
-leaves, without a message and a program for each."""
+"""The layers of the model that each rank runs, and the move there from the ranks that store them: one all-to-all for
+many leaves, instead of one message for each."""
 
 import dataclasses
 from collections import defaultdict
@@ -12,16 +12,16 @@ import numpy as np
 from einops import pack, unpack
 from jax import Array, lax
 
+from parallax.config.sections import BLOCKS
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
 
-MOST_RUNS = 8  # that a pass of a stage has a loop for
+MOST_RUNS = 8  # most loops in a pass of a stage
 
 
-class Places(NamedTuple):
-    """Places behind each other, from `place`, in each of which stages have a layer of `kinds`, by their numbers, or
-    maybe, where `uneven`, none. `layer` is the first one's place among those of its kind in its stage, None where that
-    is not the same for all stages."""
+class LayerRun(NamedTuple):
+    """Consecutive layer positions, from `place`, with layers of `kinds` (indices); with `uneven` some are empty.
+    `layer` is the index of the first one among those of its kind in its stage, None if that differs between stages."""
 
     kinds: tuple[int, ...]
     place: int
@@ -33,15 +33,20 @@ class Places(NamedTuple):
     def shape(self) -> tuple:
         return self.kinds, self.places, self.uneven, self.layer is None
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether the next layer's weights can be gathered while a layer runs: both are of one kind."""
+        return len(self.kinds) == 1 and self.places > 1
+
 
 class Repeat(NamedTuple):
-    """Runs that come so many times behind each other; `runs` are those of the first time."""
+    """A sequence of runs that is repeated `times` times; `runs` are those of the first time."""
 
     times: int
-    runs: tuple[Places, ...]
+    runs: tuple[LayerRun, ...]
 
-    def at(self, run: Places, turn: Array | int) -> Places:
-        """The run as it is that many times later; its numbers may be traced ones."""
+    def at(self, run: LayerRun, turn: Array | int) -> LayerRun:
+        """The run in repetition `turn`, which may be traced."""
         if self.times == 1:
             return run
         layers = sum(other.places for other in self.runs if other.kinds == run.kinds)
@@ -53,13 +58,13 @@ class Repeat(NamedTuple):
 class Arrangement:
     """Layers in stages, stages on ranks: `placement[s]` is the rank of stage s.
 
-    Stages follow one another in the model; where they do not divide it evenly, the first ones have a layer more.
-    Parameters are always stored in model order. Where each rank's layers follow one another and are equally many,
-    their dim is cut over pp, and nothing is sent; otherwise another dim is, and an all-to-all of the weights before
-    the ticks, and of their gradients after them, exchanges that cut for one of layers in the order of the ranks.
+    Stages are consecutive in the model; if they do not divide it evenly, the first ones have one more layer. Parameters
+    are always stored in model order. If each rank has the same number of consecutive layers, pp shards the `layers`
+    dim, and nothing is sent. Otherwise pp shards another dim; an all-to-all of the weights before the ticks, and of
+    their gradients after them, converts between that and sharded layers in the order of the ranks.
 
-    Of a model with several kinds of layers each kind has one: `kinds` are those of all layers, and `kind` is the one
-    whose layers are counted, numbered and moved here; without it, all layers are.
+    If a model has several kinds of layers, each kind has an Arrangement: `kinds` are those of all layers, and `kind` is
+    the one whose layers are counted, numbered and moved; without it, all layers are.
     """
 
     placement: tuple[int, ...]
@@ -86,7 +91,7 @@ class Arrangement:
 
     @property
     def stage_layers(self) -> int:
-        """Layers of the largest stage: as many places has each."""
+        """Layers of the largest stage, which is the number of places of every stage."""
         return max(self.sizes)
 
     @property
@@ -97,8 +102,8 @@ class Arrangement:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """int32 `[rank, place]`: which of the stacked layers is there, -1 where a stage has fewer; a rank's stages in
-        order.
+        """int32 `[rank, place]`: index of the stacked layer in a place, -1 if a stage has fewer layers; the stages of a
+        rank are in order.
 
         >>> Arrangement((0, 1, 0, 1), ("dense",) * 6).numbers.tolist()
         [[0, 1, 4, -1], [2, 3, 5, -1]]
@@ -112,12 +117,12 @@ class Arrangement:
 
     @property
     def uneven(self) -> bool:
-        """Whether some stage has fewer layers than others."""
+        """Whether stages have different numbers of layers."""
         return len(set(self.sizes)) > 1
 
     @property
     def in_order(self) -> bool:
-        """Whether each rank runs the layers that a cut of their dim over pp gives it."""
+        """Whether each rank runs the layers that it has if pp shards the `layers` dim."""
         return bool((self.numbers.reshape(-1) == np.arange(self.numbers.size)).all())
 
     def own_numbers(self) -> Array:
@@ -126,8 +131,8 @@ class Arrangement:
 
     @cached_property
     def turns(self) -> np.ndarray:
-        """int32 `[2, rank, place]`: the kind of the layer there, by its place in `sorted(set(kinds))`, as many as these
-        for none; and how many layers of its kind its stage has before it."""
+        """int32 `[2, rank, place]`: the kind of the layer, as an index into `sorted(set(kinds))` (their number if there
+        is no layer), and the number of layers of its kind before it in its stage."""
         names = sorted(set(self.kinds))
         kinds = np.append([names.index(kind) for kind in self.kinds], len(names))[self.numbers]
         by_stage = kinds.reshape(-1, self.stage_layers)
@@ -136,17 +141,17 @@ class Arrangement:
 
     @cached_property
     def repeats(self) -> tuple["Repeat", ...]:
-        """The places of a stage, divided where the kinds of their layers change.
+        """The places of a stage, divided where the kind of layer changes.
 
-        What comes again behind each other is one repeat, so that a program has no more for more layers; where that
-        leaves more than MOST_RUNS, all places are one run of all kinds.
+        A sequence of runs that repeats is one Repeat, so that a program does not grow with the number of layers. If
+        more than MOST_RUNS are left, all places are one run of all kinds.
 
         >>> [(r.times, [run.places for run in r.runs]) for r in Arrangement((0,), ("a", *("b", "b", "a") * 3)).repeats]
         [(3, [1, 2]), (1, [1])]
         """
         kinds = self.turns[0].reshape(-1, self.stage_layers)
         none = len(set(self.kinds))
-        runs: list[Places] = []
+        runs: list[LayerRun] = []
         for place, column in enumerate(map(set, kinds.T.tolist())):
             there, before = tuple(sorted(column - {none})), runs[-1] if runs else None
             if before and before.kinds == there:
@@ -154,11 +159,11 @@ class Arrangement:
             else:
                 earlier = {int((stage[:place] == there[0]).sum()) for stage in kinds}
                 same = len(there) == 1 and len(earlier) == 1
-                runs.append(Places(there, place, 1, none in column, earlier.pop() if same else None))
+                runs.append(LayerRun(there, place, 1, none in column, earlier.pop() if same else None))
         found = _repeated(runs)
         if sum(len(repeat.runs) for repeat in found) <= MOST_RUNS:
             return found
-        return (Repeat(1, (Places(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
+        return (Repeat(1, (LayerRun(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
 
     def own_turns(self) -> Array:
         """This rank's part of `turns`, `[2, place]`."""
@@ -170,7 +175,7 @@ class Arrangement:
         return jnp.asarray(of_model, jnp.int32)[lax.axis_index("pp")]
 
     def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
-        """This rank's layers `[place, ...]` of stored parameters; zeros where a stage has fewer.
+        """This rank's layers `[place, ...]` of stored parameters; zeros in places without a layer.
 
         Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
@@ -178,8 +183,8 @@ class Arrangement:
         return _moved(stored, leaves, lambda x: _take(x, self.own_numbers()), partial(layers_to_ranks, rows=rows))
 
     def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
-        """The inverse for gradients: this device's pieces of stored parameters; where no dim is cut over pp, its share
-        of a sum over pp."""
+        """The inverse for gradients: this device's pieces of stored parameters; if pp shards no dim, its summand of a
+        sum over pp."""
         flat = self.numbers.reshape(-1)
         places = jnp.asarray(np.argsort(flat, stable=True)[flat.size - self.layers :])
         return _moved(stored, leaves, self._given_back, partial(layers_from_ranks, rows=places))
@@ -187,12 +192,12 @@ class Arrangement:
     def _given_back(self, x: Array) -> Array:
         whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
         numbers = self.own_numbers()
-        # A place without a layer adds its zero to no layer of the model.
+        # The zeros of a place without a layer are not added to any layer of the model.
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
 
 
-def _repeated(runs: Sequence[Places]) -> tuple[Repeat, ...]:
-    """Runs with those that come again behind each other written once, where that leaves fewest."""
+def _repeated(runs: Sequence[LayerRun]) -> tuple[Repeat, ...]:
+    """Runs with repeated sequences written once; the choice that leaves the fewest."""
     shapes = [run.shape for run in runs]
     best, saved = (0, 0, 1), 0
     for first in range(len(runs)):
@@ -211,22 +216,22 @@ def _repeated(runs: Sequence[Places]) -> tuple[Repeat, ...]:
 
 
 def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, Arrangement]:
-    """By the name of its stack in the tree of parameters, where the layers of each kind run.
+    """The arrangement of each kind of layers, by the name of its stack in the tree of parameters.
 
     >>> list(arrangements((0, 1), ("dense", "moe", "moe")))
     ['blocks/dense', 'blocks/moe']
     """
     names = sorted(set(kinds))
     if len(names) == 1:
-        return {"blocks": Arrangement(placement, kinds)}
+        return {BLOCKS: Arrangement(placement, kinds)}
     return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
 
 
 def _moved(
     stored: Sequence[Layout], leaves: Sequence[Array], of_whole: Callable[[Array], Array], exchange: Callable
 ) -> list[Array]:
-    """Of leaves that every pipeline rank holds `of_whole`; those in which another dim than `layers` is cut over pp
-    exchanged, in groups that one array can hold: of one dtype, varying over the same axes."""
+    """`of_whole` for leaves that every pipeline rank holds; leaves in which pp shards another dim than `layers` are
+    exchanged in groups that one array can hold: of one dtype, varying over the same axes."""
     found, groups = [], defaultdict(list)
     for at, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
         found.append(x if "pp" in layout.used_axes() else of_whole(x))
@@ -245,7 +250,7 @@ def _take(x: Array, numbers: Array) -> Array:
 
 
 def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:
-    """From arrays [layers, ...] whose dim `cut_dims[i]` is cut over pp to arrays [rows / pp, ...] in which it is whole.
+    """From arrays [layers, ...] whose dim `cut_dims[i]` pp shards to arrays [rows / pp, ...] in which it is whole.
 
     `rows` are the layers in the order of the ranks, -1 for a row of zeros.
 
@@ -261,7 +266,7 @@ def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Arra
 
 
 def layers_from_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:
-    """The way back: from arrays [rows / pp, ...] to arrays [layers, ...] cut over pp; `rows` says where each layer is.
+    """The inverse: from arrays [rows / pp, ...] to arrays [layers, ...] sharded over pp; `rows` locates each layer.
 
     Communication, a step:
         forward   nothing

@@ -1,4 +1,4 @@
-"""A forward pass that says of each layer's output whether it is finite, and how large it gets."""
+"""A forward pass that records, for each layer's output, non-finite entries and the largest magnitude."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from parallax.sharding.collectives import as_varying, max_over, sum_over, vary_a
 
 
 class ObservedStage(Stage):
-    """A stage that keeps nothing but what it observes: float32 [1 + layers of the model, 2], for the embedding and
-    each layer how many entries of its output are not finite, and the largest of the others."""
+    """A stage that saves only its observations: float32 [1 + layers of the model, 2], for the embedding and each layer
+    the number of non-finite entries of its output and the largest magnitude of the others."""
 
     def forward(self, weights: Sequence[Any], read: Read, seen: Array) -> tuple[Array, Array]:
         x, context, at = read()
@@ -32,12 +32,12 @@ class ObservedStage(Stage):
 
 
 def nothing_seen(layers: int) -> Array:
-    """Before the first layer."""
+    """The observations before the first layer."""
     return as_varying(jnp.zeros((1 + layers, 2), jnp.float32))
 
 
 def all_seen(seen: Array) -> Array:
-    """What all devices observed; each entry of an activation is on one of them."""
+    """The combined observations of all devices; each entry of an activation is on one of them."""
     return jnp.stack([sum_over(seen[:, 0], ALL_AXES), max_over(seen[:, 1], ALL_AXES)], axis=1)
 
 

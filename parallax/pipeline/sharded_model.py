@@ -1,4 +1,4 @@
-"""ShardedModel: a model sharded over a mesh by its layout strings; every mesh computes the same, up to rounding."""
+"""ShardedModel: a model sharded over a mesh by layout strings; results are the same on every mesh, up to rounding."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config import sections
 from parallax.config.remat import check_residuals_on
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.context import Context, training_context
@@ -47,11 +48,11 @@ DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the ini
 class ShardedModel:
     """Parameters, loss, gradients and logits of a model on a mesh.
 
-    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
-    `weights_dtype` is that of parameters between steps, `masters_on` where they are then, and `states_on` where what an
-    optimizer keeps of them is: see OptimizerConfig. One that `measures` makes 8-bit products in the compute dtype, for
-    their first scales: see parallax/model/products.py.
-    Raises ConfigError when a size does not divide over its axes.
+    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, but nothing can run.
+    `weights_dtype` is the dtype of parameters between steps, `masters_on` their memory, and `states_on` that of the
+    optimizer states: see OptimizerConfig. A model that `measures` computes 8-bit products in the compute dtype, to
+    find their first scales: see parallax/model/products.py.
+    Raises ConfigError if a size does not divide over its axes.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ShardedModel:
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = self._shardings(lambda row: row.memory)
-        self.states_shardings = self._shardings(lambda row: row.states)  # of what is kept of each parameter
+        self.states_shardings = self._shardings(lambda row: row.states)  # of each parameter's optimizer states
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
 
     def __repr__(self) -> str:
@@ -116,12 +117,12 @@ class ShardedModel:
         return self.plan._repr_html_()
 
     def replace(self, **changes: Any) -> "ShardedModel":
-        """The same with other sections or another mesh, by the names of this class's arguments."""
+        """The same model with other sections or another mesh, by the names of this class's arguments."""
         return ShardedModel(**{**self._arguments, **changes})
 
     def init(self, seed: int) -> Any:
         """Initial parameters, drawn in float32; bitwise the same on every mesh."""
-        # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
+        # On CPU, XLA takes about a second per parameter to optimise the random draw, which runs only once.
         options = {"xla_backend_optimization_level": 0} if self._simulated else None
 
         def declare(key: Array) -> Any:
@@ -135,8 +136,8 @@ class ShardedModel:
         not ignored; "tokens", their number; with a z-coefficient "z_loss", which the gradients include.
 
         `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions, as model.batch has them;
-        labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None drops
-        nothing. Gradients are float32, cut as their parameters.
+        labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None disables
+        it. Gradients are float32, sharded like their parameters.
         """
         return self.mapped(self._loss_and_grad, (P(), self._specs))(params, self.checked(batch), noise)
 
@@ -145,7 +146,7 @@ class ShardedModel:
         return self.mapped(self._loss, P())(params, self.checked(batch), None)
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
-        """What embedding and layers give in the forward pass of `loss_and_grad`: see ObservedStage."""
+        """Observations of embedding and layers in the forward pass of `loss_and_grad`: see ObservedStage."""
         return self.mapped(self._activations, P())(params, self.checked(batch), noise)
 
     def logits(
@@ -153,7 +154,7 @@ class ShardedModel:
     ) -> Array:
         """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; forward only.
 
-        Those of a vocab's padding are there, too, and -inf. Without `segments` each row is one document; without
+        Logits of the vocab's padding are included and are -inf. Without `segments` each row is one document; without
         `positions` they count from 0 in each row.
         """
         given = {"tokens": tokens, "segments": segments, "positions": positions}
@@ -167,13 +168,13 @@ class ShardedModel:
         return self.mapped(self._logits, self._logits_layout.spec(self.mesh))(params, batch, None)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """The batch's arrays as int32; DataError or ConfigError unless the model, cut over its mesh, can take them."""
+        """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
         arrays = checked(batch, self.model.vocab)
         self.check_batch(*arrays["tokens"].shape)
         return arrays
 
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
-        """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
+        """Raise ConfigError unless a batch of this shape divides over the mesh and into microbatches."""
         microbatches = microbatches or self.pipeline.microbatches
         (ranks, axes), pp, tp = self._data_ranks, self.axis_sizes["pp"], self.axis_sizes["tp"]
         pieces = ranks * microbatches
@@ -183,12 +184,12 @@ class ShardedModel:
         cp = self.axis_sizes.get(CONTEXT_AXIS, 1)
         chunks = 1 if cp == 1 else 2 * cp
         if cp > 1:
-            check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}, for each context rank has two chunks of a row")
+            check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}: each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
         checks.check_window(self.model, seq)
         checks.check_kernel_seq(self.model, seq, self.layout.context, cp)
-        # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
+        # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
         folded = folds(rows, pp) * tp * cp
         why = f"share the head of a microbatch, which has {rows} rows on a device"
@@ -197,22 +198,30 @@ class ShardedModel:
 
     @property
     def _data_ranks(self) -> tuple[int, str]:
-        """Over how many ranks the batch is cut, and by which keys."""
+        """Number of ranks that shard the batch, and the keys of their axes."""
         sizes = {axis: self.axis_sizes[axis] for axis in BATCH_AXES if axis in self.axis_sizes}
         return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
     def _check_prefetch(self) -> None:
-        """Weights are gathered ahead only where a layer's are gathered when it runs."""
-        per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
-        if self.fsdp.prefetch and not per_use:
+        """Raise ConfigError if weights cannot be gathered ahead."""
+        if not self.fsdp.prefetch:
+            return
+        if not any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows[BLOCKS])):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
                 f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
                 "data_parallel.policy='zero3'."
             )
+        order = self.arrangement
+        if order.stage_layers > 1 and not any(run.can_prefetch for each in order.repeats for run in each.runs):
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
+                f"model.layers_of={self.model.layers_of!r} and {len(order.placement)} pipeline stages no stage has two "
+                "layers of one kind after each other; use fsdp.prefetch=0."
+            )
 
     def _check_shared_rows(self, global_batch: int) -> None:
-        """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
+        """Check the batch if embedding and head run outside of the ticks: pipeline and data ranks share its rows."""
         (ranks, axes), pp = self._data_ranks, self.axis_sizes["pp"]
         over = f"{axes} x mesh.pp={pp}, which share embedding and head by rows"
         check_multiple("data.global_batch", global_batch, ranks * pp, over)
@@ -229,18 +238,18 @@ class ShardedModel:
 
     @property
     def exchange(self) -> str:
-        """How tokens come to experts of other ranks: "gather" or "ragged"."""
+        """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
         ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
         return exchange_of(self.layout.exchange, self.model, ranks, on_cpus=self._simulated)
 
     @property
     def load(self) -> float:
-        """How much is in use of what a mixture has room for, where its experts' load is even."""
+        """The share of a mixture's rows that is in use if the load of its experts is even."""
         return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
 
     @property
     def carries_residuals(self) -> bool:
-        """Whether slots of residuals go from tick to tick, and are not allocated in each."""
+        """Whether ticks carry slots of residuals, instead of allocating them in each tick."""
         return self.schedule.keeps_across_ticks or clears_what_is_overwritten(self.mesh)
 
     @property
@@ -248,7 +257,7 @@ class ShardedModel:
         return is_simulated(self.mesh)
 
     def _shardings(self, memory: Callable[[ParameterPlan], str]) -> Any:
-        """Of each parameter's row of the plan, in this memory."""
+        """The at-rest sharding of each parameter, in the memory that `memory` returns for its row of the plan."""
         place = lambda row: NamedSharding(self.mesh, row.at_rest.spec(self.mesh), memory_kind=MEMORY_KINDS[memory(row)])  # noqa: E731
         return jax.tree.map(place, self.plan.rows)
 
@@ -266,13 +275,13 @@ class ShardedModel:
         executor, boundary_state = self.ready(params, batch, noise)
         boundary, state = executor.boundary, executor.run(boundary_state)
         ended = boundary.finish(state.boundary)
-        structure = jax.tree.structure(self.shapes["blocks"])
+        structure = jax.tree.structure(self.shapes[BLOCKS])
         block_grads = jax.tree.unflatten(structure, state.grads)
         if self._rounds_kernels:
             weights = jax.tree.unflatten(structure, jax.tree.leaves(executor.weights))
             block_grads = with_largest_weights(block_grads, weights, self.model.dtype)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
-        return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
+        return metrics, self.plan.store(ended.grads | {BLOCKS: block_grads})
 
     def ready(self, params, batch, noise):
         """The executor of a training step, and the first state of its boundary."""
@@ -309,24 +318,24 @@ class ShardedModel:
     def _in_order(self, outputs: Array) -> Array:
         """The last layer's outputs in the order of the text."""
         residual = activations.with_rows(activations.residual_layout(self.layout), SHARED_ROWS)
-        # Tokens that tp cuts too have to leave it for a moment.
+        # If tp shards tokens, too, they are gathered over tp during the permute.
         whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
         outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
         return reshard(f"{whole} -> {residual}", outputs)
 
     def _executor(self, params, tokens, schedule, boundary, rows, *, weight=1.0, stage=Stage):
-        """What runs a schedule on these tokens, with a boundary of this kind; `rows` is how the batch is cut for the
-        embedding."""
+        """An executor of a schedule on these tokens, with a boundary of this kind; `rows` is the layout of the batch
+        dim for the embedding."""
         weights = self.plan.load(jax.tree.map(as_varying, params))
         # Ranks of the pipeline always share the head's rows.
         parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
-        ends = {part: weights[part] for part in ("embedding", "head")}
+        ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
         work = EmbedAndHead(parts, self.loss_config, self.plan, ends, tokens.key)
         return Executor(
             schedule,
             self._stage(stage),
-            self.parts.by_kind(weights["blocks"]),
-            partial(self.plan.zero_grads, "blocks", weights["blocks"]),
+            self.parts.by_kind(weights[BLOCKS]),
+            partial(self.plan.zero_grads, BLOCKS, weights[BLOCKS]),
             partial(self._context, tokens),
             boundary(work, tokens, weight, schedule.placement[-1]),
             activations.residual_layout(self.layout),
@@ -371,7 +380,7 @@ class ShardedModel:
         return self.model.matmul != COMPUTE and not self.measures
 
     def _gathered(self, part: str, weights: Any) -> dict[str, Any]:
-        """The collections of a layer, of its resident weights; kernels of 8-bit products travel in 8 bits."""
+        """The collections of a layer, gathered from resident weights; kernels of 8-bit products are sent in 8 bits."""
         if not self._rounds_kernels:
             return {"params": self.plan.use(weights, part)}
         dtype = self.model.dtype
@@ -406,6 +415,6 @@ def _in_context_order(batch: Mapping[str, Array]) -> tuple[dict[str, Array], Arr
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:
-    """Raise ConfigError unless a size is a multiple of the pieces that it is cut into."""
+    """Raise ConfigError unless a size is a multiple of the number of its pieces."""
     if value % of:
         raise ConfigError(f"{key}={value} does not divide over {over}; use a multiple of {of}{instead}.")

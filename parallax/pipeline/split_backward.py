@@ -1,5 +1,5 @@
-"""A layer's forward pass apart from its backward pass, and the backward pass in two: B, all that the gradient of the
-input needs, and W, the other gradients of weights."""
+"""Separates a layer's forward pass from its backward pass, and divides the backward pass in two: B, everything that the
+input's gradient needs, and W, the other gradients of weights."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -14,57 +14,58 @@ from parallax.runtime.jaxprs import ancestors, apply, called, part, within
 from parallax.sharding.collectives import as_varying
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
-# A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
-# whole activations to save a sum.
+# A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save
+# whole activations in memory, only to defer a sum.
 INNER = ("scan", "while", "cond")
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 
 class SplitVjp:
-    """The gradient of `y = layer(weights, x, context)` later, from the arrays that were saved.
+    """The deferred gradient of `y = layer(weights, x, context)`, from saved arrays.
 
-    Weights and context are at hand again when the gradient is taken, so they are not saved. `saved` must be
-    traced before `backward`, `plan_split` before the two halves of a divided backward pass, and `plan_selection`
-    before the forward pass that keeps little.
+    Weights and context are available when the gradient is taken, so they are not saved. `saved` must be traced before
+    `backward`, `plan_split` before the two halves of a divided backward pass, and `plan_selection` before the forward
+    pass that saves only a selection.
     """
 
     def saved(self, pull: Callable, weights: Any, context: Any) -> list[Array]:
-        """What `pull`, the layer's vjp in weights and x, holds besides weights and context: `backward` needs it."""
+        """The arrays that `pull`, the layer's vjp in weights and x, holds besides weights and context, for
+        `backward`."""
         leaves, self.structure = jax.tree.flatten(pull)
         known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
         self.source = [known.get(id(leaf)) for leaf in leaves]
-        # What comes out of a slot varies over pp, and a program that was divided is particular about that.
+        # Arrays from a slot vary over pp, and a divided program requires equal types.
         return [as_varying(leaf, ["pp"]) for leaf, at in zip(leaves, self.source, strict=True) if at is None]
 
     def backward(self, weights: Any, saved: list[Array], context: Any, dy: Array) -> tuple[Any, Array]:
-        """Gradients in weights and x."""
+        """Gradients with respect to weights and x."""
         known, rest = jax.tree.leaves((weights, context)), iter(saved)
         leaves = [next(rest) if at is None else known[at] for at in self.source]
         pull = jax.tree.unflatten(self.structure, leaves)
         return pull(dy)
 
     def plan_selection(self, forward: ClosedJaxpr, names: Collection[str]) -> None:
-        """Divide a traced forward pass: what has one of these names is kept, the rest made again. ConfigError where a
-        layer gives an activation a name that no set of parts can have."""
+        """Divide a traced forward pass: activations with one of these names are saved, the rest is recomputed.
+        ConfigError if a layer uses a name that is not a part of `pipeline.remat`."""
         given = {e.params["name"] for e in inlined(forward).jaxpr.eqns if e.primitive.name == "name"}
         for name in sorted(given - set(REMAT_PARTS)):
             raise ConfigError(
-                f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat knows no such part; "
+                f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat has no such part; "
                 f"{nearest(name, REMAT_PARTS)}"
             )
         self.selection = select(forward, now=[0], names=names)
 
     def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
-        """The layer's output, and what `recompute` needs besides weights, x and context."""
+        """The layer's output, and the arrays that `recompute` needs besides weights, x and context."""
         y, *kept = self.selection.make(*jax.tree.leaves((weights, x, context)))
         return y, kept
 
     def recompute(self, weights: Any, x: Array, context: Any, kept: list[Array]) -> list[Array]:
-        """What the layer's vjp saves."""
+        """The arrays that the layer's vjp saves."""
         return self.selection.recompute(*jax.tree.leaves((weights, x, context)), *kept)
 
     def plan_split(self, weights: Any, saved: list[Array], context: Any, dy: Array, *, saved_is_kept: bool) -> None:
-        """Divide the backward pass. With `saved_is_kept` the second half reads of `saved` what it needs, in place."""
+        """Divide the backward pass. With `saved_is_kept` the second half reads what it needs directly from `saved`."""
         known, structure = jax.tree.flatten((weights, context))
 
         def backward(*args):
@@ -83,7 +84,7 @@ class SplitVjp:
     def input_backward(
         self, weights: Any, saved: list[Array], context: Any, dy: Array
     ) -> tuple[Array, dict[int, Array], list[Array]]:
-        """B: the gradient in x; those of weights that cost no matrix product, by their number; what W needs."""
+        """B: the gradient of x, the gradients of weights that take no matrix product, by index, and the input of W."""
         dw_and_dx = self.backward_split.first(*jax.tree.leaves((weights, context)), *saved, dy)
         few, (dx, *b_residuals) = dw_and_dx[: len(self.now)], dw_and_dx[len(self.now) :]
         return dx, dict(zip(self.now, few, strict=True)), b_residuals
@@ -94,22 +95,22 @@ class SplitVjp:
 
 
 class BackwardSplit(NamedTuple):
-    """Two programs that do together what one did, each equation in one of them.
+    """A program divided in two, with each equation in one of them.
 
     `first(*args)` returns `(*outputs, *b_residuals)`, `second(*args at reads, *b_residuals)` the deferred outputs.
     """
 
     first: Callable
     second: Callable
-    deferred: tuple[int, ...]  # outputs of the whole that the second makes
-    reads: tuple[int, ...]  # arguments of the whole that the second reads, too
+    deferred: tuple[int, ...]  # outputs of the whole program that the second one computes
+    reads: tuple[int, ...]  # arguments of the whole program that the second one reads
 
 
 def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Iterable[int]) -> BackwardSplit:
-    """Divide a traced program: the outputs at `wanted` and what is cheap first, matrix products that
-    they do not need second.
+    """Divide a traced program. The first part computes the outputs at `wanted` and everything cheap, the second one the
+    matrix products that these do not need.
 
-    The second reads arguments at `readable` itself; all else that it needs, the first hands to it, as `b_residuals`.
+    The second part reads arguments at `readable` itself; the first part passes everything else as `b_residuals`.
     """
     whole = inlined(program)
     jaxpr = whole.jaxpr
@@ -144,12 +145,12 @@ class Selection(NamedTuple):
 
     make: Callable
     recompute: Callable
-    names: tuple[str, ...]  # of what is kept
+    names: tuple[str, ...]  # of saved values
 
 
 def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) -> Selection:
-    """Divide a traced program in time: the outputs at `now` are made first, the others later, from the
-    arguments again and from values of these names, which are kept where the others need them."""
+    """Divide a traced program: the outputs at `now` are computed first, the others later, from the arguments and from
+    values with these names, which are saved if the other outputs need them."""
     whole = inlined(program)
     jaxpr = whole.jaxpr
     named = {e.outvars[0]: e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
@@ -168,7 +169,7 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without calls of jitted functions: an einsum's two gradients are two equations then."""
+    """The same program with calls of jitted functions inlined, so that an einsum's two gradients are two equations."""
 
     def run(jaxpr: Jaxpr, consts: list, args: list) -> list:
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -190,13 +191,13 @@ def _multiplies(equation: JaxprEqn) -> bool:
 
 
 def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:
-    """What the second part reads and does not make."""
+    """Values that the second part reads but does not compute."""
     made = {var for number in second for var in jaxpr.eqns[number].outvars}
     read = [var for number in sorted(second) for var in jaxpr.eqns[number].invars] + list(outs)
     return [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var not in made)]
 
 
 def _numbered(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
-    """Some of the equations of a program, from `invars` to `outvars`."""
+    """A function that runs some equations of a program, from `invars` to `outvars`."""
     equations = [whole.jaxpr.eqns[number] for number in sorted(numbers)]
     return part(equations, invars, outvars, whole.jaxpr.constvars, whole.consts)

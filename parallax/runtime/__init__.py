@@ -1,1 +1,1 @@
-"""The machine and the process: errors, files, devices, versions, progress, and the processes of a job."""
+"""Machine and process: errors, files, devices, versions, progress, and the processes of a job."""

@@ -1,14 +1,15 @@
 """Peak FLOP/s, memory and links of chips, from their data sheets.
 
-FLOP/s are of dense matrix products. A float32 product counts as JAX multiplies it unless told otherwise: on TPU in one
-pass of bfloat16, on NVIDIA in TF32. TPU clocks are those at which the cycles that the compiler estimates become
-seconds: peak FLOP/s over what the matrix units do in a cycle, and at 1.5 and 1.75 GHz the estimates match published
-step times on v5e and v5p. GPU clocks are boost clocks, in whose cycles times by peak rates are counted. `usable_bytes`
-is what the TPU compiler (libtpu 0.0.42) lets a program fill, as its refusals say, and for v7x and GPUs the data sheet's
-memory, of which JAX takes three quarters on GPUs where XLA_CLIENT_MEM_FRACTION says nothing else. GPUs on PCIe are
-counted as if each could send to any other at the rate of its slot, more than cards without direct access to each other
-reach. v4, v5p and v7x are counted as chips of two cores that share their memory; a v4 topology has such devices when it
-is made with `chip_config_name="megacore"`, and a v7x topology, whose cores are devices of their own, has none.
+FLOP/s are those of dense matrix products. A float32 product counts as in JAX's default precision: one pass of bfloat16
+on TPU, TF32 on NVIDIA. TPU clocks convert the compiler's estimated cycles into seconds: they are peak FLOP/s over the
+FLOPs of the matrix units in a cycle; at 1.5 and 1.75 GHz the estimates match published step times on v5e and v5p. GPU
+clocks are boost clocks; they convert times at peak rates into cycles. `usable_bytes` is the memory that the TPU
+compiler (libtpu 0.0.42) lets a program use, according to its errors; for v7x and GPUs it is the data sheet's memory, of
+which JAX reserves three quarters on GPUs unless XLA_CLIENT_MEM_FRACTION is set. GPUs on PCIe are modelled as if each
+could send to any other at the rate of its slot, which is more than cards without direct access to each other reach. A
+device of v4 and v5p is a chip, whose two cores share memory; a v4 topology has such devices if it is made with
+`chip_config_name="megacore"`. A device of v7x is one of a chip's two cores. Its figures are those of a core, with half
+of the chip's memory and network, but links are those of the chip.
 """
 
 import re
@@ -20,29 +21,29 @@ GIB = 2**30
 
 
 class GpuTarget(NamedTuple):
-    """What XLA must know to compile for a GPU that is not here. Cores are streaming multiprocessors."""
+    """What XLA needs to compile for a GPU that is not present. Cores are streaming multiprocessors."""
 
     capability: tuple[int, int]  # CUDA's
     cores: int
-    float_units: int  # of float32, in a core
-    threads: int  # of a core
-    shared_kib: int  # of a core; a block may have 1 less
+    float_units: int  # float32 units of a core
+    threads: int  # threads of a core
+    shared_kib: int  # shared memory of a core; a block may use 1 less
     l2_bytes: int
     clock_ghz: float
 
 
 class Chip(NamedTuple):
-    """One chip. Bandwidths are in bytes a second, one way.
+    """One chip, or one of its `cores` if each is a device. Bandwidths are in bytes a second, in one direction.
 
-    `flops` is FLOP/s by dtype. `ici_links` of `ici_bandwidth` each lead to its neighbours: on TPU two for each torus
-    dim, on NVIDIA into a switch (`torus_dims` is 0). `ring_multiple` is the length, or its multiples, at which a dim of
-    a slice closes to a ring; `cube` says that no dim does unless all are such multiples. `switched` is how many of one
-    host share a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network. `host_bandwidth` is
-    that of its link to its host, and `host_bytes` its share of the host's memory.
+    `flops` is FLOP/s by dtype. `ici_links` links of `ici_bandwidth` each lead to its neighbours: on TPU two for each
+    torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
+    of `ring_multiple`; with `cube` only if all dims are such multiples. `switched` is the number of chips of one host
+    on a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its
+    link to the host, and `host_bytes` its share of the host's memory.
     """
 
     name: str
-    platform: str  # as JAX calls it: "tpu", "gpu" or "cpu"
+    platform: str  # JAX's name: "tpu", "gpu" or "cpu"
     flops: dict[str, float]
     usable_bytes: int
     hbm_bandwidth: float
@@ -57,17 +58,23 @@ class Chip(NamedTuple):
     host_bandwidth: float = 0.0
     host_bytes: int = 0
     target: GpuTarget | None = None
+    cores: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What a device is: "chip" or "core"."""
+        return "chip" if self.cores == 1 else "core"
 
     def matmul_speed(self, matmul: str) -> float:
-        """How fast products in 8 bits are over those in bfloat16: 1 for "compute". Of a chip of which nothing is
-        known but its FLOP/s in another dtype, 1."""
+        """Speed of products in 8 bits relative to bfloat16; 1 for "compute", and for chips whose 8-bit FLOP/s are not
+        known."""
         if matmul == "compute" or "bfloat16" not in self.flops:
             return 1.0
         sheet = self.flops.get(matmul, self.flops["bfloat16"]) / self.flops["bfloat16"]
         return EIGHT_BIT_SPEEDS.get(self.name, {}).get(matmul, sheet)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in this dtype; ConfigError lists those that are known."""
+        """FLOP/s in this dtype; ConfigError lists the known dtypes."""
         if dtype not in self.flops:
             raise ConfigError(f"the peak of {self.name} in {dtype!r} is not known; {nearest(dtype, self.flops)}")
         return self.flops[dtype]
@@ -92,12 +99,16 @@ TPUS = {
     "TPU v5p": (459, {"int8": 918, "float8": 459}, 95.74, 2765, 100, 6.25, 15, 112, 1.75, "3D"),
     # Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips.
     "TPU v6e": (918, {"int8": 1836, "float8": 918}, 31.25, 1638, 100, 12.5, 32, 206, 1.75, "2D"),
-    # Google Cloud's page on TPU7x, of a chip: 1200 GB/s in both directions over 6 links, 100 Gbit/s of network. It has
-    # no figure for int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
-    "TPU v7x": (2307, {"int8": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 0, 0, 2.2, "3D"),
+    # Half of what Google Cloud's page on TPU7x has of a chip, whose two cores are devices: 2307 TFLOP/s, 192 GB, 7380
+    # GB/s, 100 Gbit/s of network; the chip has 1200 GB/s in both directions over 6 links. The page has no figure for
+    # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
+    "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
-# Speed of a product of 8192 x 8192 matrices over bfloat16's, by cycles of libtpu 0.0.52: int8 to int32, e4m3 to
-# bfloat16. Of other chips, and of v4, their data sheets say it.
+CORES = {"TPU v7x": 2}  # that are devices
+# Between the two cores of a chip, over one of its links to another chip: the same page.
+LINKS_BETWEEN_CORES = 6
+# Speed of a product of 8192 x 8192 matrices relative to bfloat16, by cycles of libtpu 0.0.52: int8 to int32, e4m3 to
+# bfloat16. For other chips, and for v4, it is taken from data sheets.
 EIGHT_BIT_SPEEDS = {
     "TPU v5e": {"int8": 2.14, "float8": 1.06},
     "TPU v5p": {"int8": 1.89, "float8": 0.95},
@@ -114,8 +125,8 @@ NVIDIA = {
     # 400 Gbit/s for a GPU.
     "NVIDIA H100": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 80, 3350, 25, 50, 63, 250, 18),
     "NVIDIA H200": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 141, 4800, 25, 50, 63, 250, 18),
-    # As public tables of the HGX B200 at 1000 W have it, without sparsity, which differ in TF32 (1100 and 1125);
-    # NVIDIA's own page was not read. Network: 400 Gbit/s for a GPU.
+    # From public tables of the HGX B200 at 1000 W, without sparsity, which differ in TF32 (1100 and 1125); NVIDIA's own
+    # page was not checked. Network: 400 Gbit/s for a GPU.
     "NVIDIA B200": (2250, {"float32": 1125, "float8": 4500, "int8": 4500}, 180, 8000, 50, 50, 63, 250, 18),
     # NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity.
     "NVIDIA RTX 4090": (165.2, {"float32": 82.6, "float8": 330.3, "int8": 660.6}, 24, 1008, 31.5, 1.25, 31.5, 64, 1),
@@ -127,9 +138,9 @@ NVIDIA = {
     "NVIDIA A10": (125, {"float32": 62.5, "int8": 250}, 24, 600, 31.5, 1.25, 31.5, 64, 1),
 }
 
-# Of those in data centres as XLA has them (xla/backends/gpu/target_config/specs, 2026); of the others, cores, L2 and
-# boost clock as they are commonly given, not checked against data sheets. XLA chooses tiles by them; no time and no
-# memory of a plan rests on them.
+# Data centre GPUs: from XLA (xla/backends/gpu/target_config/specs, 2026). Other GPUs: cores, L2 and boost clock as
+# commonly given, not checked against data sheets. XLA uses them to choose tiles; times and memory of a plan do not
+# depend on them.
 GPU_TARGETS = {
     "NVIDIA A100": GpuTarget((8, 0), 108, 64, 2048, 164, 40 * 2**20, 1.41),
     "NVIDIA H100": GpuTarget((9, 0), 132, 128, 2048, 228, 50 * 2**20, 1.98),
@@ -162,11 +173,12 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         host_bandwidth=host_link * 1e9,
         host_bytes=int(host_memory * 1e9),
         target=target,
+        cores=CORES.get(name, 1),
     )
 
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
-# What JAX calls them where that is not the name. Cards of another make, such as H100 PCIe, are other chips.
+# JAX's names, if they differ. Other variants, such as H100 PCIe, are different chips.
 DEVICE_KINDS = {
     "geforce rtx 3090": "NVIDIA RTX 3090",
     "geforce rtx 4090": "NVIDIA RTX 4090",
@@ -178,7 +190,7 @@ DEVICE_KINDS = {
     "a100-sxm4-80gb": "NVIDIA A100",
     "h100 80gb hbm3": "NVIDIA H100",
 }
-NAMES = {name.split(maxsplit=1)[1].replace(" ", ""): name for name in CHIPS}  # as topologies have them: no spaces
+NAMES = {name.split(maxsplit=1)[1].replace(" ", ""): name for name in CHIPS}  # without spaces, as in topologies
 SHORT = {short.lower(): name for short, name in NAMES.items()} | DEVICE_KINDS
 SHORT |= {name.split(maxsplit=1)[1].lower(): name for name in CHIPS}
 
@@ -186,7 +198,7 @@ SHORT |= {name.split(maxsplit=1)[1].lower(): name for name in CHIPS}
 def chip(name: str) -> Chip:
     """The chip of a topology ("v5p:4x4x4"), of a device kind ("TPU v5 lite"), or by its name ("H100").
 
-    Raises ConfigError with the known ones.
+    Raises ConfigError, which lists the known ones.
 
     >>> chip("v5e:4x4").name, chip("TPU v5 lite").flops["bfloat16"]
     ('TPU v5e', 197000000000000.0)

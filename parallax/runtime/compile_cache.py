@@ -1,6 +1,6 @@
-"""Where JAX's persistent compilation cache is kept.
+"""Location of JAX's persistent compilation cache.
 
-Who can write there can have this process run any program, so the folder that is chosen unasked is the user's alone.
+Whoever can write there can make this process run any program, so the default folder is writable only by the user.
 """
 
 import os
@@ -17,15 +17,15 @@ from parallax.runtime.multihost.job import agree, is_first, is_shared
 
 AUTO_FOLDER, OFF = "auto", "off"
 
-_ours: str | None = None  # the folder that we told JAX; another one is of the user's program or environment
+_ours: str | None = None  # the folder that we set in JAX; another one was set by the user's program or environment
 
 
 def use_compile_cache(setting: str) -> None:
     """Set JAX's compilation cache as train.compile_cache says; call it before anything large is compiled.
 
-    A folder that cannot be used is a line on stderr. What JAX was told before, by JAX_COMPILATION_CACHE_DIR or by the
-    program, stays. With several processes, which all read what the first one writes, all must see the folder: where
-    some find a program and others compile it, those can wait for the first for ever.
+    If a folder cannot be used, a line on stderr says so. A cache that was set before, by JAX_COMPILATION_CACHE_DIR or
+    by the program, stays. With several processes, which all read what the first one writes, all must share the folder:
+    if some find a program and others compile it, they can deadlock.
     """
     if jax.config.jax_compilation_cache_dir not in (None, "", _ours):
         return
@@ -40,7 +40,7 @@ def use_compile_cache(setting: str) -> None:
 
 
 def users_folder(environment: Mapping[str, str]) -> Path:
-    """The folder for compiled programs among the user's caches, as the XDG base directories have it.
+    """The folder for compiled programs in the user's cache, following the XDG base directories.
 
     >>> users_folder({"XDG_CACHE_HOME": "/scratch/cache"}).as_posix()
     '/scratch/cache/parallax/jax'
@@ -50,7 +50,7 @@ def users_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _may_keep(setting: str) -> bool:
-    """Whether to cache programs of these devices: on CPU, cached programs with collectives have hung."""
+    """Whether to cache programs of these devices; on CPU, cached programs with collectives have hung."""
     if jax.default_backend() != "cpu":
         return True
     if setting != AUTO_FOLDER and jax.device_count() > 1:
@@ -60,17 +60,17 @@ def _may_keep(setting: str) -> bool:
 
 
 def _made(setting: str) -> str:
-    """Make the folder and check that it is writable; "" and a message if not."""
+    """Create the folder and check that it is writable; "" and a message if it is not."""
     try:
         folder = users_folder(os.environ) if setting == AUTO_FOLDER else Path(setting).expanduser().absolute()
         for path in (folder.parent, folder):
             files.make_folder(path, mode=0o700 if setting == AUTO_FOLDER else 0o777)
         files.try_writing(folder)
-    except (OSError, RuntimeError) as error:  # the latter where the user has no home
+    except (OSError, RuntimeError) as error:  # the latter if the user has no home
         _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return ""
     if setting == AUTO_FOLDER and not files.is_ours_alone(folder):
-        _complain(f"others than this user can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
+        _complain(f"other users can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
         return ""
     return str(folder)
 

@@ -1,4 +1,4 @@
-"""Simulated CPU devices, and the accelerators of this machine, whether JAX finds them or not."""
+"""Simulated CPU devices, and detection of this machine's accelerators, even if JAX does not find them."""
 
 import importlib.util
 import os
@@ -11,10 +11,10 @@ from parallax.runtime.errors import ConfigError
 ROOT = Path("/")
 GPU_FILES = ("dev/nvidia0", "dev/nvidiactl", "dev/dxg", "dev/kfd")
 TPU_FILES = ("dev/accel0", "dev/vfio/0")
-GOOGLE = "0x1ae0"  # as a vendor on PCI
-NO_TPU = ("0x0042", "0x001f")  # its network card and its disk, which machines without TPU have too
+GOOGLE = "0x1ae0"  # PCI vendor id
+NO_TPU = ("0x0042", "0x001f")  # Google's network card and disk, which machines without TPU have, too
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
-CPU_THREADS = ("PJRT_NPROC", "NPROC")  # how many threads XLA starts for all CPU devices together; the first that is set
+CPU_THREADS = ("PJRT_NPROC", "NPROC")  # number of XLA's threads for all CPU devices together; the first one set counts
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
@@ -30,15 +30,15 @@ def tpu_signs(environment: Mapping[str, str] = os.environ, root: Path = ROOT) ->
 
 
 def simulate_devices(count: int, processes: int = 1) -> None:
-    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
+    """Simulate `count` devices on the CPU; call it before anything else asks JAX for its devices.
 
-    `import jax` may come first, an array may not. Where JAX already runs with so many CPU devices nothing happens.
-    Of several processes each simulates its equal share. Raises ConfigError with both numbers where it comes too late.
+    `import jax` may come before it, but not the first array. If JAX already runs with this many CPU devices, nothing
+    happens. Each of several processes simulates an equal share. Raises ConfigError with both numbers if it is too late.
     """
     if count % processes:
         raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
     count //= processes
-    import jax  # here: what looks for accelerators comes before it
+    import jax  # here, since accelerators are detected before JAX is imported
 
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -56,13 +56,14 @@ def simulate_devices(count: int, processes: int = 1) -> None:
 
 
 def keep_a_thread_free(devices: int) -> None:
-    """Have XLA start more threads than there are CPU devices; with fewer, some products are wrong, and nothing says so.
+    """Make XLA start more threads than there are CPU devices; with fewer, some products are silently wrong.
 
-    A device's program goes on in whichever of these threads ended what it waited for, and that thread does not look
-    into its queue meanwhile. Parallel loops and products leave entries there, for threads without a program to take.
-    Where all have one, the queue is full after 1,024 of them, and XLA runs at once what it would queue. Within a large
-    product Eigen (TensorContractionThreadPool.h) then packs a tile over one that is not multiplied yet: the result's
-    first rows are wrong by a block of the sum. tests/product_behind_loops.py shows it with jaxlib 0.10.2 and 0.12.0.
+    A device's program continues in whichever of these threads finished what it waited for, and that thread does not
+    serve its queue meanwhile. Parallel loops and products put entries into the queue for threads without a program. If
+    all threads run a program, the queue is full after 1,024 entries, and XLA runs further ones immediately. Within a
+    large product Eigen (TensorContractionThreadPool.h) then packs a tile over one that was not multiplied yet: the
+    first rows of the result lack a block of the sum. tests/product_behind_loops.py shows it with jaxlib 0.10.2 and
+    0.12.0.
     """
     given = [os.environ[name] for name in CPU_THREADS if os.environ.get(name, "").isdecimal()]
     threads = int(given[0]) if given else _usable_cpus()
@@ -76,21 +77,21 @@ def _usable_cpus() -> int:
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:
-    """Keep JAX from initializing libtpu where it is installed but there is no TPU.
+    """Keep JAX from initializing libtpu if it is installed but there is no TPU.
 
-    To be called before the first array. Libtpu would complain on stderr that it is on no host of TPUs, and take its
-    time. Where anything says that there are chips, or JAX_PLATFORMS that they are wanted, what goes wrong is shown.
+    Call it before the first array. Otherwise libtpu would take time and complain on stderr that there are no TPUs. If
+    there is any sign of chips, or JAX_PLATFORMS asks for them, nothing is changed, so that errors are shown.
     """
     is_installed = importlib.util.find_spec("libtpu") is not None
     if os.environ.get("JAX_PLATFORMS") or not is_installed or gpu_files(root) or tpu_signs(root=root):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # it has read that variable
+    if "jax" in sys.modules:  # JAX has already read the variable
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
-    """Warnings about accelerators of this machine that JAX, which runs on `platform`, has not found."""
+    """Warnings about accelerators of this machine that JAX, running on `platform`, has not found."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
     found = [("GPU", gpu_files(root)), ("TPU", [name for name in tpu_signs({}, root) if "vfio" not in name])]
     if platform != "cpu" or wanted.startswith("cpu"):

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, and helpers for their messages: quote the input, give the numbers, suggest a fix."""
+"""Errors that a user can cause, and helpers for messages that quote the input, give the numbers and suggest a fix."""
 
 import contextlib
 import difflib
@@ -18,30 +18,30 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
-# What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
+# Exit statuses. 0: done, or stopped and saved; 1: a bug in Parallax, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
 EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
-EXIT_NUMBERS = 4  # loss or gradient not finite, or other bits when a step is computed again: faulty hardware
+EXIT_NUMBERS = 4  # loss or gradient not finite, or different bits when a step is recomputed (faulty hardware)
 EXIT_DATA = 5  # a corpus, a shard or a tokenizer
-EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEMPFAIL of sysexits.h
+EXIT_RESTART = 75  # not an error of this process: start the same command again (EX_TEMPFAIL of sysexits.h)
 NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
-INTERRUPTED = 130  # as shells count Ctrl-C
+INTERRUPTED = 130  # the status of Ctrl-C in shells
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
-QUOTED_LETTERS = 80  # of what was written, in an error
-LONGEST_PATH = 4096  # letters: who reads of a file wants to find it
+QUOTED_LETTERS = 80  # most characters of a quoted value in an error
+LONGEST_PATH = 4096  # most characters of a quoted path, so that the file can be found
 LISTED_NUMBERS = LISTED_NAMES = 12
-LISTED_LETTERS = 320  # of known names
+LISTED_LETTERS = 320  # most characters of a list of known names
 LISTED_DIFFERENCES = 5
 
-URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
+URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib reduces two slashes to one
 MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
 
 JOINERS = "\u200c\u200d"  # within words and emoji
 
 
 class ParallaxError(ValueError):
-    """Base of all errors that a user can cause. `exit_status` is what the command line ends with."""
+    """Base of all errors that a user can cause. `exit_status` is the exit status of commands."""
 
     exit_status = EXIT_BAD_INPUT
 
@@ -67,16 +67,15 @@ class CheckpointError(ParallaxError):
 
 
 class LostError(ParallaxError):
-    """Another process of the job is gone, or does not come; the same command goes on from the last checkpoint."""
+    """Another process of the job is gone or did not start; the same command resumes from the last checkpoint."""
 
     exit_status = EXIT_RESTART
 
 
 def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:
-    """Run a command and return its exit status; print user errors to stderr, in `one_line` if asked for.
+    """Run a command and return its exit status; print user errors to stderr, shortened to one line with `one_line`.
 
-    Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough, as has
-    who closes the terminal.
+    Ctrl-C prints `interrupted` and no traceback. A closed output pipe or terminal ends the command without an error.
     """
     try:
         status = act() or 0
@@ -85,7 +84,7 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         tell(f"{type(error).__name__}: {printable(message)}", sys.stderr)
         status = error.exit_status
     except OSError as error:
-        # Of a closed pipe and of a closed terminal; another error of a file is not to be taken for it.
+        # Only for a closed pipe or terminal; other errors of files must not be taken for it.
         if error.errno not in (errno.EPIPE, errno.EIO) or error.filename is not None or not _is_gone(sys.stdout):
             raise
         status = 0
@@ -94,7 +93,7 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
             tell(interrupted, sys.stderr)
         status = INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
-        # What is left in them would fail when Python ends, and change the status.
+        # Buffered output would fail when Python ends, and change the status.
         if _is_gone(stream):
             discard_output(stream)
     try:
@@ -102,7 +101,7 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
             sys.stdout.flush()
     except OSError as error:  # a full disk
         discard_output(sys.stdout)
-        tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
+        tell(f"the output is incomplete: {error.strerror}", sys.stderr)
         status = status or EXIT_BAD_INPUT
     return status
 
@@ -123,21 +122,21 @@ def _is_text(one: str) -> bool:
 
 
 def thread_stacks() -> str:
-    """Where all threads are, the main one first; faulthandler leaves out the first ones where there are a hundred."""
+    """Stacks of all threads, the main one first; faulthandler leaves out the first ones if there are a hundred."""
     frames = sys._current_frames()
     running = [thread for thread in threading.enumerate() if thread.ident in frames]
     return "\n".join(f"Thread {one.name}:\n{''.join(traceback.format_stack(frames[one.ident]))}" for one in running)
 
 
 def tell(text: str, stream: TextIO | None) -> None:
-    """Print and flush; a closed stream is ignored.
+    """Print and flush; errors of a closed stream are ignored.
 
-    A terminal gets what is `printable`, a file or a pipe all of it, and a stream that never was open nothing.
+    A terminal gets `printable` text, a file or a pipe the whole text. A stream that was never open is ignored.
     """
     if stream is None:
         return
     try:
-        # In one piece: another thread may write, too.
+        # In one call, since another thread may write, too.
         stream.write((printable(text) if stream.isatty() else text) + "\n")
         stream.flush()
     except OSError:
@@ -148,15 +147,15 @@ def _is_gone(stream: TextIO | None) -> bool:
     """Whether the other end of a pipe or the terminal is closed."""
     try:
         number = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # it is no file, or has been closed
+    except (AttributeError, OSError, ValueError):  # not a file, or closed
         return False
     poll = select.poll()
-    poll.register(number, 0)  # asked for nothing, it says what is wrong
+    poll.register(number, 0)  # without events, poll reports only errors
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, buffered output included."""
+    """Redirect a stream to /dev/null, including buffered output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -164,7 +163,7 @@ def discard_output(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def errors_as(kind: type[ParallaxError], before: str, after: str = "", *others: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or one of these others, into an error of this kind, with the reason between two texts."""
+    """Turn an OSError, or one of `others`, into an error of this kind, with the reason between two texts."""
     try:
         yield
     except (OSError, *others) as error:
@@ -186,7 +185,7 @@ def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
         return repr(value) if len(value) <= letters else f"{value[:letters]!r}… ({len(value)} letters)"
     try:
         text = repr(value)
-    except Exception:  # Python prints no int of more than 4300 digits; a class may have a __repr__ that fails
+    except Exception:  # Python does not print an int of more than 4300 digits, and a class's __repr__ may fail
         if isinstance(value, int):
             return f"<a whole number of {int(value.bit_length() * math.log10(2)) + 1} digits>"
         return f"<{type(value).__name__} that Python cannot print>"
@@ -204,7 +203,7 @@ def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
 
 
 def names_of(names: Iterable[str]) -> str:
-    """The first twelve names in a line, and how many more there are.
+    """The first twelve names, and the number of further ones.
 
     >>> names_of("abc"), names_of(map(str, range(100)))
     ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, and 88 more')
@@ -213,13 +212,13 @@ def names_of(names: Iterable[str]) -> str:
 
 
 def first_few(texts: list[str], most: int = LISTED_DIFFERENCES) -> str:
-    """The first few of a list in words, and how many more there are."""
+    """The first few texts of a list, and the number of further ones."""
     more = len(texts) - most
     return ", ".join(texts if more <= 0 else [*texts[:most], f"and {more} more"])
 
 
 def nearest(written: str, known: Iterable[str]) -> str:
-    """List the known names, the closest match first; not all where they would fill more than a few lines.
+    """List the known names, with the closest match first; shortened if they would fill more than a few lines.
 
     >>> nearest("gpip", ["gpipe", "one_f_one_b"])
     "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
@@ -243,7 +242,7 @@ def check_whole(key: str, written: object, *, least: int) -> None:
 
 
 def check_local(key: str, path: str | os.PathLike) -> None:
-    """Raise ConfigError where `path` is a URL: runs, data and reports are folders and files.
+    """Raise ConfigError if `path` is a URL: runs, data and reports are local folders and files.
 
     >>> check_local("--workdir", "/mnt/bucket/runs/mine")
     >>> check_local("--workdir", "file:///mnt/runs")
@@ -263,9 +262,9 @@ def why_not_local(path: str | os.PathLike) -> str:
     if scheme == "file":
         return f"is a URL, and a path is needed; write {quoted(f'/{found[2]}')}"
     if scheme in ("http", "https", "hf"):
-        return "is a URL, and a path is needed; download what is there, and write the path of the copy"
+        return "is a URL, and a path is needed; download the file, and write the path of the copy"
     tool = MOUNTED_BY.get(scheme, "")
-    return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy what is there"
+    return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy the files"
 
 
 def first_line(error: Exception) -> str:
@@ -274,7 +273,7 @@ def first_line(error: Exception) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra; the project is not on PyPI under this name.
+    """The command that installs an extra; the project is not on PyPI.
 
     >>> how_to_install("data")
     "pip install -e '.[data]' in the clone"
@@ -283,7 +282,7 @@ def how_to_install(extra: str) -> str:
 
 
 def imported(package: str, needs: str) -> Any:
-    """A package that an extra installs; where it is missing, a ConfigError that says what needs it."""
+    """Import a package that an extra installs; if it is missing, ConfigError says what needs it."""
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,6 +1,6 @@
-"""How files of runs, checkpoints and data are opened, replaced, locked and parsed; what is there, a path says itself.
+"""Opens, replaces, locks and parses files of runs, checkpoints and data.
 
-Files are local. Only regular files are opened: no link is followed for writing, and no pipe or device is waited for.
+Files are local. Only regular files are opened: links are not followed for writing, and pipes and devices never block.
 Functions raise OSError unless they say otherwise.
 """
 
@@ -20,10 +20,10 @@ from typing import IO, Any
 
 from parallax.runtime.errors import CheckpointError, errors_as, writing
 
-LARGEST_BYTES = 1 << 28  # of a file that is read at once: a manifest of 10^5 shards has a tenth of it
-DEEPEST = 64  # lists and objects in each other; ours have six
+LARGEST_BYTES = 1 << 28  # of a file that is read as a whole; a manifest of 10^5 shards has a tenth of it
+DEEPEST = 64  # nested lists and objects; ours have six levels
 SHOWN = 40
-PROBE = "probe-"  # how the names of files begin that `check_writable` makes, and that a kill may leave
+PROBE = "probe-"  # prefix of files that `check_writable` creates and that a kill may leave behind
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
@@ -55,18 +55,18 @@ def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
 
 
 def plain(path: str | Path, flags: int) -> int:
-    """An opener for `open` that accepts regular files only, and never blocks on a pipe.
+    """An opener for `open` that accepts only regular files and never blocks on a pipe.
 
-    Who writes meets no link either, symbolic or hard, which would lead what is written elsewhere.
+    For writing it also refuses symbolic and hard links, which would redirect the output.
     """
-    assert not flags & os.O_TRUNC, "a file is emptied before it is looked at; use write_whole"
+    assert not flags & os.O_TRUNC, "a file would be truncated before it is checked; use write_whole"
     writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
     try:
         opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _odd(path, "is a symbolic link") from None
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, or a socket
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
             raise _odd(path, "is no plain file") from None
         raise
     about = os.fstat(opened)
@@ -100,13 +100,13 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             aside.unlink()
-        with open(aside, "xb") as file:  # made anew: a link that somebody has put there is not followed
+        with open(aside, "xb") as file:  # exclusive: an existing link is not followed
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
-        # A full disk is not kept full by what is of no use; and the system names no file where a write fails.
+        # Remove the useless part from a full disk. The error of a failed write names no file, so it is added.
         with contextlib.suppress(OSError):
             aside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -118,13 +118,13 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def new_file(path: Path) -> IO[bytes]:
-    """A file to write piece by piece, in place of what has its name; a kill may leave a part of it."""
+    """A new file to write in pieces, which replaces an existing one; a kill may leave an incomplete file."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy what is in a file."""
+    """Copy the content of a file."""
     shutil.copyfile(path, target)
 
 
@@ -144,7 +144,7 @@ class AppendFile:
         self._folder = path.parent
         with writing(self._folder, WHEN_FULL):
             self._file = open_file(path, "a")
-            # As long as it is open, no other folder gets its number.
+            # While it is open, no other folder gets its inode number.
             self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @property
@@ -152,15 +152,15 @@ class AppendFile:
         return self._file.closed
 
     def write(self, text: str) -> None:
-        """Add text, and flush it."""
+        """Append text and flush it."""
         with writing(self._folder, WHEN_FULL):
             self._file.write(text)
             self._file.flush()
-        # What is written to a folder that was removed or renamed is lost, or elsewhere, and no write says so.
+        # Writes to a folder that was removed or renamed succeed, but their text is lost or elsewhere.
         with errors_as(CheckpointError, f"{self._folder} cannot be looked at (", f"); {WHEN_GONE}"):
             there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
         if not there:
-            raise CheckpointError(f"{self._folder} is another folder than when the run began; {WHEN_GONE}")
+            raise CheckpointError(f"{self._folder} is not the same folder as when the run began; {WHEN_GONE}")
 
     def close(self) -> None:
         if not self.closed:
@@ -172,12 +172,12 @@ class AppendFile:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder and its parents, if missing."""
+    """Create a folder and its parents, if missing."""
     path.mkdir(mode=mode, parents=True, exist_ok=True)
 
 
 def remove(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
+    """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -202,7 +202,7 @@ def try_writing(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder; CheckpointError unless files can be written, renamed and removed in it."""
+    """Create the folder; CheckpointError unless files can be written, renamed and removed in it."""
     with writing(folder):
         make_folder(folder)
         try_writing(folder)
@@ -218,12 +218,12 @@ def is_ours_alone(folder: Path) -> bool:
 
 
 def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
-    """The JSON object of a file; OSError where it cannot be read, ValueError as `object_of`."""
+    """The JSON object of a file; OSError if it cannot be read, ValueError as in `object_of`."""
     return object_of(read_bytes(path), odd_numbers=odd_numbers)
 
 
 def object_if_readable(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none, or where it cannot be read."""
+    """The JSON object of a file; empty if it is missing or cannot be read."""
     try:
         return read_object(path, odd_numbers=odd_numbers)
     except (OSError, ValueError):
@@ -231,10 +231,10 @@ def object_if_readable(path: Path, *, odd_numbers: bool = False) -> dict[str, An
 
 
 def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:
-    """Parse a JSON object strictly; ValueError says briefly what is wrong.
+    """Parse a JSON object strictly; ValueError names the problem briefly.
 
-    `odd_numbers` lets pass what Python writes and JSON does not have, NaN and infinities. With the key of the one entry
-    that is `read`, that one must be there at most once, and others may be whatever JSON allows.
+    `odd_numbers` accepts NaN and infinities, which Python writes although JSON does not have them. If only the entry
+    `read` will be used, only that key must be unique; other entries may be any JSON.
 
     >>> object_of('{"steps": 8}')
     {'steps': 8}
@@ -244,7 +244,7 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
 
     def outermost(inner: list[tuple[str, Any]]) -> dict[str, Any]:
         nonlocal pairs
-        pairs = inner  # the outermost object is the last one to end
+        pairs = inner  # the outermost object ends last
         return dict(inner)
 
     try:
@@ -256,11 +256,11 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8") from None
     except ValueError as error:
-        if str(error).startswith("Exceeds the limit"):  # Python's advice is about Python
+        if str(error).startswith("Exceeds the limit"):  # Python's own advice does not help users
             raise ValueError("a whole number has thousands of digits") from None
         raise
     if not isinstance(content, dict):
-        raise ValueError(f"it is {text.strip()[:SHOWN]!r} and no JSON object")
+        raise ValueError(f"it is {text.strip()[:SHOWN]!r}, not a JSON object")
     if read is None and text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
         raise ValueError(f"it is nested more than {DEEPEST} deep")
     return content
@@ -283,7 +283,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(written: str) -> float:
-    raise ValueError(f"{written} is no number of JSON")
+    raise ValueError(f"{written} is not a number of JSON")
 
 
 def _finite(written: str) -> float:

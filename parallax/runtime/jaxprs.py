@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they run programs, but not once
+NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they do not run their programs exactly once
 
 
 def part(
@@ -14,7 +14,7 @@ def part(
 ) -> Callable[..., list]:
     """Some equations of a program as a function from `invars` to `outvars`.
 
-    What it runs keeps the names and source lines that it came from.
+    Equations keep their names and source lines.
     """
     names = DebugInfo("part", "part of a program", (None,) * len(invars), (None,) * len(outvars))
     jaxpr = Jaxpr(list(constvars), list(invars), list(outvars), list(equations), debug_info=names)
@@ -28,7 +28,7 @@ def apply(equation: JaxprEqn, values: Sequence[Any]) -> list:
 
 
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation runs once, as a call; None for other equations."""
+    """The program that an equation calls, that is, runs exactly once; None for other equations."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if equation.primitive.name in NO_CALLS or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
@@ -36,7 +36,7 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equations of all programs that an equation runs, of those within them, too."""
+    """The equations of all programs that an equation runs, including nested ones."""
     programs = (Jaxpr, ClosedJaxpr)
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, programs)):
         for inner in closed(value).jaxpr.eqns if isinstance(value, programs) else ():
@@ -45,7 +45,7 @@ def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
-    """Numbers of the equations that these outputs need, where these values are given."""
+    """Indices of the equations that these outputs need, if the values `given` are known."""
     needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
     found = set()
     for number in reversed(range(len(jaxpr.eqns))):
@@ -57,12 +57,12 @@ def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
 
 
 def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations that its outputs need, in order."""
+    """The equations that a program's outputs need, in order."""
     return [jaxpr.eqns[number] for number in sorted(ancestors(jaxpr, jaxpr.outvars))]
 
 
 class Loop(NamedTuple):
-    """A scan: `body` takes constants, what is carried, and a slice of each of the other operands."""
+    """A scan: `body` takes constants, the carry, and a slice of each other operand."""
 
     body: ClosedJaxpr
     length: int
@@ -72,7 +72,7 @@ class Loop(NamedTuple):
 
 
 def loop(equation: JaxprEqn) -> Loop:
-    """The parts of a scan, counted by shapes: how JAX names the counts differs from 0.10 to 0.12."""
+    """The parts of a scan, counted by shapes, since JAX 0.10 and 0.12 name the counts differently."""
     body = closed(equation.params["jaxpr"])
     sliced = _deeper(equation.invars, body.jaxpr.invars)
     carried = len(equation.outvars) - _deeper(equation.outvars, body.jaxpr.outvars)
@@ -81,10 +81,10 @@ def loop(equation: JaxprEqn) -> Loop:
 
 
 def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """A program with its constants; since jax 0.12 those of loops and branches have none."""
+    """A program with its constants; since jax 0.12 programs of loops and branches have none."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
 
 
 def _deeper(outer: Sequence, inner: Sequence) -> int:
-    """How many variables have a dim more outside a loop than in it."""
+    """Number of variables with one more dim outside a loop than in it."""
     return sum(o.aval.ndim > i.aval.ndim for o, i in zip(outer, inner, strict=True))

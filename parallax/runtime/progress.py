@@ -1,12 +1,12 @@
-"""Progress messages for anything that takes long.
+"""Progress messages for long operations.
 
-A command installs a `ProgressPrinter`; code that takes long uses `waiting`, which does nothing without one:
+A command installs a `ProgressPrinter`; long operations use `waiting`, which does nothing without one:
 
     with waiting("compiling the training step"):
         program = lowered.compile()
 
-PARALLAX_PROGRESS=off in the environment turns it off. Written by hand, as it starts before any library is loaded, and
-writes lines to logs and pipes, which `rich.progress` does not.
+PARALLAX_PROGRESS=off in the environment turns it off. It does not use `rich.progress`, because it starts before any
+library is loaded and writes lines to logs and pipes.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from typing import TextIO
 from parallax.runtime.errors import INTERRUPTED, discard_output, printable, tell
 from parallax.runtime.units import duration
 
-FIRST_SECS = 1.0  # of silence, before a wait is named
-LONG_SECS = 5.0  # of a wait that has a last line, too
+FIRST_SECS = 1.0  # silence before the first message of a wait
+LONG_SECS = 5.0  # least duration of a wait with a final message
 TICK_SECS = 0.25
-COLUMNS = 80  # of a terminal that does not say how many it has
-ERASE = "\x1b[K"  # what stands between the cursor and the end of the line
+COLUMNS = 80  # for terminals that do not report their width
+ERASE = "\x1b[K"  # erases from the cursor to the end of the line
 VARIABLE = "PARALLAX_PROGRESS"
-# The number of a process among those of its job, before JAX knows it: ours, SLURM's, Open MPI's, that of a TPU's host.
+# Variables with the number of a process in its job, before JAX knows it: ours, SLURM's, Open MPI's, of a TPU host.
 RANKS = ("PARALLAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
 
 Show = Callable[[float, float | None], None]
@@ -37,7 +37,7 @@ Log = Callable[[str], None]
 
 @dataclass(eq=False)
 class Task:
-    """Something that takes long: `done` of `total`, if known, formatted by `unit`."""
+    """A long operation: `done` of `total`, if known, formatted by `unit`."""
 
     what: str
     begun: float
@@ -48,7 +48,7 @@ class Task:
     is_named: bool = False
 
     def silence_secs(self, now: float) -> float:
-        """Seconds between messages, fewer at the beginning."""
+        """Seconds between messages; shorter at the beginning."""
         if not self.is_named:
             return self.patience_secs
         secs = now - self.begun
@@ -73,8 +73,8 @@ class ProgressPrinter:
     """Prints progress: one changing line on a terminal; separate lines to a file, pipe or notebook.
 
     Args:
-        stream: where to; nothing is said where it is None or closed.
-        log: also gets the lines that a file would.
+        stream: where to print; if it is None or closed, nothing is printed.
+        log: also gets the lines that a file would get.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ProgressPrinter:
         self._closed = threading.Event()
 
     def start(self) -> "ProgressPrinter":
-        """Let a thread call `tick`, until `close`."""
+        """Start a thread that calls `tick` until `close`."""
         threading.Thread(target=self._tick_on, name="progress", daemon=True).start()
         return self
 
@@ -121,7 +121,7 @@ class ProgressPrinter:
                 self._spoke_at = now
 
     def tick(self) -> None:
-        """Print what is due."""
+        """Print a message if one is due."""
         with self._lock:
             if not self._waits:
                 return
@@ -143,7 +143,7 @@ class ProgressPrinter:
             tell(line, self._stream)
 
     def _draw(self, line: str) -> None:
-        # The cursor goes back to the beginning: what others print meanwhile is written over the line, not behind it.
+        # The cursor returns to the beginning, so that other output overwrites the line instead of following it.
         self._write(f"\r{printable(line)[: _columns(self._stream) - 1]}{ERASE}\r")
         self._is_drawn = True
 
@@ -171,7 +171,7 @@ def waiting(
 ) -> Iterator[Show]:
     """Report progress while the block runs; call the yielded function with `(done, total)`.
 
-    Nothing is said of what is over before `patience_secs` of silence, nor where no speaker is installed.
+    Nothing is printed if the block ends before `patience_secs` of silence, or if no printer is installed.
     """
     speaker = _speaker
     if speaker is None:
@@ -192,7 +192,7 @@ def waiting(
 
 @contextlib.contextmanager
 def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
-    """Print progress by this printer while the block runs; None prints nothing."""
+    """Use this progress printer while the block runs; None prints nothing."""
     global _speaker
     before, _speaker = _speaker, speaker
     try:
@@ -205,12 +205,11 @@ def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: str, stream: TextIO | None) -> Iterator[None]:
-    """Report that a program loads JAX, quietly, and print its progress from then on.
+    """Report that a program loads JAX, silence JAX's start-up messages, and print progress from then on.
 
-    `module` is the `__name__` of the file: one that is imported by another program says nothing, nor does one that is
-    asked for help.
+    `module` is the `__name__` of the file: nothing is printed if another program imports it, or for --help.
     """
-    # XLA's C++ reads this when it is loaded; its start-up messages are for those who ask for them.
+    # XLA's C++ reads this when it is loaded. It hides start-up messages unless the user has set it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
         speak_on(stream)
@@ -220,7 +219,7 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
     except KeyboardInterrupt:
         if module != "__main__":
             raise
-        raise SystemExit(INTERRUPTED) from None  # nothing has begun: a traceback of imports says nothing
+        raise SystemExit(INTERRUPTED) from None  # nothing has begun, so a traceback of imports would not help
 
 
 def speak_on(stream: TextIO | None) -> None:
@@ -235,7 +234,7 @@ def progress_printer(stream: TextIO | None, log: Log = lambda line: None) -> Pro
 
 
 def be_silent() -> None:
-    """Print no more progress in this process; process 0 prints it for all."""
+    """Stop printing progress in this process, since process 0 prints it for all."""
     global _speaker
     _speaker = None
 
@@ -256,7 +255,7 @@ def is_likely_first(environment: Mapping[str, str]) -> bool:
 
 
 def _has_cursor(stream: TextIO | None) -> bool:
-    """Whether the stream is a terminal on which a line can be written again."""
+    """Whether the stream is a terminal on which a line can be overwritten."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
     except ValueError:  # it is closed

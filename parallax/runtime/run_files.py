@@ -8,18 +8,18 @@ from parallax.runtime.errors import check_local
 from parallax.runtime.files import object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
-# Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
+# Files beside a trace: a description, and the program that ran. The name of the span around all steps in the trace.
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
-# In a step whose weights were imported: what the folder that they came from said, and a run does not need.
+# In checkpoints of imported weights: the original folder's metadata that a run does not need.
 RECORD = "huggingface.json"
 
-LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the next
+LARGEST_STEP = 1 << 53  # beyond it, floats cannot distinguish consecutive steps
 
 
 class RunFiles:
     """Paths of a run's config, metadata, metrics, log, checkpoints, data and traces.
 
-    Raises ConfigError where `path` is a URL.
+    Raises ConfigError if `path` is a URL.
     """
 
     def __init__(self, path: Path | str):
@@ -51,7 +51,7 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 
 def number_of(value: Any) -> float | None:
-    """A value of such a line as a float, finite or not; None if it is not a number.
+    """A value of such a line as a float, which may be non-finite; None if it is not a number.
 
     >>> number_of(3), number_of("3"), number_of(True), number_of(10**400)
     (3.0, None, None, inf)
@@ -60,5 +60,5 @@ def number_of(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # of a whole number with hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return math.inf if value > 0 else -math.inf

@@ -1,4 +1,4 @@
-"""Pictures in SVG, drawn by matplotlib."""
+"""SVG pictures with matplotlib."""
 
 import io
 import re
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 INK, PAPER = "#222222", "#ffffff"
-# Text stays text, a name may have a dollar in it, and equal pictures are equal files.
+# Text stays text, names may contain a dollar sign, and equal pictures give equal files.
 LOOK = {"svg.fonttype": "none", "svg.hashsalt": "parallax", "text.parse_math": False, "text.color": INK}
 LOOK |= {"font.size": 8, "font.family": "sans-serif", "hatch.linewidth": 0.6}
-TIP = "tip "  # how the gid of an artist begins that is named while the mouse is on it
+TIP = "tip "  # prefix of the gid of an artist with a tooltip
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float) -> str:
-    """What `draw` puts on matplotlib's axes of so many points, and what it puts around them."""
+    """The SVG of what `draw` draws on and around matplotlib axes of this size in points."""
     import matplotlib  # here: most commands draw nothing
     from matplotlib.figure import Figure
 

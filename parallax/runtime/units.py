@@ -3,7 +3,7 @@
 import math
 
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-LONG = 1e12  # of a number in its unit: no quantity of ours has as much
+LONG = 1e12  # larger numbers are written with an exponent
 THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 DAY = 86_400  # seconds
 
@@ -36,7 +36,7 @@ def percent(share: float) -> str:
 
 
 def decimal(number: float, decimals: int) -> str:
-    """A number with so many decimals; four significant digits if it is very large.
+    """A number with this many decimals; four significant digits if it is very large.
 
     >>> decimal(1234.567, 1), decimal(1e300, 1)
     ('1,234.6', '1e+300')
@@ -45,7 +45,7 @@ def decimal(number: float, decimals: int) -> str:
 
 
 def duration(secs: float) -> str:
-    """Days, hours, minutes and seconds, the two largest of them.
+    """A duration in its two largest units of days, hours, minutes and seconds.
 
     >>> [duration(secs) for secs in (7, 250, 7262, 93_600, 1e12)]
     ['7s', '4m10s', '2h01m', '1d02h', 'over 999d']

@@ -7,12 +7,12 @@ from pathlib import Path
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).parents[1]
-DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # that decide a run's numbers and files
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # they affect a run's numbers and files
 
 
 @functools.cache
 def code_version() -> str:
-    """The version and a hash of the package's sources: an edited checkout is another version.
+    """The version and a hash of the package's sources, so that an edited checkout is another version.
 
     >>> code_version() == code_version()
     True
@@ -37,5 +37,5 @@ def code_versions() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of what decides a run's numbers and files, by package."""
+    """Installed versions, by package, of the dependencies that affect a run's numbers and files."""
     return {name: version_of(name) for name in DEPENDENCIES}

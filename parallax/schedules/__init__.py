@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: an order of actions for each rank. A new schedule is a function in `definitions`.
+"""Pipeline schedules as data: an order of actions for each rank. Add a new schedule as a function in `definitions`.
 
     >>> print(by_name("gpipe", ranks=2, microbatches=3))
     gpipe ranks=2 stages=2 microbatches=3 ticks=8 lockstep bubble=25.0%
@@ -6,9 +6,9 @@
     rank 0 0F0 0F1 0F2   .   . 0B0 0B1 0B2
     rank 1   . 1F0 1F1 1F2 1B0 1B1 1B2   .
 
-`1F0` is the forward pass of microbatch 0 in stage 1 and `1B0` its backward pass. Where a schedule splits the backward
+`1F0` is the forward pass of microbatch 0 in stage 1 and `1B0` its backward pass. If a schedule splits the backward
 pass, `1W0` is the part that computes the weights' gradients. In a tick, a rank runs at most one action of each kind, in
-this order. At its end all ranks send what they made, so a tick lasts as long as its slowest rank.
+this order. At its end all ranks send their results, so a tick lasts as long as its slowest rank.
 """
 
 from parallax.schedules.csv_files import load_csv, save_csv

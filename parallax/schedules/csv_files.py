@@ -1,7 +1,7 @@
-"""Schedules as CSV files: a row for each rank, a column for each tick, in a cell the actions that run then.
+"""Schedules as CSV files: a row for each rank, a column for each tick, and in each cell the actions that run then.
 
-A cell is empty, or holds actions as they print: `1F2`, or `1F2+1B0`. There are no headings. A stage is on the rank in
-whose row its actions are.
+A cell is empty or holds actions as they are printed: `1F2`, or `1F2+1B0`. There are no headings. The row of a stage's
+actions is the stage's rank.
 """
 
 import csv
@@ -13,20 +13,20 @@ from parallax.runtime.errors import errors_as
 from parallax.runtime.files import names_in, open_file, write_whole
 from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
-Placed = tuple[int, int, Action]  # rank, tick, and what runs then
+Placed = tuple[int, int, Action]  # rank, tick, and action
 
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write the schedule's grid; a file of that name is replaced. Raises ScheduleError where it cannot be written."""
+    """Write the schedule's grid, replacing an existing file. Raises ScheduleError if it cannot be written."""
     lines = (",".join("+".join(map(str, cell)) for cell in row) for row in schedule.grid())
     with errors_as(ScheduleError, f"{path} cannot be written: ", "."):
         write_whole(Path(path), "".join(f"{line}\n" for line in lines))
 
 
 def load_csv(path: str | Path) -> Schedule:
-    """The schedule of a file, named as the file is; each action runs in the tick in whose column it is.
+    """The schedule of a file, with the file's name; each action runs in the tick of its column.
 
-    Raises ScheduleError, with the grid and the wrong cell between > and <, for a file that is no schedule.
+    Raises ScheduleError, with the grid and the wrong cell between > and <, if the file is not a schedule.
     """
     name, rows = Path(path).stem, _read(Path(path))
     found = _parse(name, rows)
@@ -38,7 +38,7 @@ def load_csv(path: str | Path) -> Schedule:
 
 
 def _read(path: Path) -> list[list[str]]:
-    """Cells as they are written, without empty rows and columns at the end."""
+    """Cells as text, without empty rows and columns at the end."""
     try:
         # Spreadsheets put a byte order mark first.
         with open_file(path, "r", encoding="utf-8-sig", newline="") as file:
@@ -61,7 +61,7 @@ def _read(path: Path) -> list[list[str]]:
 
 
 def _parse(name: str, rows: list[list[str]]) -> list[Placed]:
-    """What the cells hold, in the order in which each rank runs it."""
+    """The actions of the cells, in the order in which each rank runs them."""
     found, unreadable = [], {}
     for rank, row in enumerate(rows):
         for tick, cell in enumerate(row):
@@ -91,12 +91,12 @@ def _placement(name: str, rows: list[list[str]], placed: list[Placed]) -> tuple[
         if len(by_rank) > 1:
             both = " and ".join(f"rank {rank}" for rank in by_rank)
             few = min(by_rank.values(), key=len)  # the likelier mistake
-            raise _refused(name, f"stage {stage} stands on {both}, and can on one alone", rows, few)
+            raise _refused(name, f"stage {stage} is on {both}, but must be on one rank", rows, few)
     return tuple(found[stage][0][0] for stage in range(_count(name, rows, placed, "stage")))
 
 
 def _count(name: str, rows: list[list[str]], placed: list[Placed], what: str) -> int:
-    """How many stages or microbatches there are; their numbers must have no gap."""
+    """Number of stages or microbatches; their numbers must not have gaps."""
     cells = _cells_by(placed, what)
     gap = next(number for number in range(len(cells) + 1) if number not in cells)
     if gap < len(cells):

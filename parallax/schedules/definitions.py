@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, interleaved 1F1B and zero bubble: each a function that gives every rank its order of actions."""
+"""GPipe, 1F1B, interleaved 1F1B and zero bubble: each is a function that returns the order of actions of each rank."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ def accumulate(microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """PipeDream-Flush: GPipe's bubble with at most 2(P-1)+1 slots (Narayanan et al. 2021, section 2.2.1).
 
-    Papers start with P-1-r forwards on rank r; here it is twice as many, so that in lockstep each later tick has
-    an F beside its B.
+    Papers start with P-1-r forwards on rank r; here there are twice as many, so that in lockstep each later tick has
+    both an F and a B.
     """
     return _alternating("one_f_one_b", tuple(range(ranks)), microbatches)
 
@@ -57,20 +57,20 @@ def interleaved(ranks: int, microbatches: int, virtual: int) -> Schedule:
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """ZB-H1: as 1F1B, but rank r runs W of a microbatch r microbatches after its B (Qi et al. 2023, section 2.2).
 
-    While later ranks already run backward and earlier ones do not, and again at the end, W has no tick for itself:
-    a bubble of 2(P-1) in lockstep and P-1 asynchronous, where 1F1B has 3(P-1), F, B and W taking 1 each.
+    The bubble is 2(P-1) in lockstep and P-1 asynchronous, with times of 1 for F, B and W; that of 1F1B is 3(P-1). In
+    lockstep it is larger because W has no separate tick while only later ranks run backward, and again at the end.
     """
     return _alternating("zero_bubble", tuple(range(ranks)), microbatches, lag=lambda rank: rank)
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
-    """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, and W split; the stages of ZB-V (the
+    """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, with W split: the stages of ZB-V (the
     same, section 6), in an order for lockstep.
 
-    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which collide nowhere. No rank
-    holds more than min(M, 3P/2) microbatches, those that wait for W among them. For M >= P, the bubble is 2.5(P-1) in
-    lockstep and P-1 asynchronous, F, B and W taking 1 each. ZB-V as published leaves no gap between a rank's first
-    action and its last: for M >= 2P-1 it has 3.5(P-1) in lockstep, (P-1)/2 asynchronous, and holds P microbatches.
+    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which never collide. A rank holds at
+    most min(M, 3P/2) microbatches, including those that wait for W. For M >= P, the bubble is 2.5(P-1) in lockstep and
+    P-1 asynchronous, with times of 1 for F, B and W. ZB-V as published has no gap between a rank's first action and its
+    last: for M >= 2P-1 its bubble is 3.5(P-1) in lockstep and (P-1)/2 asynchronous, and it holds P microbatches.
     """
     placement = (*range(ranks), *reversed(range(ranks)))
     last = 4 * ranks - 2
@@ -79,17 +79,17 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
         own = [(stage, m) for stage in (rank, 2 * ranks - 1 - rank) for m in range(microbatches)]
         tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in own}
         tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in own}
-        # Backward passes that this rank has run when the last of the ranks begins to.
+        # Backward passes that this rank has run when the last rank begins its first one.
         lag = sum(action.kind == "B" and tick < last for action, tick in tick_of.items())
         orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], ACTION_KINDS.index(a.kind))), lag))
     return Schedule("zero_bubble_v", placement, microbatches, tuple(orders))
 
 
 def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Callable | None = None) -> Schedule:
-    """Forwards until the first gradient comes back, then one forward and one backward in turn.
+    """Forward passes until the first gradient arrives, then forward and backward alternate.
 
-    With several stages on a rank, P microbatches run through one of them, then through the next. `lag(rank)` is how
-    many passes W is behind B; without it, B is both.
+    With several stages on a rank, P microbatches run through one of them, then through the next. `lag(rank)` is the
+    number of passes by which W follows B; without it, B computes both.
     """
     ranks = max(placement) + 1
     virtual = len(placement) // ranks
@@ -108,9 +108,9 @@ def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Ca
 
 
 def _groups(microbatches: int, ranks: int) -> list[range]:
-    """Microbatches in groups of `ranks`; where that does not divide, groups are larger, the first ones most.
+    """Microbatches in groups of `ranks`; if that does not divide evenly, groups are larger, the first ones largest.
 
-    A smaller group would leave each of its stages idle until its first microbatch has come round.
+    A smaller group would leave its stages idle until its first microbatch returns to the rank.
 
     >>> _groups(9, 4)
     [range(0, 5), range(5, 9)]
@@ -120,7 +120,7 @@ def _groups(microbatches: int, ranks: int) -> list[range]:
 
 
 def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
-    """An order of F and B with each W put in `lag` backward passes after its own.
+    """An order of F and B in which each W is inserted `lag` backward passes after its own B.
 
     >>> print(*_with_weights([Action(0, "B", 0), Action(0, "B", 1)], lag=1))
     0B0 0B1 0W0 0W1
@@ -141,8 +141,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def check_schedule(name: str, virtual: int) -> None:
-    """Raise ConfigError unless `name` is that of a schedule, or of a file of one, that `virtual` stages on each rank
-    mean something to."""
+    """Raise ConfigError unless `name` is a schedule, or the file of one, that supports `virtual` stages on each
+    rank."""
     if not isinstance(name, str) or (name not in SCHEDULES and not is_schedule_file(name)):
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
@@ -156,15 +156,15 @@ def check_schedule(name: str, virtual: int) -> None:
 
 
 def is_schedule_file(name: str) -> bool:
-    """Whether a schedule of this name is one that a user wrote to a file."""
+    """Whether this name is that of a schedule file."""
     return isinstance(name, str) and name.endswith(".csv")
 
 
 def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The schedule called `name`, or that of the file `name`; on one rank each of them is gradient accumulation.
+    """The schedule called `name`, or that of the file `name`; on one rank every schedule is gradient accumulation.
 
-    `virtual` is the number of stages on each rank, for "interleaved" alone. Raises ConfigError for an unknown name
-    and for a file of other sizes, ScheduleError for a file that is no schedule.
+    `virtual` is the number of stages on each rank, only for "interleaved". Raises ConfigError for an unknown name and
+    for a file of other sizes, ScheduleError for an invalid file.
     """
     check_schedule(name, virtual)
     written = load_csv(name) if is_schedule_file(name) else None

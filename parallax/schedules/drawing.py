@@ -8,15 +8,15 @@ from parallax.schedules.schedule import Schedule
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
 ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
-LIGHTEST = 0.62  # how far towards white a rank's last stage is
-WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # of the plot, of the cost of one F and of a rank, in points
+LIGHTEST = 0.62  # lightness of a rank's last stage, from its colour (0) to white (1)
+PLOT_WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # in points: width of the plot, of the cost of one F, height of a rank
 DIGIT = 5  # width of a number in a cell, per digit
 
 
 def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> str:
-    """A Gantt chart in SVG: in lockstep, where each tick is as wide as its slowest rank, or asynchronous.
+    """A Gantt chart in SVG: in lockstep, with each tick as wide as its slowest rank, or asynchronous.
 
-    The stages of one rank are shades of the action's colour, the first darkest; hatched is a rank that is idle.
+    The stages of one rank are shades of the action's colour, the first one darkest; idle ranks are hatched.
 
         >>> from parallax.schedules import gpipe
         >>> gantt(gpipe(2, 2), Costs()).count("<title>")
@@ -26,7 +26,7 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     starts = start_times(schedule, costs, asynchronous=asynchronous)
     ends = [] if asynchronous else tick_ends(schedule, costs).tolist()
     end = max([start + time_of[action.kind] for action, start in starts.items()] + ends)
-    scale = min(WIDTH / end, WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2))
+    scale = min(PLOT_WIDTH / end, WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2))
     stages = {(kind, schedule.chunks[stage]): [] for kind in schedule.kinds for stage in range(schedule.stages)}
     for action in starts:
         stages[action.kind, schedule.chunks[action.stage]].append(action)
@@ -71,7 +71,7 @@ def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> str:
 
 
 def _costs_text(schedule: Schedule, costs: Costs) -> str:
-    """What a microbatch takes."""
+    """The times of a microbatch in words."""
     backward = f"B {costs.backward:g}"
     if schedule.split:
         backward = f"B {costs.backward - costs.weights:g}, W {costs.weights:g}"
@@ -80,7 +80,7 @@ def _costs_text(schedule: Schedule, costs: Costs) -> str:
 
 
 def _shade(kind: str, share: float) -> tuple[str, str]:
-    """Colour of a cell, so far from the first of a rank's stages to the last, and of the number in it."""
+    """Colours of a cell and of its number; `share` goes from a rank's first stage (0) to its last (1)."""
     mixed = [round(part + (255 - part) * LIGHTEST * share) for part in ACTION_COLOURS[kind]]
     bright = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), mixed)) > 140
     return "#{:02x}{:02x}{:02x}".format(*mixed), INK if bright else PAPER

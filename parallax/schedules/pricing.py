@@ -1,4 +1,4 @@
-"""What a schedule costs: its time in lockstep and asynchronous, bubbles, activations held, messages sent."""
+"""The cost of a schedule: time and bubble in lockstep and asynchronous, activations and messages."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ SHORTEST, LONGEST = 1e-9, 1e9  # times of an action, in any unit; sums of them s
 
 
 class Costs(NamedTuple):
-    """Time of one microbatch in all stages of a rank, in any unit; a rank of v stages takes 1/v of it for each.
+    """Time of one microbatch in all stages of a rank, in any unit; each of v stages takes 1/v of it.
 
-    `backward` is the whole backward pass, `weights` the part of it that W takes where a schedule splits it off;
-    `send` is the time of a message from rank to rank.
+    `backward` is the whole backward pass, `weights` the part of W if a schedule splits it off; `send` is the time of a
+    message from rank to rank.
     """
 
     forward: float = 1
@@ -23,16 +23,16 @@ class Costs(NamedTuple):
     send: float = 0
 
     def of(self, schedule: Schedule) -> dict[str, float]:
-        """Time of one action of each kind. Raises ConfigError for costs that cannot be."""
+        """Time of one action of each kind. Raises ConfigError for invalid costs."""
         for name, time in self._asdict().items():
             if time != 0 and not SHORTEST <= time <= LONGEST:
                 allowed = f"write 0, or a number from {SHORTEST:g} to {LONGEST:g}"
-                raise ConfigError(f"{name}={time:g} is no time of an action; {allowed}.")
+                raise ConfigError(f"{name}={time:g} is not a valid time of an action; {allowed}.")
         if self.weights > self.backward:
             larger = f"weights={self.weights:g} is more than backward={self.backward:g}"
             raise ConfigError(f"{larger}, of which it is a part; use weights of {self.backward:g} or less.")
         if self.forward + self.backward == 0:
-            raise ConfigError("forward=0 and backward=0: there is no work to take a share of; make one more than 0.")
+            raise ConfigError("forward=0 and backward=0: there is no work; make one more than 0.")
         backward = self.backward - (self.weights if schedule.split else 0)
         whole = {"F": self.forward, "B": backward, "W": self.weights}
         return {kind: time / schedule.virtual for kind, time in whole.items()}
@@ -42,7 +42,7 @@ USUAL = Costs()
 
 
 class Figures(NamedTuple):
-    """What a schedule costs. A bubble is the share of the time in which an average rank does nothing."""
+    """The costs of a schedule. A bubble is the share of the time in which an average rank is idle."""
 
     ticks: int
     lockstep_time: float
@@ -54,10 +54,10 @@ class Figures(NamedTuple):
 
 
 def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
-    """The cost of a schedule in both ways of running it.
+    """The costs of a schedule, in lockstep and asynchronous.
 
-    In lockstep, as the executor runs, a tick lasts as long as its slowest rank and ends in a message. Asynchronous, as
-    papers count, a rank waits only for what it needs.
+    In lockstep, as in the executor, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
+    in papers, a rank waits only for its inputs.
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
     lockstep, time_of = float(tick_ends(schedule, costs)[-1]), costs.of(schedule)
@@ -77,9 +77,9 @@ def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
 
 
 def start_times(schedule: Schedule, costs: Costs = USUAL, *, asynchronous: bool) -> dict[Action, float]:
-    """When each action begins, in lockstep, or asynchronous: if a rank waits only for what it needs.
+    """When each action begins, in lockstep or asynchronous, that is, if a rank waits only for its inputs.
 
-    Either way a rank keeps its order, and in a tick runs F, B and W one after the other.
+    In both cases a rank keeps its order, and in a tick it runs F, B and W one after the other.
     """
     time_of, ticks = costs.of(schedule), [0.0, *tick_ends(schedule, costs).tolist()]
     starts: dict[Action, float] = {}
@@ -97,7 +97,7 @@ def start_times(schedule: Schedule, costs: Costs = USUAL, *, asynchronous: bool)
 
 
 def activations(schedule: Schedule) -> np.ndarray:
-    """`[rank]`: most activations held at once, from F until the last action that reads them, in full microbatches."""
+    """`[rank]`: most activations held at once, from F until the last action that reads them, in whole microbatches."""
     last = schedule.kinds[-1]
     held = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():

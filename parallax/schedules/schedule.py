@@ -1,4 +1,4 @@
-"""A schedule: the actions of each rank in order, the ticks they run in, and the tables that the executor reads."""
+"""A schedule: the ordered actions of each rank, their ticks, and the tables that the executor reads."""
 
 import re
 from collections import Counter
@@ -13,13 +13,13 @@ import numpy as np
 from parallax.runtime.errors import ParallaxError
 
 ACTION_KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
-# Residuals that one action makes and a later one on the same rank reads: "FB" lives from F to B, and so on.
+# Residuals that one action writes and a later one on the same rank reads: "FB" is held from F to B, and so on.
 POOLS = ("FB", "FW", "BW")
-LISTED = 8  # actions that an error names
+LISTED = 8  # most actions that an error names
 
 
 class ScheduleError(ParallaxError):
-    """The orders repeat or omit an action, or run one before what it needs; or a schedule's file cannot be used."""
+    """The orders repeat or omit an action, or run one before its inputs exist; or a schedule's file is invalid."""
 
 
 class Action(NamedTuple):
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The ticks during which a rank holds a buffer, first and last included."""
+    """The ticks during which a rank holds a buffer, including the first and the last."""
 
     rank: int
     first: int
@@ -66,19 +66,19 @@ class Span(NamedTuple):
 class Schedule:
     """The order of actions on each rank. `placement[s]` is the rank that holds stage s.
 
-    Without W actions, B computes the gradients of a stage's input and of its weights. With W actions, B computes the
-    input's gradient alone and W the weights'. `head` says where the loss is computed: "inside" the ticks, for each
-    microbatch after its last forward pass, or "between" the last forward and the first backward, for all at once.
-    `starts` are the actions' ticks; without them each action runs as soon as it can. Raises ScheduleError when the
+    Without W actions, B computes the gradients of a stage's input and of its weights. With W actions, B computes only
+    the input's gradient, and W that of the weights. `head` says where the loss is computed: "inside" the ticks, for
+    each microbatch after its last forward pass, or "between" the last forward and the first backward, for all at once.
+    `starts` are the actions' ticks; without them each action runs as soon as possible. Raises ScheduleError if the
     orders cannot run.
 
-    The executor reads tables, int32 `[tick, rank]` with -1 where nothing happens. `microbatch["F"]` is the microbatch
-    whose forward pass runs and `chunk["F"]` which of the rank's stages it runs through; likewise "B" and "W".
+    The executor reads tables, int32 `[tick, rank]` with -1 for no action. `microbatch["F"]` is the microbatch whose
+    forward pass runs, and `chunk["F"]` the index of the rank's stage in which it runs; likewise "B" and "W".
 
-    A slot is one buffer of a rank, reused when it is free. A slot of pool "FB" is written by F and free after B; "FW"
-    is held from F to W, "BW" from B to W. `slot["FB"]["F"]` is the slot that F writes, `slot["FB"]["B"]` the one that
-    B reads. Messages wait in slots too: `message["F"]` is the slot that F reads, and `arrival["F", 1]` the slot in
-    which a message from the previous rank is stored at the end of the tick.
+    A slot is one buffer of a rank, which is reused when it is free. A slot of pool "FB" is written by F and free after
+    B; "FW" is held from F to W, "BW" from B to W. `slot["FB"]["F"]` is the slot that F writes, `slot["FB"]["B"]` the
+    one that B reads. Messages are also stored in slots: `message["F"]` is the slot that F reads, and `arrival["F", 1]`
+    the slot in which a message from the previous rank is stored at the end of the tick.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """For each stage, which of its rank's stages it is."""
+        """For each stage, its index among its rank's stages."""
         return tuple(self.placement[:stage].count(rank) for stage, rank in enumerate(self.placement))
 
     # ---- ticks
@@ -146,7 +146,7 @@ class Schedule:
 
     @cached_property
     def tick_of(self) -> dict[Action, int]:
-        """The tick of each action: the one in `starts`, else the earliest possible. Blocked actions are left out."""
+        """The tick of each action: that in `starts`, otherwise the earliest possible. Blocked actions are left out."""
         if self.starts:
             rows = zip(self.orders, self.starts, strict=True)
             return {action: tick for order, ticks in rows for action, tick in zip(order, ticks, strict=True)}
@@ -181,7 +181,7 @@ class Schedule:
         return cells
 
     def __str__(self) -> str:
-        from parallax.schedules.pricing import figures  # prices and pictures are of schedules
+        from parallax.schedules.pricing import figures  # here, since pricing imports this module
 
         sizes = f"ranks={self.ranks} stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
         return f"{self.name} {sizes} lockstep bubble={figures(self).lockstep_bubble:.1%}\n{grid_text(self.grid())}"
@@ -214,14 +214,14 @@ class Schedule:
 
     @cached_property
     def chunk(self) -> dict[str, np.ndarray]:
-        """By kind of action, which of the rank's stages it runs; 0 where a rank has one."""
+        """By kind of action, the index of the rank's stage that it runs; 0 if a rank has one."""
         return {kind: self._when_run(kind, lambda action: self.chunks[action.stage]) for kind in self.kinds}
 
     # ---- slots of residuals
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The pools that the schedule has: all, or "FB" alone where the backward pass is not split."""
+        """The pools of the schedule: all, or only "FB" if the backward pass is not split."""
         return POOLS if self.split else POOLS[:1]
 
     @cached_property
@@ -237,12 +237,12 @@ class Schedule:
 
     @cached_property
     def slots(self) -> dict[str, int]:
-        """By pool, how many slots each rank must have."""
+        """By pool, the number of slots that each rank needs."""
         return {pool: 1 + max(slots.values()) for pool, slots in self._slot_of.items()}
 
     @cached_property
     def keeps_across_ticks(self) -> bool:
-        """Whether any residual is read in a later tick than the one that made it."""
+        """Whether any residual is read in a later tick than that in which it was written."""
         return any(not np.array_equal(self.microbatch[first], self.microbatch[then]) for first, then in self.pools)
 
     @cached_property
@@ -264,7 +264,7 @@ class Schedule:
 
     @cached_property
     def _message_slot_of(self) -> dict[Action, int]:
-        """The slot in which each action's message waits; F and B have slots of their own."""
+        """The slot of each action's message; F and B have separate slots."""
         found: dict[Action, int] = {}
         for kind in "FB":
             readers = {a: self.sender(a) for a in self.tick_of if a.kind == kind and self.sender(a)}
@@ -275,7 +275,7 @@ class Schedule:
 
     @cached_property
     def message_slots(self) -> dict[str, int]:
-        """How many messages for F, and for B, a rank holds at once; at least 1."""
+        """Most messages for F, and for B, that a rank holds at once; at least 1."""
         slots = self._message_slot_of.items()
         return {kind: 1 + max((slot for a, slot in slots if a.kind == kind), default=0) for kind in "FB"}
 
@@ -286,12 +286,12 @@ class Schedule:
 
     @cached_property
     def arrival(self) -> dict[tuple[str, int], np.ndarray]:
-        """By kind of the reader and by how many ranks a message moves: its slot, in the tick at whose end it comes."""
+        """By kind of the reader and distance in ranks: the slot of a message, in the tick at whose end it arrives."""
         cells: dict[tuple[str, int], list] = {}
         for action, slot in self._message_slot_of.items():
             sender = self.sender(action)
             shift = (self.rank_of(action.stage) - self.rank_of(sender.stage)) % self.ranks
-            shift -= self.ranks * (2 * shift > self.ranks)  # the shorter way round
+            shift -= self.ranks * (2 * shift > self.ranks)  # the shorter way around the ring
             cells.setdefault((action.kind, shift), []).append((self.tick_of[sender], action, slot))
         return {route: self._table(cells[route]) for route in sorted(cells)}
 
@@ -299,7 +299,7 @@ class Schedule:
 
     @cached_property
     def exit_microbatch(self) -> np.ndarray:
-        """int32 `[tick]`: the microbatch whose forward pass the last stage has run, -1 where none."""
+        """int32 `[tick]`: the microbatch whose forward pass the last stage has run, -1 for none."""
         return self._when_run("F", lambda a: a.microbatch if a.stage == self.stages - 1 else -1).max(axis=1)
 
     @cached_property
@@ -309,7 +309,7 @@ class Schedule:
 
     @cached_property
     def exit_slots(self) -> int:
-        """How many microbatches' outputs, or gradients of them, wait between F and B of the last stage."""
+        """Number of microbatches whose outputs, or their gradients, are held between F and B of the last stage."""
         return 1 + max(self._exit_slot_of.values())
 
     @cached_property
@@ -318,11 +318,11 @@ class Schedule:
         slot = lambda action: self._exit_slot_of.get(action._replace(kind="F"), -1)  # noqa: E731
         return {kind: self._when_run(kind, slot).max(axis=1) for kind in "FB"}
 
-    # ---- what is compiled
+    # ---- segments to compile
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Runs of ticks, cut where no kind of action occurs on both sides: each kind is compiled once."""
+        """Runs of ticks, divided where no kind of action occurs on both sides, so that each kind is compiled once."""
         used = {kind: np.flatnonzero(self.microbatch[kind].max(axis=1) >= 0) for kind in self.kinds}
         active = lambda tick: {kind for kind, ticks in used.items() if ticks[0] <= tick <= ticks[-1]}  # noqa: E731
         segments: list[Segment] = []
@@ -390,7 +390,7 @@ class Schedule:
             self._refuse(f"deadlock: {waits}", set(blocked))
 
     def _refuse(self, why: str, marked: Iterable[Action] = ()) -> None:
-        """Raise ScheduleError with the orders, by tick where ticks are given; marked actions stand between > and <."""
+        """Raise ScheduleError with the orders (by tick, if ticks are given), with marked actions between > and <."""
         marked = set(marked)
         rows = []
         for rank, order in enumerate(self.orders):
@@ -402,7 +402,7 @@ class Schedule:
 
 
 def assign_slots(spans: Mapping) -> dict:
-    """For each span the lowest slot that no overlapping span of its rank holds.
+    """For each span the lowest slot that no overlapping span of its rank uses.
 
     >>> assign_slots({"a": Span(0, 0, 3), "b": Span(0, 1, 2), "c": Span(0, 3, 5)})
     {'a': 0, 'b': 1, 'c': 1}

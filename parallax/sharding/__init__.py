@@ -1,1 +1,1 @@
-"""Where arrays are cut: the mesh, the notation of layouts, the collectives between layouts, and what XLA is told."""
+"""How arrays are sharded: the mesh, the notation of layouts, collectives between layouts, and compiler options."""

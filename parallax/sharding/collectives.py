@@ -1,7 +1,7 @@
-"""Collectives written in the notation; an axis that is not bound makes them nothing.
+"""Collectives written in the notation. Over an axis that is not bound they do nothing.
 
-Inside `jax.shard_map` every function below sends what its pattern says; JAX derives its transpose from the types that
-say over which axes a value varies. Outside, with no axis bound, all are the identity: that run is the reference.
+Inside `jax.shard_map` every function below sends what its pattern says. JAX derives its transpose from types, which
+say over which axes a value varies. Outside, no axis is bound and all are the identity: that run is the reference.
 """
 
 import functools
@@ -19,7 +19,7 @@ from parallax.sharding.layout import Layout, check_rank, parse_move
 
 
 def is_bound(axis: str) -> bool:
-    """Whether `axis` is bound here, that is, whether this runs inside a shard_map over it."""
+    """Whether `axis` is bound, that is, whether this runs inside a shard_map over it."""
     try:
         lax.axis_size(axis)
     except NameError:
@@ -33,7 +33,7 @@ def bound_axis_sizes() -> dict[str, int]:
 
 
 def ranks_over(axes: Iterable[str]) -> int:
-    """How many ranks there are along these axes together; one that is not bound has one."""
+    """Number of ranks along these axes together. An axis that is not bound has one."""
     return math.prod(lax.axis_size(axis) for axis in axes if is_bound(axis))
 
 
@@ -43,7 +43,7 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 
 def as_varying(x: Array, axes: Iterable[str] = ALL_AXES) -> Array:
-    """Let `x` vary over `axes`.
+    """Mark `x` as varying over `axes`.
 
     Communication:
         forward   nothing
@@ -54,18 +54,18 @@ def as_varying(x: Array, axes: Iterable[str] = ALL_AXES) -> Array:
 
 
 def vary_alike(tree: Any) -> Any:
-    """`as_varying` of all arrays of a tree, over whatever axes one of them varies."""
+    """Mark all arrays of a tree as varying over the axes over which any of them varies."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
     return jax.tree.map(lambda x: as_varying(x, axes), tree)
 
 
 def vary_all(tree: Any) -> Any:
-    """The branches of a cond must agree on where their results vary; over pp they all do."""
+    """Mark results of a cond's branches as varying over all axes, since the branches must agree on them."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
 
 
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
-    """Index in the whole `dim` of the first entry that this device holds."""
+    """Index of this device's first entry in the whole `dim`."""
     rank = 0
     for axis in layout.cut_of(dim):
         if is_bound(axis):
@@ -74,16 +74,16 @@ def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
 
 
 def _bound(axes: Iterable[str]) -> tuple[str, ...]:
-    """The bound ones, in mesh order: the order of a sum's axes is the order of its terms, and must not be a set's."""
+    """The bound axes in mesh order. A sum adds its terms in this order, so it must not depend on the order of a set."""
     wanted = set(axes)
     return tuple(axis for axis in ALL_AXES if axis in wanted and is_bound(axis))
 
 
 def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int] = lambda axes: 1) -> Array:
-    """Collect pieces: the axes that `after` lacks are gathered, those of one dim together.
+    """Gather over the axes that `after` lacks; axes of the same dim together.
 
-    `first(axes)` is the size of groups: where it is more than 1, a gather over these axes takes two steps, among so
-    many neighbouring ranks, then among those groups. It is the same result, and as many bytes.
+    `first(axes)` is a group size. If it is more than 1, a gather over these axes takes two steps: first within groups
+    of that many neighbouring ranks, then among the groups. The result and the number of bytes are the same.
 
     Communication:
         forward   all_gather of x over the axes that go
@@ -95,7 +95,7 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if old[: len(new)] != new:
-            _refuse(pattern, f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order")
+            _refuse(pattern, f"only the last axes of a dim can be gathered; {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
             for groups in _gather_groups(math.prod(map(lax.axis_size, gone)), first(gone)):
                 x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
@@ -103,7 +103,7 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
 
 
 def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
-    """Who gathers from whom, one step after the other; None is all from all.
+    """Groups of ranks for each step of a gather; None means all ranks.
 
     >>> _gather_groups(6, 1), _gather_groups(6, 2)
     ([None], [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]])
@@ -115,21 +115,21 @@ def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
 
 
 def reduce_scatter(pattern: str, x: Array) -> Array:
-    """Add partial sums and keep one's own piece; `before` may leave its `+axis` unsaid.
+    """Add partial sums and keep this device's piece; `before` may omit its `+axis`.
 
     Communication:
         forward   reduce_scatter of x over the axes that come
         backward  the transposes
     """
-    for dim, come, _ in _cut_further(pattern, x, "scattered behind the axes that cut it"):
+    for dim, come, _ in _cut_further(pattern, x, "scattered after the axes that shard it"):
         x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
     return x
 
 
 def exchange_and_add(pattern: str, x: Array) -> Array:
-    """What `reduce_scatter` does, in float32, while `x` travels as it is: in bfloat16 each summand is rounded once,
-    and no sum is. Devices exchange pieces, and each adds those of its own. Compilers for TPU let this go on while
-    something is computed, and a reduce_scatter not.
+    """A `reduce_scatter` that adds in float32 and sends `x` in its own dtype: in bfloat16 each summand is rounded once,
+    and no sum is. Devices exchange pieces, and each adds those that it keeps. TPU compilers overlap this exchange with
+    compute, but not a reduce_scatter.
 
     Communication:
         forward   all_to_all of x over the axes that come
@@ -138,7 +138,7 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
     dtype('float32')
     """
-    for dim, come, size in _cut_further(pattern, x, "scattered behind the axes that cut it"):
+    for dim, come, size in _cut_further(pattern, x, "scattered after the axes that shard it"):
         shape = *x.shape[:dim], -1, size, *x.shape[dim + 1 :]
         if 0 < dim < x.ndim - 1:
             # Between other dims, as in kernels of experts, pieces are brought apart first: compilers for TPU would lay
@@ -154,8 +154,8 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_with_exchange(pattern: str, x: Array) -> Array:
-    """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as they are, and are added
-    in float32.
+    """`all_gather` with `exchange_and_add` as its backward pass: gradients are sent in their own dtype and added in
+    float32.
 
     Communication:
         forward   all_gather of x over the axes that go
@@ -188,7 +188,7 @@ def all_reduce(pattern: str, x: Array) -> Array:
     """
     before, after = _checked(pattern, x)
     if before.axes != after.axes:
-        _refuse(pattern, "an all-reduce leaves the cut as it is")
+        _refuse(pattern, "an all-reduce does not change how dims are sharded")
     return sum_over(x, tuple(a for a in before.partial if a not in after.partial))
 
 
@@ -204,7 +204,7 @@ def sum_over(x: Array, axes: Iterable[str]) -> Array:
 
 
 def max_over(x: Array, axes: Iterable[str]) -> Array:
-    """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first.
+    """Maximum of the copies of `x` over `axes`. Not differentiable: stop the gradient first.
 
     Communication:
         forward   all_reduce of x over the axes
@@ -215,7 +215,7 @@ def max_over(x: Array, axes: Iterable[str]) -> Array:
 
 
 def all_to_all(pattern: str, x: Array) -> Array:
-    """Move one axis from one dim to another: every device keeps as many entries as before.
+    """Move one axis from one dim to another. The number of entries on a device does not change.
 
     Communication:
         forward   all_to_all of x over the axis
@@ -236,13 +236,13 @@ def all_to_all(pattern: str, x: Array) -> Array:
 
 
 def cut(pattern: str, x: Array) -> Array:
-    """Keep one's own piece of a value that every device has.
+    """Keep this device's piece of a value that every device has.
 
     Communication:
         forward   nothing
         backward  all_reduce of the gradient over each axis that comes if x does not vary over it
     """
-    for dim, come, _ in _cut_further(pattern, x, "cut behind the axes that cut it already"):
+    for dim, come, _ in _cut_further(pattern, x, "sharded after the axes that shard it already"):
         for axis in come:
             size = x.shape[dim] // lax.axis_size(axis)
             x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
@@ -252,8 +252,8 @@ def cut(pattern: str, x: Array) -> Array:
 def reshard(pattern: str, x: Array) -> Array:
     """Go from one layout to another by the cheapest collectives that do it.
 
-    Partial sums are reduce-scattered where `after` cuts over their axis, else all-reduced; an axis that changes
-    its dim moves by all-to-all; one that goes is gathered; one that comes is cut, which sends nothing.
+    Partial sums are reduce-scattered if `after` shards a dim over their axis, and all-reduced otherwise. An axis that
+    changes its dim moves by all-to-all, an axis that goes is gathered, and slicing over a new axis sends nothing.
 
     Communication:
         forward   reduce_scatter of x over each axis of partial sums if `after` cuts over it;
@@ -284,14 +284,14 @@ def reshard(pattern: str, x: Array) -> Array:
 
 
 def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
-    """Send one's piece `shift` ranks on along `axis`, the last rank to the first.
+    """Send this rank's piece to the rank `shift` places later along `axis`; the last ranks send to the first.
 
     Communication:
         forward   permute of x over the axis
         backward  the transposes
     """
     if axis in Layout.parse(layout).used_axes():
-        raise NotationError(f"permute over {axis}: {layout!r} is cut over it; permute whole pieces only.")
+        raise NotationError(f"permute over {axis}: {layout!r} is sharded over it; permute whole pieces only.")
     check_rank(layout, Layout.parse(layout), x)
     if not is_bound(axis):
         return x
@@ -300,10 +300,10 @@ def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
 
 
 def to_next_rank(tree: Any, axis: str, *, apart: bool = False) -> Any:
-    """What each rank holds, sent to the next along `axis`, the last rank's to the first.
+    """Send each rank's values to the next rank along `axis`; the last rank sends to the first.
 
-    With `apart` other ranks may not come here: where a branch is taken on some stages alone. Permutes of simulated
-    devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
+    Pass `apart` where other ranks may not reach this call, as in a branch that only some stages take. Permutes of
+    simulated devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
 
     Communication:
         forward   permute of x over the axis if not `apart`; all_gather of x over the axis if `apart`
@@ -327,13 +327,13 @@ def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
 
 
 def _cut_further(pattern: str, x: Array, how: str) -> list[tuple[int, tuple[str, ...], int]]:
-    """Each dim that is cut over more bound axes: its number, these axes, the size of a piece. Errors say `how` dims may
-    be cut."""
+    """Each dim that becomes sharded over more bound axes: its index, these axes, the size of a piece. Errors say `how`
+    dims may be sharded."""
     before, after = _checked(pattern, x)
     found = []
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is {how}, {before.names[dim]} is not")
+            _refuse(pattern, f"a dim is {how}; {before.names[dim]} is not")
         if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
             found.append((dim, come, _check_divides(pattern, before.names[dim], x.shape[dim], come)))
     return found
@@ -348,7 +348,7 @@ def _check_divides(pattern: str, name: str, size: int, axes: tuple[str, ...]) ->
 
 
 def _named(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Axes as JAX takes them: one by its name."""
+    """Axes as JAX takes them: a single axis as its name."""
     return axes if len(axes) > 1 else axes[0]
 
 

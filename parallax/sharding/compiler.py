@@ -1,7 +1,7 @@
-"""What XLA is told for each kind of chip, and what it must be spared.
+"""Compiler options for each kind of chip, and properties of compilers that the code works around.
 
-Measured in programs that both libtpu generations compile (0.0.42 and 0.0.50), by where their time goes:
-`python benchmarks/overlap.py`, which has rows without the options.
+Measured on programs compiled by both libtpu generations (0.0.42 and 0.0.50): `python benchmarks/overlap.py`, which
+also has rows without the options.
 """
 
 import functools
@@ -18,12 +18,12 @@ from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError, tell
 from parallax.runtime.version import version_of
 
-# Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
+# Without this option compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
-# The same for tokens that come to experts (layout.exchange="ragged"), as v5e has it by default.
+# The same for tokens sent to experts (layout.exchange="ragged"); the default on v5e.
 ASYNC_RAGGED = {"xla_tpu_enable_async_ragged_all_to_all": True}
-# All-gathers and reductions made by the SparseCores, beside compute. The other way to have gathers wait for nobody,
-# fusing them into what computes, is for v5e alone: elsewhere newer compilers refuse it, since results may be wrong.
+# The SparseCores run all-gathers and reductions in parallel with compute. The other way to overlap gathers, fusing them
+# into compute, is only for v5e: for other chips newer compilers refuse it, since results may be wrong.
 SPARSE_CORES = {
     "xla_tpu_enable_async_collective_fusion": False,
     **dict.fromkeys(
@@ -45,24 +45,25 @@ SPARSE_CORES = {
 }
 # KiB of a core's VMEM that one operation may fill. With the default, 16 MiB, an MLP's products take a quarter longer.
 VMEM = {"xla_tpu_scoped_vmem_limit_kib": 65_536}
-# Products of rows with their group's matrices by a kernel, as v5p has it by default; a dilated convolution otherwise.
+# A kernel for products of rows with their group's matrices, the default on v5p; otherwise a dilated convolution.
 RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
 OPTIONS = {
     "TPU v5e": EXCHANGE | RAGGED_DOT,
     "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | VMEM,
     "TPU v6e": RAGGED_DOT,
+    "TPU v7x": EXCHANGE | SPARSE_CORES,
 }
 
-# For GPUs that are not here: what is called by a name that this process does not have is compiled as a call of nothing.
+# For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}
 
 Said = tuple[tuple[str, bool | int], ...]
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
-    """What the compiler is told for the devices of this mesh; nothing for chips of which nothing was measured.
+    """Compiler options for this mesh; empty for chips that were not measured.
 
-    What the installed compiler does not take is left out, and a line on stderr says so, once.
+    Options that the installed compiler does not accept are left out; a line on stderr says so once.
     """
     if is_absent_gpus(mesh):
         return ABSENT
@@ -77,9 +78,9 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
 
 @functools.cache
 def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
-    """Those of the options that the installed compiler takes: all at once or, where it refuses, one after the other."""
+    """The options that the installed compiler accepts: all are tried together and, if it refuses, one by one."""
     if not options or not refusal(mesh, dict(options)) or refusal(mesh, {}):
-        return options  # what is refused without any is not the options' fault: the step itself will say it
+        return options  # refused even without options: compiling the step will report the error
     taken: dict[str, bool | int] = {}
     for name, value in options:
         if why := refusal(mesh, taken | {name: value}):
@@ -91,10 +92,10 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
 
 
 def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
-    """Why the compiler does not take a program with these options, in a line; "" where it does.
+    """Why the compiler refuses a program with these options, in one line; "" if it accepts them.
 
-    The program gathers and exchanges along each axis: what is refused may depend on the slice, as asynchronous
-    all-to-alls are on 64 chips of v5e.
+    The program gathers and exchanges along each axis, since a refusal may depend on the slice: asynchronous
+    all-to-alls are refused on 64 chips of v5e.
     """
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
 
@@ -113,38 +114,37 @@ def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:
-    """Whether the compiler copies what is read from a slot into the order that a product of it wants.
+    """Whether XLA changes the memory layout of a slot when a product reads it.
 
-    It does for TPU, where the copies take as long as making a gated MLP's products again; told to leave the order, it
-    reads slots within the products.
+    It does on TPU, where these copies take as long as recomputing a gated MLP's products. With a fixed layout the
+    products read the slots directly.
     """
     return _is_tpu(mesh)
 
 
 def clears_what_is_overwritten(mesh: Mesh) -> bool:
-    """Whether the compiler writes zeros, and copies of them, into slots that a loop fills before anything is read.
+    """Whether XLA writes zeros, and copies of zeros, into slots that a loop fills before anything reads them.
 
-    It does for GPUs. What the step allocates once, and carries from one microbatch to the next, it clears once.
+    It does on GPU. Slots that the step allocates once, and carries from one microbatch to the next, are cleared once.
     """
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
 def swaps_in_place() -> bool:
-    """Whether what is traced now is for GPUs, where halves of a dim change places as fast as they are read.
+    """Whether the program being traced is for GPUs, where swapping the halves of a dim costs no more than reading them.
 
-    Elsewhere a product with a permutation, which is exact, is faster: on TPU, whose matrix units move entries along the
-    last dim, where 128 of them lie side by side.
+    Elsewhere a product with a permutation matrix, which is exact, is faster: TPUs store 128 entries of the last dim
+    side by side, and their matrix units move entries along it.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "gpu"
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Among how many neighbouring ranks of some axes a gather begins, before it goes on among all; 1: at once among
-    all.
+    """Group size of the first step of a two-step all-gather; 1 means one step.
 
-    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. Two
-    gathers, along one dim and then along the others, stay what they are.
+    libtpu turns a gather among devices that fill a torus of three dims into a sum of arrays that are mostly zero. Two
+    gathers, along one dim and then along the others, are left as they are.
     """
     if not isinstance(mesh, Mesh):
         return 1
@@ -162,7 +162,7 @@ def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def is_absent_gpus(mesh: Mesh) -> bool:
-    """Whether the mesh is of GPUs that are not here: its programs are compiled, and cannot run."""
+    """Whether the mesh has GPUs that are not present: its programs can be compiled but not run."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu" != jax.default_backend()
 
 

@@ -1,5 +1,5 @@
-"""Numbers in 8 bits over one scale: int8, float8 with 4 bits of exponent and 3 of mantissa (e4m3), and for gradients
-with 5 and 2 (e5m2)."""
+"""8-bit numbers with one scale per array: int8, float8 with 4 bits of exponent and 3 of mantissa (e4m3), and for
+gradients float8 with 5 and 2 (e5m2)."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jax import Array
 from parallax.sharding.collectives import all_gather, reduce_scatter
 from parallax.sharding.layout import parse_move
 
-# The largest number of each; e4m3 has no infinity, and what is larger would become NaN.
+# The largest number of each. e4m3 has no infinity: larger values would become NaN.
 LARGEST_NUMBERS = {"int8": 127.0, "float8": 448.0, "float8_e5m2": 57344.0}
 EIGHT_BIT_DTYPES = {
     "int8": jnp.dtype(jnp.int8),
@@ -21,13 +21,13 @@ EIGHT_BIT_DTYPES = {
 
 
 def scale_of(largest: Array, kind: str) -> Array:
-    """What the largest entry of an array is divided by to become the largest number of this kind, float32; 1 for 0."""
-    # Products, not quotients: compilers make these products where they like, and other bits of them.
+    """Scale that maps the largest entry of an array to the largest number of this kind, float32; 1 if it is 0."""
+    # Products, not quotients: compilers turn some quotients into products, which gives other bits.
     return jnp.where(largest == 0, 1.0, largest.astype(jnp.float32) * (1 / LARGEST_NUMBERS[kind]))
 
 
 def to_eight_bits(x: Array, scale: Array, kind: str) -> Array:
-    """The nearest number of a kind of EIGHT_BIT_DTYPES to each entry over the scale; what is larger is clipped.
+    """Round each entry over the scale to the nearest number of a kind of EIGHT_BIT_DTYPES; larger entries are clipped.
 
     >>> to_eight_bits(jnp.array([-1.0, 0.3, 0.7]), jnp.float32(0.5 / 127), "int8")
     Array([-127,   76,  127], dtype=int8)
@@ -37,14 +37,14 @@ def to_eight_bits(x: Array, scale: Array, kind: str) -> Array:
 
 
 def from_eight_bits(values: Array, scale: Array, dtype: str) -> Array:
-    """What these numbers stand for."""
+    """The values that these numbers represent."""
     return (values.astype(jnp.float32) * scale).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gather_rounded(pattern: str, kind: str, first: Callable, x: Array, scale: Array) -> Array:
-    """What rounding to 8 bits over `scale` gives of the whole of x, in its dtype: `all_gather` of the rounded pieces.
-    Its gradient is that of `all_gather`, as if nothing were rounded.
+    """All-gather x rounded to 8 bits with `scale`, and return it in the dtype of x. Pieces are rounded before they are
+    sent. The gradient is that of `all_gather`, as if nothing were rounded.
 
     Communication:
         forward   all_gather of x over the axes that go

@@ -1,4 +1,4 @@
-"""Products of cut arrays, written in the notation: they send nothing, and what they leave says what is to be sent."""
+"""Products of sharded arrays in the notation. They send nothing; the layout of the result says what is left to send."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,10 +8,10 @@ from parallax.sharding.layout import DIMS, Layout, check_rank
 
 
 def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None, precision: str | None = None) -> Array:
-    """Contract in the notation; what a contracted, cut dim leaves is a partial sum, and the result must say so.
+    """Contract in the notation. Contracting a sharded dim leaves partial sums, and the result must say so.
 
-    `dtype` is that of the sums and the result; without it, the operands'. `precision` is that of the products, as JAX
-    has it.
+    `dtype` is the dtype of the sums and the result, by default that of the operands. `precision` is that of the
+    products, as in JAX.
 
     Communication:
         forward   nothing
@@ -26,7 +26,7 @@ def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None, preci
 
 
 def einsum_letters(pattern: str, *operands: Array) -> str:
-    """A checked pattern as NumPy writes it.
+    """Check a pattern and return it in NumPy's notation.
 
     >>> einsum_letters("seq d_model, d_model d_ff/tp -> seq d_ff/tp", jnp.ones((2, 3)), jnp.ones((3, 4)))
     'SD,DF->SF'
@@ -45,13 +45,13 @@ def einsum_letters(pattern: str, *operands: Array) -> str:
 
 
 def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:
-    """The layout that an einsum of `inputs` leaves for the dims `names`, partial sums included."""
+    """Layout of the result of an einsum of `inputs`, with the dims `names` and its partial sums."""
     cuts: dict[str, tuple[str, ...]] = {}
     for layout in inputs:
         for name, axes in zip(layout.names, layout.axes, strict=True):
             if cuts.setdefault(name, axes) != axes:
                 raise NotationError(
-                    f"einsum: {name} is cut over {'/'.join(cuts[name]) or 'nothing'} in one operand and over "
+                    f"einsum: {name} is sharded over {'/'.join(cuts[name]) or 'nothing'} in one operand and over "
                     f"{'/'.join(axes) or 'nothing'} in {str(layout)!r}; reshard one of them first."
                 )
     missing = [name for name in names if name not in cuts]

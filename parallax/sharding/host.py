@@ -1,7 +1,7 @@
-"""Host memory: where arrays wait that the device has no room for, and their way there and back.
+"""Host memory: holds arrays that do not fit on the device; moves to it and back.
 
-The memory space is part of an array's type, on simulated devices too: what would compute on an array in host memory
-does not trace.
+The memory space is part of an array's type, on simulated devices too: tracing fails if something computes on an array
+in host memory.
 """
 
 from typing import Any
@@ -14,22 +14,22 @@ MEMORY_KINDS = {DEVICE: None, HOST: "pinned_host"}  # as shardings name them
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array is in host memory, a traced one too."""
+    """Whether an array, possibly a traced one, is in host memory."""
     return is_type_on_host(jax.typeof(x))
 
 
 def is_type_on_host(aval: Any) -> bool:
-    """The same of an array's type, as variables of a traced program have it."""
+    """The same for an array's type, as variables of a traced program have it."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def rests_on_host(sharding: Any) -> bool:
-    """Whether a sharding is one in host memory."""
+    """Whether a sharding is in host memory."""
     return getattr(sharding, "memory_kind", None) == MEMORY_KINDS[HOST]
 
 
 def to_host(x: Array) -> Array:
-    """The array in host memory; an argument of a program that is compiled ahead is there, but has not the type."""
+    """The array in host memory; the type of an argument that is there already may not say so."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 

@@ -1,7 +1,7 @@
-"""The notation: one string says which dims an array has and over which mesh axes each is cut.
+"""The notation: one string says which dims an array has and over which mesh axes each is sharded.
 
-`"d_model/tp/dp d_ff"` is a matrix whose first dim is cut over `tp`, and each piece again over `dp`.
-`"batch/dp seq d_model +tp"` is an activation of which every `tp` rank holds a partial sum.
+`"d_model/tp/dp d_ff"` is a matrix whose first dim is sharded over `tp`, and each piece again over `dp`.
+`"batch/dp seq d_model +tp"` is an activation, and each `tp` rank holds a partial sum of it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from parallax.config.sections import ALL_AXES, AXES
 from parallax.runtime.errors import NotationError, divisors, listed, nearest, quoted
 
-# Every dim that an array may have, with the letter that stands for it in einsums and suffixes.
+# Every dim that an array may have, with its letter in einsums and suffixes.
 DIMS = {
     "batch": "B",
     "seq": "S",
@@ -34,16 +34,16 @@ DIMS = {
     "microbatches": "M",
     "experts": "E",
     "d_expert": "U",  # width of one expert
-    "d_shared": "W",  # of those that every token goes to, together
+    "d_shared": "W",  # total width of the experts that every token goes to
     "capacity": "C",
-    "entries": "N",  # of several arrays side by side
-    "rows": "I",  # of a matrix, whatever its dims
+    "entries": "N",  # of several concatenated arrays
+    "rows": "I",  # of any matrix
     "columns": "O",
     "operands": "A",  # of a product: input, weight, gradient of the output
 }
 
 
-# Of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.
+# Colours of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.
 AXIS_COLOURS = {
     "pp": "#e69f00",
     "replica": "#56b4e9",
@@ -56,7 +56,7 @@ AXIS_COLOURS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
-    """Dims in order, the axes that cut each (major first), and the axes that hold partial sums.
+    """Dims in order, the axes that shard each (major first), and the axes that hold partial sums.
 
     >>> Layout.parse("d_model/tp/dp d_ff").axes
     (('tp', 'dp'), ())
@@ -80,7 +80,7 @@ class Layout:
             name, *axes = word.split("/")
             if partial:
                 raise NotationError(
-                    f"{quoted(text)}: partial sums (+{partial[0]}) go last; move them behind {quoted(word)}."
+                    f"{quoted(text)}: partial sums (+{partial[0]}) go last; move them after {quoted(word)}."
                 )
             if name not in DIMS:
                 raise NotationError(f"{quoted(text)}: unknown dim {quoted(name)}; {nearest(name, DIMS)}.")
@@ -102,8 +102,8 @@ class Layout:
         return f"<code>{' '.join([*dims, *(_coloured('+', axis) for axis in self.partial)])}</code>"
 
     def spec(self, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
-        """The PartitionSpec of an array with this layout. Axes that `mesh` does not have cut nothing; without a mesh,
-        those that not every mesh has.
+        """The PartitionSpec of an array with this layout. Axes that `mesh` lacks are left out; without a mesh, those
+        that not every mesh has.
 
         >>> Layout.parse("vocab/tp d_model/dp").spec() == PartitionSpec("tp", "dp")
         True
@@ -112,7 +112,7 @@ class Layout:
         return PartitionSpec(*(tuple(a for a in axes if a in present) for axes in self.axes))
 
     def local_shape(self, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of one device's piece; an axis that `axis_sizes` does not name is not bound and cuts nothing.
+        """The shape of one device's piece; an axis that `axis_sizes` does not name is not bound.
 
         >>> Layout.parse("d_model/dp d_ff/tp").local_shape({"d_model": 8, "d_ff": 6}, {"dp": 4, "tp": 2})
         (2, 3)
@@ -122,7 +122,7 @@ class Layout:
         )
 
     def cut_of(self, dim: str) -> tuple[str, ...]:
-        """The axes that cut `dim`, major first."""
+        """The axes that shard `dim`, major first."""
         return self.axes[self.index(dim)]
 
     def index(self, dim: str) -> int:
@@ -132,7 +132,7 @@ class Layout:
         return self.names.index(dim)
 
     def without(self, *axes: str) -> "Layout":
-        """The same dims, not cut over `axes`.
+        """The same dims, not sharded over `axes`.
 
         >>> str(Layout.parse("d_model/tp/dp d_ff").without("dp"))
         'd_model/tp d_ff'
@@ -141,7 +141,7 @@ class Layout:
         return Layout(self.names, kept, tuple(a for a in self.partial if a not in axes))
 
     def with_cut(self, dim: str, axes: tuple[str, ...]) -> "Layout":
-        """The same layout with `dim` cut over `axes`."""
+        """The same layout with `dim` sharded over `axes`."""
         at = self.index(dim)
         return Layout.parse(str(Layout(self.names, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)))
 
@@ -150,7 +150,7 @@ class Layout:
         return dataclasses.replace(self, partial=tuple(a for a in ALL_AXES if a in axes))
 
     def used_axes(self) -> tuple[str, ...]:
-        """All axes that cut a dim, in mesh order."""
+        """All axes that shard a dim, in mesh order."""
         used = {axis for cut in self.axes for axis in cut}
         return tuple(axis for axis in ALL_AXES if axis in used)
 
@@ -164,8 +164,8 @@ def _known_axis(axis: str, text: str) -> str:
 def _refuse_repeats(text: str, kind: str, words: list[str]) -> None:
     for word in words:
         if words.count(word) > 1:
-            advice = "an array has each dim once" if kind == "dim" else "an axis cuts one dim or is partial"
-            raise NotationError(f"{quoted(text)}: {kind} {word!r} stands {words.count(word)} times; {advice}.")
+            advice = "an array has each dim once" if kind == "dim" else "an axis shards one dim or is partial"
+            raise NotationError(f"{quoted(text)}: {kind} {word!r} occurs {words.count(word)} times; {advice}.")
 
 
 def _coloured(sign: str, axis: str) -> str:
@@ -184,13 +184,13 @@ def _local_size(layout, name, axes, sizes, axis_sizes) -> int:
         other = f"{down} or {up}" if down else str(up)
         raise NotationError(
             f"{str(layout)!r}: {name}={size} does not divide over {cut}; "
-            f"cut it in one of {listed(divisors(size))} pieces, or use {name}={other}."
+            f"shard it into one of {listed(divisors(size))} pieces, or use {name}={other}."
         )
     return size // pieces
 
 
 def map_layouts(function: Callable, layouts: Any, *trees: Any) -> Any:
-    """Map over a tree of layouts, and over trees of the same structure beside it.
+    """Map over a tree of layouts and over trees of the same structure.
 
     >>> map_layouts(str, {"kernel": Layout.parse("d_model/dp d_ff/tp")})
     {'kernel': 'd_model/dp d_ff/tp'}
@@ -226,7 +226,7 @@ def parse_move(pattern: str) -> tuple[Layout, Layout]:
 
 
 def check_rank(pattern: str, layout: Layout, x: Any) -> None:
-    """Raise NotationError where an array has not the dims that `pattern` says."""
+    """Raise NotationError if an array does not have as many dims as `layout`, a layout of `pattern`."""
     if x.ndim != len(layout.names):
         raise NotationError(
             f"{pattern!r}: {str(layout)!r} has {len(layout.names)} dims, the array has {x.ndim}: {x.shape}."

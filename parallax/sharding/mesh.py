@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from parallax.config.sections import AXES, INFERRED, MeshConfig
 from parallax.runtime.errors import ConfigError, divisors
 
-SLOW_AXES = ("replica", "pp")  # what may go over the network between slices: dp and tp send too much
+SLOW_AXES = ("replica", "pp")  # axes that may use the network between slices; dp and tp send too much
 SHOWN_FACTORISATIONS = 12
 
 
 def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -> dict[str, int]:
-    """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes, and where devices may be
-    `simulated` instead says how.
+    """Size of each axis for this number of devices, with -1 replaced. ConfigError lists the legal sizes and, if devices
+    may be `simulated` instead, says how.
 
     >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0), 8)
     {'pp': 2, 'dp': 2, 'tp': 2}
@@ -33,11 +33,11 @@ def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lay devices (by default all of them) out along the axes of the mesh.
+    """Arrange devices (by default all of them) along the axes of the mesh.
 
-    On TPUs the order follows the physical links, so that the last axis has the fastest; of devices in several slices,
-    `replica` has the slow network between these, or pp where there are no replicas. GPUs stay in the order of their
-    hosts, so that the last axes stay within a host, and any axis may reach over the network.
+    On TPUs the order follows the physical links, so that the last axis has the fastest. If the devices are in several
+    slices, `replica` crosses the slow network between slices, or pp if there are no replicas. GPUs stay in the order of
+    their hosts, so that the last axes stay within a host; any axis may cross the network.
     """
     devices = jax.devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -45,13 +45,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh.simulate={config.simulate} but JAX runs with {len(devices)} device(s); "
             "call simulate_devices before any other JAX call"
         )
-    # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
+    # Auto: shard_map and our layouts decide the sharding; the default of jax.make_mesh is Explicit.
     axes = tuple(config.sizes)
     return Mesh(place_devices(config, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of the first pp * replica * dp * cp * ep * tp devices that are here; ConfigError where there are fewer.
+    """The mesh of the first pp * replica * dp * cp * ep * tp devices; ConfigError if there are fewer.
 
     >>> dict(mesh_of(dp=1).shape)
     {'pp': 1, 'dp': 1, 'tp': 1}
@@ -63,8 +63,8 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1, cp: int = 1
 
 
 def context_as_data(mesh: Mesh) -> Mesh:
-    """The same devices in the same order, with context ranks as further data ranks: what is cut over "dp/cp" there is
-    cut over dp here, each device with the same piece.
+    """The same devices in the same order, with context ranks as further data ranks: arrays sharded over "dp/cp" on
+    `mesh` are sharded over dp on the result, and each device has the same piece.
     """
     sizes = dict(mesh.shape)
     if "cp" not in sizes:
@@ -75,7 +75,7 @@ def context_as_data(mesh: Mesh) -> Mesh:
 
 
 def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh are CPUs, as simulated ones are; those of an abstract mesh are what it says.
+    """Whether the devices of a mesh are CPUs, as simulated ones are. An abstract mesh names its kind of device.
 
     >>> is_simulated(mesh_of(dp=1))
     True
@@ -88,11 +88,11 @@ def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
 def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array with a dim for each axis of the mesh.
 
-    Raises ConfigError where their number, or that of their slices, does not fit.
+    Raises ConfigError if their number or the number of their slices does not fit.
     """
     sizes = resolve_sizes(config, len(devices))
     shape = tuple(sizes.values())
-    if devices[0].platform != "tpu":  # JAX calls a host of GPUs a slice; whatever goes between hosts is ours to say
+    if devices[0].platform != "tpu":  # JAX calls a host of GPUs a slice, but any axis may cross GPU hosts
         return np.array(devices).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
@@ -111,7 +111,7 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
 
 
 def factorisations(devices: int) -> list[tuple[int, ...]]:
-    """Every way to lay so many devices out along pp, dp and tp.
+    """Every way to arrange this number of devices along pp, dp and tp.
 
     >>> factorisations(2)
     [(1, 1, 2), (1, 2, 1), (2, 1, 1)]

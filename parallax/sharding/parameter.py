@@ -1,4 +1,4 @@
-"""A parameter declared in the notation, at the shape of the piece that this device holds."""
+"""Parameters declared in the notation, with the shape of this device's piece."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from jax import Array
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
 
-MATRIX_NUMBERS = ("layers", "experts")  # dims before these, of many matrices in one array
+MATRIX_NUMBERS = ("layers", "experts")  # leading dims of arrays that hold many matrices
 
 
 class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter as `init` returns it: the value, the layout that its module computes with, and the dims of which data
-    axes may cut one at rest, the best first, "" for none."""
+    """A parameter as `init` returns it: the value, the layout that its module computes with, and the dims that data
+    axes may shard at rest. They shard one of them; the best comes first, and "" means none."""
 
     value: Any
     layout: Layout = struct.field(pytree_node=False)
@@ -40,9 +40,9 @@ class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
 def parameter(
     module: nn.Module, name: str, layout: str, sizes: Mapping[str, int], init: Callable, *, at_rest: str = ""
 ) -> Array:
-    """Declare a float32 parameter of `module`; outside shard_map it is whole, inside it is this device's piece.
+    """Declare a float32 parameter of `module`: the whole array outside shard_map, this device's piece inside.
 
-    `init(key, shape)` gives the values, `at_rest` are the dims of which data axes may cut one, the best first.
+    `init(key, shape)` returns the values. `at_rest` are the dims of which data axes may shard one, the best first.
     `module.init` returns each parameter as `Declared`.
     """
     parsed = Layout.parse(layout)
@@ -56,8 +56,8 @@ def layouts_of(declared: Any) -> Any:
 
 
 def stored_as(declared: Any, dtype: str) -> Any:
-    """A tree of `Declared` shapes with the dtype in which parameters are kept between steps. What no gradient moves
-    stays in float32."""
+    """A tree of `Declared` shapes with the dtype that parameters have between steps. Parameters without a gradient stay
+    in float32."""
 
     def cast(leaf: Declared) -> Declared:
         kept = dtype if is_trained(leaf.layout) else "float32"
@@ -67,13 +67,13 @@ def stored_as(declared: Any, dtype: str) -> Any:
 
 
 def is_trained(layout: Layout) -> bool:
-    """Whether a gradient moves a parameter: routers' biases and scales of 8-bit products follow from counts and
-    maxima, which the backward pass returns in a gradient's place."""
+    """Whether a parameter is updated by its gradient. Routers' biases and scales of 8-bit products are not: they follow
+    from counts and maxima, which the backward pass returns in place of gradients."""
     return not (is_load(layout) or is_amax(layout))
 
 
 def is_amax(layout: Layout) -> bool:
-    """Whether a parameter is the scales of an 8-bit product, whose gradient is the largest magnitudes of its operands.
+    """Whether a parameter holds the scales of an 8-bit product; its gradient is the largest magnitude of each operand.
 
     >>> is_amax(Layout.parse("layers/pp operands"))
     True
@@ -82,7 +82,7 @@ def is_amax(layout: Layout) -> bool:
 
 
 def is_load(layout: Layout) -> bool:
-    """Whether a parameter is a router's bias, whose gradient is the load of its experts.
+    """Whether a parameter is a router's bias; its gradient is the load of the experts.
 
     >>> is_load(Layout.parse("layers/pp experts"))
     True
@@ -91,7 +91,7 @@ def is_load(layout: Layout) -> bool:
 
 
 def stacked_dims(layout: Layout) -> int:
-    """How many dims at the front number matrices.
+    """Number of leading dims that index matrices.
 
     >>> stacked_dims(Layout.parse("layers/pp experts/ep d_model d_expert/tp"))
     2

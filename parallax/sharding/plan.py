@@ -1,14 +1,14 @@
-"""The sharding plan: where each parameter lies at rest, during a step and in a layer, and the moves between these.
+"""The sharding plan: the layout of each parameter at rest, during a step and in a layer, and the moves between these.
 
-Layers declare the layout that they compute with and the dim that data axes may cut at rest; they know no data axis. A
-policy says where the cut stays. When something moves follows from where two layouts differ:
+Layers declare the layout that they compute with and the dim that data axes may shard at rest; they do not name data
+axes. A policy says in which of the four layouts that dim is sharded. Where two layouts differ, something moves:
 
     load      at rest -> resident      once a step; cast first
     use       resident -> compute      at each use of a layer, an embedding or a head
     add_up    compute -> summed        a gradient, at each use
     store     summed -> at rest        gradients, once a step
 
-Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean", which cuts weights and not gradients.
+Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP), and "lean", which shards weights, not gradients.
 """
 
 import dataclasses
@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from einops import pack, unpack
 from jax import Array, lax
 
-from parallax.config.sections import PARTS
+from parallax.config.sections import BLOCKS, PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
@@ -35,14 +36,14 @@ from parallax.sharding.host import DEVICE, HOST, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, is_amax, layouts_of
 
-DATA_AXES = ("dp", "cp", "ep")  # axes that may cut a parameter at rest, major first; `replica` never does
-WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may cut a layer's parameters
-SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
-GRADIENTS = "gradients"  # the scope of messages of gradients that no transposed program sends, for traces
+DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
+WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters
+SMALL = 1 << 18  # entries; latency dominates for smaller arrays, so they share one message
+GRADIENTS = "gradients"  # scope, in traces, of gradient messages that are not sent by a transposed collective
 
 
 class PolicyLayouts(NamedTuple):
-    """Where a parameter lies: between steps, during a step, in a layer, and its gradient between microbatches."""
+    """Layouts of a parameter between steps, during a step and in a layer, and of its gradient between microbatches."""
 
     at_rest: Layout
     resident: Layout
@@ -50,7 +51,7 @@ class PolicyLayouts(NamedTuple):
     summed: Layout
 
 
-# Of `c`, the layout that a layer computes with, and `r`, the same cut over data axes.
+# `c` is the layout that a layer computes with; `r` is the same layout, also sharded over data axes.
 POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Layout]]] = {
     "ddp": lambda c, r: (c, c, c, c),
     "zero1": lambda c, r: (r, c, c, c),
@@ -61,7 +62,7 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
 
 
 def layouts_of_policy(policy: str) -> PolicyLayouts:
-    """Which of the four layouts of a policy are the same: "cut" or "whole" over data axes.
+    """For each of the four layouts of a policy, whether it is "cut" (sharded) or "whole" over data axes.
 
     >>> layouts_of_policy("zero3")
     PolicyLayouts(at_rest='cut', resident='cut', compute='whole', summed='cut')
@@ -70,25 +71,25 @@ def layouts_of_policy(policy: str) -> PolicyLayouts:
 
 
 class Policies(NamedTuple):
-    """The policy of all parameters, and exceptions: other policies by names of parts, modules or parameters."""
+    """The policy of all parameters, and exceptions: other policies by name of a part, module or parameter."""
 
     policy: str
     exceptions: Mapping[str, str] = MappingProxyType({})
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ConfigError where a policy is unknown, or an exception matches none of these parameters."""
+        """Raise ConfigError if a policy is unknown or an exception matches none of these parameters."""
         check_choice("data_parallel.policy", self.policy, POLICIES)
         known = {"/".join(name.split("/")[:end]): None for name in names for end in range(1, 9)}
         for name, policy in self.exceptions.items():
             check_choice(f"data_parallel.exceptions: {name}", policy, POLICIES)
             if name not in known:
                 raise ConfigError(
-                    f"data_parallel.exceptions names {name!r}, which is no part, module or parameter of this model; "
+                    f"data_parallel.exceptions names {name!r}, which is not a part, module or parameter of this model; "
                     f"{nearest(name, known)}"
                 )
 
     def of(self, name: str) -> str:
-        """The policy of a parameter: that of the longest exception that matches it, else the one of all.
+        """The policy of a parameter: that of the longest exception that matches it, else the default policy.
 
         >>> Policies("zero3", {"blocks": "zero1", "blocks/mlp": "ddp"}).of("blocks/mlp/up/kernel")
         'ddp'
@@ -101,21 +102,21 @@ class Policies(NamedTuple):
 class ParameterPlan:
     """One row of the plan. Layouts name all dims, "layers" too; an array of one layer lacks it.
 
-    `staged` is the layout at rest after the hop over pp, if any: layers on the ranks that run them, tables whole on
-    every pipeline rank.
+    `staged` is the layout at rest after the move over pp, if any: layers are on the ranks that run them, and every
+    pipeline rank has whole tables.
     """
 
-    scope: str  # the module, as "attention/q", which a report names for what is sent
+    scope: str  # the module, as "attention/q", which reports name as the sender
     at_rest: Layout
     staged: Layout
     resident: Layout
     compute: Layout
     summed: Layout
-    dtype: str | None  # that of compute, in which weights travel over data axes; None for those that no data axis cuts
-    rounded_to: str | None = None  # "int8" or "float8", as which they travel then; see FsdpConfig
-    rounded_for: str | None = None  # the same of a kernel of 8-bit products, where each use gathers it
-    memory: str = DEVICE  # where it is between steps
-    states: str = DEVICE  # the same of what an optimizer keeps of it
+    dtype: str | None  # in which weights are sent over data axes; None if no data axis shards them
+    rounded_to: str | None = None  # "int8" or "float8" if weights are sent in 8 bits; see FsdpConfig
+    rounded_for: str | None = None  # the same for a kernel of 8-bit products that each use gathers
+    memory: str = DEVICE  # memory kind between steps
+    states: str = DEVICE  # memory kind of its optimizer states
 
     @property
     def is_gathered_per_use(self) -> bool:
@@ -123,29 +124,30 @@ class ParameterPlan:
 
     @property
     def is_cast_at_load(self) -> bool:
-        """Whether `load` casts: what it moves, and what is not cast where it is used."""
+        """Whether `load` casts it: parameters that it moves, and those that are not cast where they are used."""
         moves = self.at_rest != self.staged or self.staged != self.resident or self.memory == HOST
         return self.dtype is not None and (moves or not self.is_gathered_per_use)
 
     @property
     def is_stored_at_once(self) -> bool:
-        """Whether a table, which `load` gathers over pp and data axes at once, is so because both cut one dim: then
-        `store` scatters its gradient over both at once, too."""
+        """Whether pp and data axes shard the same dim of a table. Then `load` gathers over both at once, and `store`
+        scatters the gradient over both at once."""
         further = sum(old != new for old, new in zip(self.summed.axes, self.at_rest.axes, strict=True))
         return further == 1 and self.resident == self.summed and self.at_rest != self.staged != self.summed
 
     @property
     def travels(self) -> str | None:
-        """The dtype in which weights travel over data axes."""
+        """The dtype in which weights are sent over data axes."""
         kind = self.rounded_to or (self.rounded_for if self.is_gathered_per_use else None)
         return EIGHT_BIT_DTYPES[kind].name if kind else self.dtype
 
     def cast(self, weight: Array) -> Array:
-        """In the dtype of compute; but what is in 8 bits stays."""
+        """The weight in the dtype of compute; 8-bit weights stay as they are."""
         return weight.astype(self.dtype) if self.dtype and weight.dtype.itemsize > 1 else weight
 
     def load_cast(self, weight: Array) -> Array:
-        """What `load` moves; those that are never cast to travel are float32 in a step, however they are stored."""
+        """The array that `load` moves. Parameters that are never cast for sending are float32 in a step, whatever dtype
+        they are stored in."""
         if self.dtype is None:
             return weight if weight.dtype == jnp.float32 else weight.astype(jnp.float32)
         if self.memory == HOST:
@@ -153,8 +155,8 @@ class ParameterPlan:
         return self.cast(weight) if self.is_cast_at_load else weight
 
     def _cast_from_host(self, weight: Array) -> Array:
-        """What `load` moves of an array in host memory, of layers one after the other: no more than one of them is on
-        the device as it is stored."""
+        """The array that `load` moves, from host memory. Layers are cast one after the other, so that at most one of
+        them is on the device in its stored dtype."""
         if self.at_rest.names[0] != "layers":
             return self.cast(to_device(weight))
         layer = lambda at: to_device(lax.dynamic_slice_in_dim(weight, at, 1))[0]  # noqa: E731
@@ -163,22 +165,22 @@ class ParameterPlan:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ShardingPlan:
-    """Where each parameter lies and what moves it: a tree of ParameterPlan, one for each. It prints as a table.
+    """Layouts and moves of all parameters: a tree of ParameterPlan. It prints as a table.
 
-    A module alone has a plan, too: `nn.map_variables(Dense, "params", trans_in_fn=plan.use)` is FSDP as a Flax module,
-    which gathers its kernel wherever it is applied.
+    A single module can have a plan, too: `nn.map_variables(Dense, "params", trans_in_fn=plan.use)` is FSDP as a Flax
+    module, which gathers its kernel wherever it is applied.
 
     Args:
-        declared: parameters as `Declared`, a tree of them.
+        declared: a tree of parameters as `Declared`.
         sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
-        dtype: of compute, in which weights travel unless `gather` says otherwise; `reduce` is how gradients do,
+        dtype: of compute. Weights are sent in it unless `gather` says otherwise; `reduce` says how gradients are sent,
             see FsdpConfig.
-        products: the numbers of 8 bits that products round their kernels to.
-        orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" where there are
-            several kinds; without it no layer moves over pp.
+        products: the 8-bit dtype to which products round their kernels.
+        orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" if there are several
+            kinds. Without it no layer moves over pp.
         gather_first: `first` of `all_gather`.
-        masters_on: where parameters are between steps, and `states_on` what an optimizer keeps of them; but what no
-            data axis may cut, norms and biases, is on the device.
+        masters_on: memory of parameters between steps; `states_on` is that of their optimizer states. Norms and biases,
+            which no data axis may shard, are always on the device.
     Raises:
         ConfigError: the policies do not fit these parameters.
     """
@@ -206,9 +208,9 @@ class ShardingPlan:
         self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
 
     def __repr__(self) -> str:
-        """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
-        during a step, in a layer, and its summed gradient; where something is in host memory, in which memory the
-        parameter is between steps, and what an optimizer keeps of it."""
+        """A line for each parameter, within about 100 columns: the layout at rest, then the data axes that shard it
+        during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the memory
+        of the parameter between steps and of its optimizer states."""
         lines = [("parameter", "at rest", "in a step", "on a device")]
         lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
@@ -219,23 +221,25 @@ class ShardingPlan:
         return "\n".join([self.heading, *text])
 
     def _repr_html_(self) -> str:
-        lines, left = self._lines(), 'style="text-align:left"'
+        lines = self._lines()
         most = max(line.held[0] for line in lines) or 1
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
-        body = [
-            f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
-            + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
-            + "".join(f"<td>{c}</td>" for c in (line.memory, line.states) if self.uses_host)
-            + f"<td>{bar.format(8 * line.held[0] / most)}</td></tr>"
+        rows = [
+            (
+                escape(line.cells[0]),
+                line.layout._repr_html_(),
+                *line.cells[2:],
+                *(line.memory, line.states) * self.uses_host,
+                bar.format(8 * line.held[0] / most),
+            )
             for line in lines
         ]
-        names = (*HEAD, *(("memory", "states") if self.uses_host else ()))
-        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(names))
-        return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
+        head = (*TABLE_HEAD, *("memory", "states") * self.uses_host, "")
+        return f"<p>{escape(self.heading)}</p>{html_table(rows, left=LEFT, head=head)}"
 
     @property
     def heading(self) -> str:
-        """How many parameters there are on which mesh, and their bytes on a device, at rest and during a step."""
+        """The number of parameters, the mesh, and bytes on a device at rest and during a step."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.axis_sizes.items())
         total = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
         found = [in_bytes(sum(line.held[at] for line in self._lines())) for at in range(3)]
@@ -251,7 +255,7 @@ class ShardingPlan:
 
     @property
     def _on_host(self) -> str:
-        """Of how many parameters what is in host memory, as a line; "" of none."""
+        """A line that says for how many parameters masters or states are in host memory; "" for none."""
         rows = jax.tree.leaves(self.rows)
         counts = {"parameters": [row.memory for row in rows], "optimizer's states": [row.states for row in rows]}
         said = [f"{what} of {on.count(HOST)}" for what, on in counts.items() if HOST in on]
@@ -263,7 +267,7 @@ class ShardingPlan:
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything of a parameter is in host memory between steps."""
+        """Whether any parameter or optimizer state is in host memory between steps."""
         return any(HOST in (row.memory, row.states) for row in jax.tree.leaves(self.rows))
 
     @property
@@ -271,9 +275,14 @@ class ShardingPlan:
         """The tree of layouts at rest."""
         return jax.tree.map(lambda row: row.at_rest, self.rows)
 
+    @property
+    def rounded_to(self) -> Any:
+        """The tree of 8-bit dtypes to which layers' matrices are rounded wherever they are used; "" for the others."""
+        return jax.tree.map(lambda row: row.rounded_to or "", self.rows)
+
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        # Parameters of layers are named as in a layer, of whatever kind.
+        # Parameters of layers have the same names for every kind of layer.
         path = name.rpartition("/")[0]
         part = next((stack for stack in self.orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
         module = path.removeprefix(part).strip("/")
@@ -284,14 +293,14 @@ class ShardingPlan:
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
             at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
-        elif not part.startswith("blocks") and ranks > 1 and len(compute.names) > 1:
+        elif not part.startswith(BLOCKS) and ranks > 1 and len(compute.names) > 1:
             at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
-        scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
+        scope = module if part.startswith(BLOCKS) else "/".join(filter(None, [part, module]))
         found = ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return found
         found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
-        if path in self._scaled:  # kernels of 8-bit products are rounded over the scales of these
+        if path in self._scaled:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(found, rounded_for=self.products)
         narrow = self.gather != "compute" and "vocab" not in compute.names
         return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
@@ -299,12 +308,12 @@ class ShardingPlan:
     # ---- the moves
 
     def load(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights as they are resident in a step, of parameters at rest, by part of the model."""
+        """Resident weights of a step from parameters at rest, by part of the model."""
         return {part: self._of_stacks(part, self._load, params[part]) for part in PARTS}
 
     def use(self, weights: Any, part: str = "") -> Any:
-        """The weights that a layer computes with, of resident ones: those of a part, or of one of its
-        layers; without a part, of all."""
+        """The weights that a layer computes with, from resident ones: those of a part or of one of its
+        layers; without a part, all."""
         rows = jax.tree.leaves(self.rows_of(part))
         leaves, structure = jax.tree.flatten(weights)
         resident, compute = [row.resident for row in rows], [row.compute for row in rows]
@@ -312,12 +321,12 @@ class ShardingPlan:
         return jax.tree.unflatten(structure, whole)
 
     def add_up(self, part: str) -> list[Callable[[Array], Array]]:
-        """For each leaf of a part the move of its gradient from compute to summed; float32."""
+        """For each leaf of a part, the move of its gradient from compute to summed; float32."""
         rows = jax.tree.leaves(self.rows_of(part))
         return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in rows]
 
     def keeps_maximum(self, part: str) -> list[bool]:
-        """Whether of each leaf of a part not the sum over uses counts, but the maximum."""
+        """For each leaf of a part, whether its gradient is the maximum over uses instead of the sum."""
         return [is_amax(row.compute) for row in jax.tree.leaves(self.rows_of(part))]
 
     def added_up(self, part: str, grads: Any) -> Any:
@@ -326,13 +335,13 @@ class ShardingPlan:
         return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
 
     def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them, scales
-        of 8-bit products as the maximum over these."""
+        """Move summed gradients to the at-rest layout and reduce them over the axes that do not shard them: by maximum
+        for scales of 8-bit products, by sum for all others."""
         with jax.named_scope(GRADIENTS):
             return self._sum({part: self._of_stacks(part, self._store, grads[part]) for part in PARTS})
 
     def zero_grads(self, part: str, weights: Any) -> Any:
-        """Gradients of zero, cut as summed ones are: not as weights."""
+        """Zero gradients in the summed layout, which may differ from the layout of the weights."""
 
         def zeros(row: ParameterPlan, weight: Array) -> Array:
             layers = weight.shape[: row.compute.names[0] == "layers"]
@@ -344,12 +353,12 @@ class ShardingPlan:
         return jax.tree.map(zeros, self.rows[part], weights)
 
     def rows_of(self, part: str) -> Any:
-        """The rows of a part, as "blocks" or "blocks/KIND"; without one, all."""
+        """The rows of a part, as "blocks" or "blocks/KIND"; without a part, all rows."""
         return functools.reduce(lambda rows, name: rows[name], filter(None, part.split("/")), self.rows)
 
     def _of_stacks(self, part: str, move: Callable[[str, Any], Any], tree: Any) -> Any:
-        """`move(part, tree)`, of layers one kind after the other."""
-        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == "blocks"]
+        """`move(part, tree)`; for layers, applied to each kind separately."""
+        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == BLOCKS]
         return {kind: move(f"{part}/{kind}", tree[kind]) for kind in kinds} if kinds else move(part, tree)
 
     def _load(self, part: str, params: Any) -> Any:
@@ -359,14 +368,14 @@ class ShardingPlan:
         layouts = [row.at_rest for row in rows]
         if order:
             layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
-        # Of a table, pp and data axes that cut the same dim are gathered at once.
+        # If pp and data axes shard the same dim of a table, both are gathered at once.
         resident, rounded = [row.resident for row in rows], [not row.is_gathered_per_use for row in rows]
         return jax.tree.unflatten(structure, self._gather_all(rows, layouts, resident, leaves, rounded))
 
     def _store(self, part: str, grads: Any) -> Any:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
-        if part.startswith("blocks"):
+        if part.startswith(BLOCKS):
             leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
             leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
         else:
@@ -374,8 +383,8 @@ class ShardingPlan:
         return jax.tree.unflatten(structure, leaves)
 
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
-        """A table's gradient, of which each pipeline rank has a summand, cut over data axes and over pp as the table is
-        at rest."""
+        """Sum a table's gradient, of which each pipeline rank has one summand, and shard it over data axes and pp as
+        the table is at rest."""
         if row.is_stored_at_once:
             return self._scatter(row, row.summed, row.at_rest, grad)
         grad = self._scatter(row, row.summed, row.staged, grad)
@@ -392,32 +401,31 @@ class ShardingPlan:
         weights: Sequence[Array],
         rounded: Sequence[bool],
     ) -> list[Array]:
-        """Weights gathered, those that are `rounded` on this way in 8 bits if the plan says so: bitwise what rounding
-        of whole ones gives. One all_reduce finds all their largest entries."""
+        """Gather weights, in 8 bits where the plan says so and they are `rounded` in this move: bitwise equal to
+        rounding the whole weights. One all_reduce finds all their largest entries."""
         whole, in_eight_bits = [*weights], [row.rounded_to and now for row, now in zip(rows, rounded, strict=True)]
         for at, (row, old, new, x) in enumerate(zip(rows, before, after, weights, strict=True)):
             whole[at] = row.cast(x) if in_eight_bits[at] else self._gather(row, old, new, x)
         if not any(in_eight_bits):
             return whole
         narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
-        largest, shapes = pack([_largest(rows[at], whole[at]) for at in narrow], "*")
+        largest, shapes = pack([largest_entry(rows[at].compute, whole[at]) for at in narrow], "*")
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
-            scale = scale_of(most.reshape(*most.shape, *(1,) * (x.ndim - most.ndim)), row.rounded_to)
             with jax.named_scope(row.scope):
-                pattern = _pattern(before[at], after[at], x)
+                pattern, scale = _pattern(before[at], after[at], x), scale_of(most, row.rounded_to)
                 whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
     def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
-        """Gathered as they are cast, so that fewer bytes are sent."""
+        """Gather weights after the cast, so that fewer bytes are sent."""
         if before == after:
             return weight
         with jax.named_scope(row.scope):
             return collectives.all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
-        """The one call that sums gradients over data axes to the pieces that a device keeps."""
+        """Sum gradients over data axes; each device keeps its piece. All such sums are made here."""
         with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
@@ -427,9 +435,9 @@ class ShardingPlan:
             return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
 
     def _sum(self, grads: Any) -> Any:
-        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
+        """Sum gradients of parameters that several ranks hold, once, after all microbatches.
 
-        Norms and biases, those with the same axes, travel in one message; what is large travels by itself.
+        Norms and biases with the same axes are sent in one message; large arrays are sent alone.
         """
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
@@ -444,8 +452,8 @@ class ShardingPlan:
         return jax.tree.unflatten(structure, leaves)
 
 
-# Behind the layout at rest: the data axes that cut the parameter during a step, in a layer, and its summed gradient.
-HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+# After the layout at rest: the data axes that shard the parameter in a step and in a layer, and its summed gradient.
+TABLE_HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
 FLOAT32_BYTES = 4
 LEFT = 7  # columns that are flush left
 
@@ -473,7 +481,7 @@ class _Line(NamedTuple):
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
-        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith(BLOCKS) else "all-gather"
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
         cells = name, str(row.at_rest), *cuts, hop, travels, *sizes
@@ -481,8 +489,8 @@ class _Line(NamedTuple):
 
 
 def cut_over_data(layout: Layout, dims: str, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Layout:
-    """The layout with a dim cut over those of a mesh's axes that are data axes, too, behind those that cut it: the
-    first of `dims` that they divide, or else the last; itself where there are none.
+    """The layout with one dim also sharded over the mesh's remaining data axes: the first of `dims` that they divide,
+    or the last one if they divide none. Unchanged if no data axis remains.
 
     >>> layout, sizes = Layout.parse("experts/ep d_model d_ff/tp"), dict(experts=8, d_model=64, d_ff=128)
     >>> [str(cut_over_data(layout, "experts d_model", sizes, dict(dp=dp, ep=2))) for dp in (4, 8)]
@@ -499,17 +507,17 @@ def cut_over_data(layout: Layout, dims: str, sizes: Mapping[str, int], axis_size
 def cut_over_pp(
     layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int], names: Sequence[str]
 ) -> Layout:
-    """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
+    """The layout with the largest of these dims that pp divides also sharded over pp; unchanged if there is none."""
     further = {name: (*layout.cut_of(name), "pp") for name in names}
     pieces = {name: math.prod(axis_sizes.get(axis, 1) for axis in axes) for name, axes in further.items()}
     fit = [(sizes[name], name) for name in names if sizes[name] % pieces[name] == 0]
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
-def _largest(row: ParameterPlan, weights: Array) -> Array:
-    """The largest entry of an array, by layer where it has more than one."""
-    one = len(row.compute.names) - (row.compute.names[0] == "layers")
-    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim))
+def largest_entry(layout: Layout, weights: Array) -> Array:
+    """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
+    one = len(layout.names) - (layout.names[0] == "layers")
+    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:
@@ -520,7 +528,7 @@ def _pattern(before: Layout, after: Layout, x: Array) -> str:
 
 
 def _together(combine: Callable, arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
-    """Each array's sum or maximum over these axes, all in one message; the same bits as one by one."""
+    """Each array's sum or maximum over these axes, in one message; bitwise the same as one by one."""
     if len(arrays) == 1 or not axes:
         return [combine(x, axes) for x in arrays]
     flat, shapes = pack(arrays, "*")

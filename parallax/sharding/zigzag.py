@@ -1,9 +1,9 @@
-"""The order of tokens on context ranks, by which causal work is even: see docs/cp.md.
+"""The order of tokens on context ranks that balances causal attention: see docs/cp.md.
 
-A row of seq tokens is cut into 2 * cp chunks. Rank r holds chunk r and, behind it, chunk 2 * cp - 1 - r: one that sees
-few tokens and one that sees many, as many in sum on each rank. A batch arrives in the order of its text and is
-brought into this one once a step, positions and segments with it, so a layer that works token by token knows nothing of
-it. "In order" below is the order of the text.
+A row of seq tokens is split into 2 * cp chunks. Rank r holds chunk r and, after it, chunk 2 * cp - 1 - r: one that sees
+few tokens and one that sees many; the sum is the same on each rank. A batch arrives in the order of its text. It is
+reordered once a step together with its positions and segments, so layers that work token by token need not know the
+order. "In order" below means the order of the text.
 """
 
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from parallax.sharding.layout import Layout
 
 
 def context_ranks() -> int:
-    """The size of cp here; 1 outside of a mesh, and on one that does not cut seq."""
+    """The size of cp; 1 outside a mesh, and on a mesh that does not shard seq."""
     return ranks_over([CONTEXT_AXIS])
 
 
 def chunks_of(ranks: int) -> np.ndarray:
-    """The numbers of the two chunks of each rank, [ranks, 2].
+    """Indices of the two chunks of each rank, [ranks, 2].
 
     >>> chunks_of(2).tolist()
     [[0, 3], [1, 2]]
@@ -31,7 +31,7 @@ def chunks_of(ranks: int) -> np.ndarray:
 
 
 def order_of(ranks: int, pieces: int) -> np.ndarray:
-    """The numbers, in the row, of the pieces that each rank holds, tokens or blocks of them, [ranks, pieces / ranks].
+    """Indices in the row of the pieces (tokens or blocks) that each rank holds, [ranks, pieces / ranks].
 
     >>> order_of(2, 8).tolist()
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -41,9 +41,9 @@ def order_of(ranks: int, pieces: int) -> np.ndarray:
 
 
 def places(layout: str | Layout, tokens: int) -> Array:
-    """The index in its whole row of each of the `tokens` that a device holds of an array of this layout, [tokens]."""
+    """Index in the whole row of each of a device's `tokens`, for an array of this layout, [tokens]."""
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
-    ranks, within = context_ranks(), layout.without(CONTEXT_AXIS)  # what cuts the tokens that a context rank holds
+    ranks, within = context_ranks(), layout.without(CONTEXT_AXIS)  # the axes that shard a context rank's tokens
     held = offset(within, "seq", tokens) + jnp.arange(tokens)
     if CONTEXT_AXIS not in layout.cut_of("seq") or ranks == 1:
         return held
@@ -53,7 +53,7 @@ def places(layout: str | Layout, tokens: int) -> Array:
 
 
 def own_tokens(x: Array, axis: int) -> Array:
-    """This rank's tokens of whole rows in order, whose dim `axis` is seq."""
+    """This rank's tokens, taken from whole rows in order; dim `axis` is seq."""
     ranks = context_ranks()
     if ranks == 1:
         return x
@@ -65,8 +65,7 @@ def own_tokens(x: Array, axis: int) -> Array:
 
 
 def reshard_in_order(pattern: str, x: Array) -> Array:
-    """`reshard`, where a `seq` that cp does not cut has its tokens in order, and one that it cuts has them as this
-    module says.
+    """`reshard` for arrays whose tokens are in order if cp does not shard `seq`, and in this module's order if it does.
 
     Communication:
         forward   as reshard
@@ -85,13 +84,13 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
 
 
 def _reordered(x: Array, numbers: np.ndarray, axis: int) -> Array:
-    """Chunk `numbers[i]` at place i of the dim."""
+    """Move chunk `numbers[i]` to place i of the dim."""
     chunks = x.reshape(*x.shape[:axis], len(numbers), -1, *x.shape[axis + 1 :])
     return jnp.take(chunks, numbers, axis=axis, unique_indices=True).reshape(x.shape)
 
 
 def to_order(x: Array, axis: int) -> Array:
-    """The same tokens in order: rank r gets chunks 2r and 2r + 1 of the rows, of its two.
+    """Bring tokens into order: rank r gets chunks 2r and 2r + 1 in place of its two.
 
     Communication:
         forward   permute of the even chunk and the odd one over cp
@@ -102,7 +101,7 @@ def to_order(x: Array, axis: int) -> Array:
         return x
     rank, own = lax.axis_index(CONTEXT_AXIS), chunks_of(ranks)
     low, high = jnp.split(as_varying(x, [CONTEXT_AXIS]), 2, axis)
-    # Of a rank's two chunks one has an even number. Even ones go first; their new rank has them first, too.
+    # One of a rank's two chunks has an even index. The even one is sent first, and its new rank stores it first.
     is_even = rank % 2 == 0
     even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
     moves = [[(r, int(next(n for n in own[r] if n % 2 == parity)) // 2) for r in range(ranks)] for parity in (0, 1)]

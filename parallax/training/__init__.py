@@ -1,1 +1,1 @@
-"""Training: state, step and optimizer, which are compiled, and the loop around them on the host."""
+"""Training: state, step and optimizer, which are compiled, and the training loop on the host."""

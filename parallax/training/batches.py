@@ -1,4 +1,4 @@
-"""Each process's part of a batch, and how it gets to its devices."""
+"""Each process's part of a batch, and its transfer to the devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from parallax.training.folder import RunFolder
 
 
 def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:
-    """The rows of a global batch that this process's devices hold, in order, and the columns, from the first to the
-    last; a mesh may leave gaps between rows."""
+    """Rows of a global batch that this process's devices hold, in order, and the range of columns; a mesh may leave
+    gaps between rows."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     rows, columns = ({index[dim].indices(shape[dim])[:2] for index in indices} for dim in (0, 1))
     first, last = min(columns), max(columns)
@@ -40,7 +40,7 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
 def open_split(
     settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None, columns: range | None = None
 ) -> Reader:
-    """The reader of a split; the corpus is prepared first where it is not yet."""
+    """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows, columns=columns)

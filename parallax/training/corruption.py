@@ -1,4 +1,4 @@
-"""Finds silent data corruption: a step is taken twice and compared, and replicas with each other."""
+"""Detects silent data corruption: runs a step twice and compares the results, and compares replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +17,18 @@ from parallax.sharding.collectives import as_varying
 from parallax.sharding.host import is_on_host, to_device
 from parallax.training.step import TrainState, in_their_memory
 
-NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
+NamedBits = dict[str, np.ndarray]  # by name of an array: uint32 for each device's piece, with a dim for each mesh axis
 
 
 class CorruptionError(ParallaxError):
-    """A step, taken twice, gave different bits, or copies of an array are not the same."""
+    """A step that was run twice gave different bits, or copies of an array differ."""
 
     exit_status = EXIT_NUMBERS
 
 
 class SilentCorruptionCheck:
-    """`shardings` are those of a state. Between the two times the state waits in the hosts' memory, each device's copy
-    by itself; the devices need no more than for one step."""
+    """Runs a step twice and compares; `shardings` are those of the state. Between the two runs the state is in host
+    memory, a copy for each device, so devices need no more memory than for one step."""
 
     def __init__(self, shardings: TrainState):
         self._shardings, self._mesh = flatten(shardings), shardings.step.mesh
@@ -44,7 +44,7 @@ class SilentCorruptionCheck:
         self._measure = jax.jit(mapped, out_shardings=NamedSharding(self._mesh, P()))
 
     def take(self, train_step: Callable, state: TrainState, batch: Any, step: int) -> tuple[TrainState, dict]:
-        """What `train_step` returns; CorruptionError if the hardware is not to be trusted."""
+        """The result of `train_step`; CorruptionError if the two runs or the copies differ."""
         held = jax.tree.map(_held_by_hosts, state)
         after, metrics = train_step(state, batch)
         first = self.bits(after) | _bits_of(metrics)
@@ -57,22 +57,22 @@ class SilentCorruptionCheck:
         return state, metrics
 
     def bits(self, state: TrainState) -> NamedBits:
-        """A fingerprint of what each device holds of each array; every process gets all of them."""
+        """A fingerprint of each device's piece of each array; every process gets all fingerprints."""
         table = np.asarray(self._measure(state))
         return {name: table[..., at] for at, name in enumerate(self._shardings)}
 
     def compare_copies(self, found: NamedBits, step: int) -> None:
-        """Raise CorruptionError where devices hold the same piece of an array, but not the same bits."""
+        """Raise CorruptionError if devices hold different bits of the same piece of an array."""
         differ = {}
         for name, sharding in self._shardings.items():
             used = jax.tree.leaves(tuple(sharding.spec))
             copies = tuple(at for at, axis in enumerate(self._mesh.axis_names) if axis not in used)
-            # The median is what most of them have.
+            # The median is the value of the majority.
             differ[name] = found[name] != np.quantile(found[name], 0.5, axis=copies, method="lower", keepdims=True)
         self._check(differ, f"after step {step} copies of an array are not the same: {{}} differ from the others")
 
     def _check(self, differ: NamedBits, message: str) -> None:
-        """Raise CorruptionError where anything differs, with the names of arrays and devices in the message."""
+        """Raise CorruptionError if anything differs; the message names arrays and devices."""
         wrong = {name: np.argwhere(where) for name, where in differ.items() if where.any()}
         if wrong:
             raise CorruptionError(
@@ -94,13 +94,13 @@ class SilentCorruptionCheck:
 
 
 def _bits_of(metrics: dict[str, Array]) -> NamedBits:
-    """Those of each metric, an array's together: no device is named for what all of them have."""
+    """The bits of each metric, combined for arrays; metrics are the same on all devices, so none is named."""
     return {f"metric {name}": np.array(np.asarray(value).tobytes()) for name, value in metrics.items()}
 
 
 def _held_by_hosts(array: Array) -> Callable[[], Array]:
-    """A copy in the memory of this host, each device's own piece; the function gives it back to the devices."""
-    # Copied: on CPU a view of the device's buffer would see what the step writes there.
+    """Copy each device's piece to host memory; the returned function copies it back to the devices."""
+    # A copy, since on CPU a view of the device's buffer would change when the step writes to it.
     pieces = [(np.array(shard.data), shard.device) for shard in array.addressable_shards]
     shape, sharding = array.shape, array.sharding
     put = lambda piece, device: jax.device_put(piece, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))  # noqa: E731
@@ -108,7 +108,7 @@ def _held_by_hosts(array: Array) -> Callable[[], Array]:
 
 
 def _fingerprint(x: Array) -> Array:
-    """That of an array; of one in host memory row by row, so that no more of it is on the device."""
+    """The fingerprint of an array; one in host memory is read row by row, so that only one row is on the device."""
     if not is_on_host(x):
         return fingerprint(x)
     row = lambda at: fingerprint(to_device(lax.dynamic_slice_in_dim(x, at, 1)))  # noqa: E731

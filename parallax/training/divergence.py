@@ -1,4 +1,4 @@
-"""Skipped steps: what is said of them, where their first number is not finite, and the end of a run with too many."""
+"""Skipped steps: reports, a search for the first non-finite value, and the end of a run with too many of them."""
 
 import functools
 import math
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.config.settings import Settings
 from parallax.data import Reader
 from parallax.pipeline import ShardedModel
@@ -36,25 +37,25 @@ class DivergenceError(ParallaxError):
 
 
 class Diagnosis(NamedTuple):
-    """Of one step. Arrays are [..., 2]: entries that are not finite, and the largest of the others or, of gradients,
-    the norm. Those of blocks have a leading dim of the model's layers, zeros where one has no such array; the load of
-    experts and scales of 8-bit products, which have no gradient, are left out."""
+    """Measurements of one step. Arrays are [..., 2]: the number of non-finite entries, and the largest of the others
+    or, for gradients, the norm. Arrays of blocks have a leading dim of the model's layers, with zeros for layers
+    without such an array. The load of experts and scales of 8-bit products, which have no gradient, are left out."""
 
     loss: float
     grad_norm: float
     parameters: dict[str, np.ndarray]
-    activations: np.ndarray  # of the embedding, then of each layer
+    activations: np.ndarray  # of the embedding, then each layer
     gradients: dict[str, np.ndarray]
 
     @property
     def first(self) -> str | None:
-        """The first value that is not finite, in the order in which a step computes; None if all are."""
+        """The first non-finite value in the order of a step's computation; None if all are finite."""
         layers = np.flatnonzero(self.activations[:, 0])
         found = [f"parameter {place}" for place in _not_finite(self.parameters)]
         found += [f"output of layer {at - 1}" if at else "output of the embedding" for at in layers]
         if not math.isfinite(self.loss):
             found.append("loss, of finite activations")
-        # The backward pass begins with the head, and ends with the embedding.
+        # The backward pass begins with the head and ends with the embedding.
         found += [f"gradient of {place}" for place in reversed(_not_finite(self.gradients))]
         if not math.isfinite(self.grad_norm):
             found.append("norm of the gradient: its entries are finite, their sum is not")
@@ -63,11 +64,11 @@ class Diagnosis(NamedTuple):
     def lines(self) -> list[str]:
         """A table: one line for the embedding, each layer and the head."""
         layers = range(len(self.activations) - 1)
-        places = [("embedding", "embedding", 0), *((f"layer {n}", "blocks", n) for n in layers), ("head", "head", 0)]
+        places = [("embedding", EMBEDDING, 0), *((f"layer {n}", BLOCKS, n) for n in layers), ("head", HEAD, 0)]
         rows = []
         for at, (title, part, layer) in enumerate(places):
             gradients, parameters = (
-                [value[layer] if part == "blocks" else value for name, value in of.items() if _part(name) == part]
+                [value[layer] if part == BLOCKS else value for name, value in of.items() if _part(name) == part]
                 for of in (self.gradients, self.parameters)
             )
             activations = self.activations[at : at + 1]  # the head has none
@@ -82,9 +83,9 @@ class Diagnosis(NamedTuple):
 
 
 def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Array], Diagnosis]:
-    """`(params, batch, noise)`: take a step's forward and backward pass again, and measure what it computes.
+    """A function of `(params, batch, noise)` that repeats a step's forward and backward pass and measures its values.
 
-    Nothing is changed. Collective: all processes of a job call it together. `noise` is that of the step, see
+    It changes no state. Collective: all processes of a job must call it together. `noise` is that of the step, see
     `loss_and_grad`.
     """
     whole = NamedSharding(model.mesh, P())  # so that every process can read it
@@ -98,7 +99,7 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
         return Diagnosis(float(loss), float(grad_norm), parameters, activations, gradients)
 
     def of_model(name: str, value: np.ndarray) -> np.ndarray:
-        """What was measured of a stack of layers, where these are in the model."""
+        """Measurements of a stack of layers, at the layers' positions in the model."""
         stack = next((key for key in model.orders if name.startswith(f"{key.replace('/', '.')}.")), None)
         if stack is None:
             return value
@@ -110,7 +111,7 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
 
 
 def not_finite(params: Any) -> list[str]:
-    """Names of the parameters that hold a value that is not finite."""
+    """Names of the parameters with a non-finite value."""
     return [name for name, bad in jax.device_get(_any_not_finite(params)).items() if bad]
 
 
@@ -131,7 +132,7 @@ def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: 
 
 
 def _measure(name: str, x: Array, *, norm: bool) -> Array:
-    axes = tuple(range(1 if _part(name) == "blocks" else 0, x.ndim))
+    axes = tuple(range(1 if _part(name) == BLOCKS else 0, x.ndim))
     finite = jnp.isfinite(x)
     size = jnp.where(finite, jnp.abs(x), 0).astype(jnp.float32)
     size = jnp.sqrt(jnp.sum(size**2, axis=axes)) if norm else jnp.max(size, axis=axes)
@@ -143,15 +144,15 @@ def _part(name: str) -> str:
 
 
 def _not_finite(measured: dict[str, np.ndarray]) -> list[str]:
-    """Names and layers where something is not finite, in the order of the forward pass."""
-    depth = {"embedding": -1, "head": math.inf}
+    """Names and layers with non-finite values, in the order of the forward pass."""
+    depth = {EMBEDDING: -1, HEAD: math.inf}
     places = [(name, *at) for name, values in measured.items() for at in np.argwhere(values[..., 0]).tolist()]
     places.sort(key=lambda place: depth.get(_part(place[0]), place[-1]))
     return [" in layer ".join(map(str, place)) for place in places]
 
 
 def _cell(measured: Sequence[np.ndarray], what: str) -> str:
-    """Several arrays together: how many entries are not finite, else their norm or the largest of them."""
+    """Several arrays combined: the number of non-finite entries or, if there are none, the norm or the largest."""
     if not len(measured):
         return ""
     counts, sizes = np.array(measured).T
@@ -162,7 +163,7 @@ def _cell(measured: Sequence[np.ndarray], what: str) -> str:
 
 @dataclass
 class SkippedSteps:
-    """Says which steps were skipped, and of which text they were; `put` sends a batch to the model's devices."""
+    """Reports skipped steps and the text that they read; `put` sends a batch to the model's devices."""
 
     settings: Settings
     data: Reader
@@ -172,7 +173,7 @@ class SkippedSteps:
     logger: RunLogger
 
     def note(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What metrics.jsonl says of a skipped step, nothing of others; a line tells people."""
+        """Values for metrics.jsonl if a step was skipped, otherwise none; also prints a line."""
         if not metrics["skipped"]:
             return {}
         self.logger.say(f"step {step} skipped: {self._why(metrics)}; {text_of(self.data, step)}; nothing has changed")
@@ -182,17 +183,17 @@ class SkippedSteps:
         return {"skipped/reason": reason, "skipped/windows": windows.tolist(), "skipped/documents": documents.tolist()}
 
     def too_many(self, metrics: Mapping[str, float]) -> bool:
-        """Whether so many steps in a row were not finite that the run must stop."""
+        """Whether too many consecutive steps were not finite, so that the run must stop."""
         return metrics["in_a_row"] > self.settings.guard.max_skipped_steps
 
     def stop(self, step: int, metrics: Mapping[str, float], params: Any) -> None:
-        """Raise DivergenceError, with where in the model the first of these steps went wrong."""
+        """Raise DivergenceError, which names the place in the model where the first of these steps went wrong."""
         in_a_row = int(metrics["in_a_row"])
         first = step - in_a_row + 1
         set_phase(f"the diagnosis of step {first}", compiling=True)
         noise = np.array([self.settings.train.seed, first - 1], np.int32)
         found = make_diagnosis(self.model)(params, self.put(self.data.batch(first - 1)), noise)
-        numbers, where = _numbers(metrics), "when it is computed again, all is finite: the hardware may be faulty"
+        numbers, where = _numbers(metrics), "when it is recomputed, all values are finite: the hardware may be faulty"
         if found.first is not None:
             numbers, where = _numbers(found._asdict()), f"the first value that is not finite is the {found.first}"
         after = f", nor are the {in_a_row - 1} steps after it" if in_a_row > 1 else ""
@@ -213,7 +214,7 @@ class SkippedSteps:
 
 
 def ranges(numbers: np.ndarray) -> str:
-    """Whole numbers in order, those that follow one another as a range; a long list is cut.
+    """Integers in order, with consecutive ones as ranges; a long list is shortened.
 
     >>> ranges(np.array([7, 3, 4, 5, 12]))
     '3-5, 7, 12'
@@ -224,7 +225,7 @@ def ranges(numbers: np.ndarray) -> str:
 
 
 def text_of(data: Reader, step: int) -> str:
-    """The text of a step, by number of its windows and documents."""
+    """The text of a step, as the numbers of its windows and documents."""
     windows = data.windows_of(step - 1)
     return f"windows {ranges(windows)} of documents {ranges(data.documents_of(windows))}"
 

@@ -13,12 +13,13 @@ from parallax.runtime.multihost.job import tried_by_all
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
-    """This process's rows of a batch, once all processes have theirs: nobody is left alone in what follows."""
+    """This process's rows of a batch, after all processes have read theirs, so that none waits alone in a
+    collective."""
     batch, error, failures = tried_by_all(lambda: reader.batch(index), DataError)
     if error is not None:
         raise error
     if failures.any():
-        raise DataError(f"process {failures.argmax()} cannot read a batch of the evaluation, and says why")
+        raise DataError(f"process {failures.argmax()} cannot read a batch of the evaluation; see its own error")
     return batch
 
 
@@ -30,9 +31,9 @@ def mean_loss(
     batches: int,
     show: Callable[[int, int], None],
 ) -> tuple[float, int]:
-    """The mean loss in nats over the labels of a reader's first batches, NaN where there is none; and their number.
+    """The mean loss in nats over the labels of a reader's first batches (NaN without labels), and their number.
 
-    `step` computes a batch's metrics; `show` is told how many batches of how many are done.
+    `step` computes a batch's metrics; `show` is called with the number of batches done and of all batches.
 
     Raises:
         DataError: a batch cannot be read, by this process or by another one: all raise it at the same batch.

@@ -31,7 +31,7 @@ class RunFolder(RunFiles):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and lock it against other runs; the lock ends with the process."""
+        """Create the folder and lock it against other runs; the lock ends with the process."""
         if not is_first():
             # One process of a job holds the lock for all.
             yield
@@ -49,8 +49,9 @@ class RunFolder(RunFiles):
                 self._remove_if_bare(before)
 
     def _remove_if_bare(self, before: set[str] | None) -> None:
-        """Remove what is new in the folder if the run was refused before it logged anything; `before` was there."""
-        with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
+        """Remove new files of the folder if the run was refused before it logged anything; `before` are the old
+        ones."""
+        with contextlib.suppress(OSError):  # another process may have removed the folder already
             names = {*files.names_in(self.path)} - (before or set())
             if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
                 for name in names:
@@ -59,11 +60,11 @@ class RunFolder(RunFiles):
                     self.path.rmdir()
 
     def write_config(self, settings: Settings) -> None:
-        """The config as JSON: what resuming and generating read."""
+        """Write the config as JSON, for resuming and generating."""
         _replace(self.config, settings.to_dict())
 
     def write_metadata(self, **about: Any) -> None:
-        """Where, when and with which versions the run was started, the latest start last."""
+        """Record where, when and with which versions the run was started; the latest start comes last."""
         if not is_first():
             return
         starts = self._starts()
@@ -81,7 +82,7 @@ class RunFolder(RunFiles):
 
     def write_end(self, reason: str) -> None:
         """Record how the run ended, in the entry of its latest start."""
-        # What ends the run may be a disk that takes no more: the error says so, and not this.
+        # The run may end because the disk is full: then that error is reported, not this one.
         with contextlib.suppress(OSError):
             if self._started and (starts := self._starts()):
                 starts[-1] = {**starts[-1], "ended": {"time": time.strftime(TIME), "reason": reason}}
@@ -101,7 +102,7 @@ def check_run_name(name: str) -> str:
     """
     if not RUN_NAME.fullmatch(name):
         raise ConfigError(
-            f"--run-name={name!r} is no name for a run; use 1 to 100 letters, digits, '.', '_' or '-', "
+            f"--run-name={name!r} is not a valid name of a run; use 1 to 100 letters, digits, '.', '_' or '-', "
             "a letter or digit first"
         )
     return name
@@ -122,7 +123,7 @@ def _take(lock: Any, folder: Path) -> None:
         ) from error
     lock.truncate(0)
     owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    os.write(lock.fileno(), owner.encode())  # closing the file has nothing left to write, should the disk be full
+    os.write(lock.fileno(), owner.encode())  # unbuffered, so that closing the file writes nothing if the disk is full
 
 
 def _replace(path: Path, content: Any) -> None:

@@ -9,28 +9,28 @@ from parallax.config.sections import SIGNALS, GuardConfig
 
 
 class GuardState(NamedTuple):
-    """What the guard remembers from step to step; it is saved with the run, so that a resumed one skips the same."""
+    """State of the guard. It is saved with the run, so that a resumed run skips the same steps."""
 
-    skipped: Array  # int32: steps that changed nothing
-    in_a_row: Array  # int32: of the latest steps, those that were not finite
-    seen: Array  # int32: values that the statistics hold
-    mean: Array  # float32 [2], of loss and gradient norm
+    skipped: Array  # int32: number of skipped steps
+    in_a_row: Array  # int32: number of consecutive non-finite steps up to now
+    seen: Array  # int32: number of values in the statistics
+    mean: Array  # float32 [2]: of loss and gradient norm
     variance: Array
 
 
 def init_guard() -> GuardState:
-    """Nothing skipped, nothing seen."""
-    # Arrays of their own: a step is given each buffer once.
+    """The state before the first step."""
+    # Separate arrays, since a buffer cannot be donated twice.
     return GuardState(*(jnp.zeros((), jnp.int32) for _ in range(3)), *(jnp.zeros(2, jnp.float32) for _ in range(2)))
 
 
 def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Array]) -> tuple[Array, GuardState]:
-    """Whether a step with these metrics may change parameters, a bool scalar, and what to remember of it.
+    """Whether a step with these metrics may change parameters (a bool scalar), and the new state.
 
-    What is not finite shows in the norm of the whole gradient and in the losses: they are the same on every device,
-    and so is the verdict. After more than `max_skipped_steps` steps in a row that were not finite nothing passes any
-    more: the host, which reads metrics a step late, finds the state as it was. None: steps are skipped without limit,
-    and no spikes are looked for.
+    Non-finite values appear in the norm of the whole gradient or in the losses. These are the same on every device, so
+    the decision is, too. After more than `max_skipped_steps` consecutive non-finite steps all steps are skipped, so
+    that the host, which reads metrics one step late, finds the state unchanged. With None as the config, non-finite
+    steps are skipped without limit, and spikes are not detected.
     """
     finite = jnp.isfinite(jnp.stack(list(metrics.values()))).all()
     passes, moments = finite, state[2:]
@@ -45,11 +45,11 @@ def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Arra
 
 
 def _spike(config: GuardConfig, state: GuardState, metrics: dict[str, Array]) -> tuple[Array, tuple[Array, ...]]:
-    """Whether the signal lies more than `spike_z` deviations above its running mean, and the statistics with it.
+    """Whether the signal is more than `spike_z` deviations above its running mean, and the updated statistics.
 
-    The mean is of all values until there are a window of them, then each has the weight of one in a window. A value
-    enters as no more than the bound: one spike does not blind the guard to the next, and a level that lasts becomes
-    the mean.
+    The mean is over all values until they fill a window; then a new value has the weight of one in a window. Values are
+    clipped to the bound before they are added: so one spike does not hide the next, and a lasting level becomes the
+    mean.
     """
     values = jnp.stack([metrics[name] for name in SIGNALS])
     bound = state.mean + config.spike_z * jnp.sqrt(state.variance)

@@ -1,4 +1,4 @@
-"""The load of experts in a step: which share of its layer's choices each of them got.
+"""The load of experts in a step: each expert's share of the choices in its layer.
 
 The gradient of a router's bias counts them, over the whole batch: see parallax/model/router.py.
 """
@@ -18,12 +18,12 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import is_load
 
 COUNTS = "expert_counts"  # of a step's metrics
-DIGITS = 5  # of a share in metrics.jsonl, behind the point
+DIGITS = 5  # decimals of a share in metrics.jsonl
 
 
 def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
-    """Metrics of a model with experts, none of others: how often each was chosen, float32 [layers with experts,
-    experts], in the order of the model, whole on every device; tokens of padding choose, too."""
+    """Metrics of a model with experts, empty for others: how often each expert was chosen, float32 [layers with
+    experts, experts], in the order of the model, whole on every device. Padding tokens are counted, too."""
     layouts = jax.tree.leaves(model.layouts)
     leaves = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
     found = [_whole(model.mesh, grad, layout, like) for grad, layout, like in leaves if is_load(layout)]
@@ -31,7 +31,7 @@ def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
 
 
 def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:
-    """What a layout cuts, on every device, in the local view: the sum of pieces at their places.
+    """The whole of a sharded array on every device, in the local view: the sum of pieces at their positions.
 
     Communication:
         forward   all_reduce of the counts over the axes that cut them
@@ -46,11 +46,11 @@ def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:
 
 
 def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> dict[str, Any]:
-    """What metrics.jsonl has of counts [layers with experts, experts]; `kinds` are those of the model's layers.
+    """Values for metrics.jsonl from counts [layers with experts, experts]; `kinds` are those of the model's layers.
 
-    "experts/load" is the largest share of an expert over an even share, 1 or more, and "experts/entropy" that of the
-    shares over that of even ones, 0 to 1: each the worst of all layers. The lists are by layer, of which
-    "experts/layers" has the numbers in the model; with `table`, "experts/shares" has the share of each expert.
+    "experts/load" is the largest share of an expert over an even share, 1 or more. "experts/entropy" is the entropy of
+    the shares over that of even shares, 0 to 1. Both are the worst of all layers. Lists are by layer; "experts/layers"
+    has the layers' numbers in the model. With `table`, "experts/shares" has the share of each expert.
 
     >>> load_values(np.array([[6, 2], [4, 4]]), ("dense", "moe", "moe"), table=True)["experts/shares"]
     [[0.75, 0.25], [0.5, 0.5]]

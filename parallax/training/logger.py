@@ -19,12 +19,12 @@ from parallax.runtime.progress import make_room, printing_progress, progress_pri
 from parallax.runtime.run_files import RunFiles, row_of
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
-WANDB_SECS = 60  # for the service to answer, when a run begins and when it ends
+WANDB_SECS = 60  # timeout of the service at the start and at the end of a run
 
 
 class RunLogger:
-    """Lines for people and numbers for programs. Use it as a context: while it is open it says what is waited for, too;
-    leaving it closes its files."""
+    """Log lines for people and metrics for programs. Use it as a context: while it is open, it also prints what the run
+    waits for; leaving it closes its files."""
 
     def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
@@ -32,9 +32,9 @@ class RunLogger:
         self._log = files.AppendFile(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._writers = writers
-        self._waits: list[str] | None = []  # lines for log.txt, until there is more to say than what is waited for
+        self._waits: list[str] | None = []  # progress lines, held back from log.txt until the first other line
         self._speaking = printing_progress(progress_printer(sys.stdout, self._keep_wait) if self._speaks else None)
-        self._days: dict[str, str] = {}  # of the last line in the log and on the console
+        self._days: dict[str, str] = {}  # day of the last line in the log and on the console
 
     def __enter__(self) -> "RunLogger":
         self._speaking.__enter__()
@@ -46,16 +46,16 @@ class RunLogger:
             with contextlib.suppress(CheckpointError):
                 self._keep(self._timed(f"{kind.__name__}: {error}"))
         for writer in self._writers:
-            with contextlib.suppress(Exception):  # others' code: what it raises hides no error of the run
+            with contextlib.suppress(Exception):  # third-party code: its errors must not hide those of the run
                 writer.close(failed=error is not None)
         for file in (self._log, self._metrics):
             if file is not None:
-                # Lines were flushed as they came: what is left is what an error has told of.
+                # Lines were flushed immediately; if anything is left, its error was reported already.
                 with contextlib.suppress(OSError):
                     file.close()
 
     def say(self, text: str) -> None:
-        """Print, and write to log.txt; a closed console does not end the run."""
+        """Print a line and write it to log.txt; a closed console does not end the run."""
         if self._speaks:
             make_room()
             waits, self._waits = self._waits or [], None
@@ -86,17 +86,17 @@ class RunLogger:
             self.say_last(text)
 
     def _keep(self, text: str) -> None:
-        self._log.write(text + "\n")  # in one piece: another thread may write, too
+        self._log.write(text + "\n")  # in one call, since another thread may write, too
 
     def _timed(self, text: str, now: time.struct_time | None = None, where: str = "log") -> str:
-        """The text after the time of day; the date comes above the first line of each day."""
+        """The text with the time of day before it; the date is on a line above the first line of each day."""
         now = now or time.localtime()
         day, before = time.strftime(DATE, now), self._days.get(where)
         self._days[where] = day
         return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
     def begin(self, step: int) -> None:
-        """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""
+        """Prepare for metrics after `step`: later ones of an earlier run are dropped and will be recomputed."""
         if self._speaks:
             with writing(self._metrics_path.parent, files.WHEN_FULL):
                 drop_after(self._metrics_path, step)
@@ -105,7 +105,8 @@ class RunLogger:
                     writer.begin(step, self.say)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and a step of each writer; JSON has no NaN: a number that is not finite is null."""
+        """Write a line of metrics.jsonl, and a step of each writer. Non-finite numbers are null, since JSON has no
+        NaN."""
         if self._speaks:
             is_odd = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
             row = {"step": step, **{name: None if is_odd(value) else value for name, value in values.items()}}
@@ -123,7 +124,7 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl, none where there is no such file; a torn last line is left out."""
+    """The objects of metrics.jsonl, empty if the file is missing; an incomplete last line is left out."""
     return [row for line in _lines(path) if (row := row_of(line)) is not None]
 
 
@@ -135,7 +136,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:
-    """The writers that the settings ask for, in process 0; ConfigError if a package is missing."""
+    """The writers of the settings, in process 0; ConfigError if a package is missing."""
     train, found = settings.train, []
     if train.tensorboard and is_first():
         found.append(TensorBoard(folder))
@@ -153,11 +154,11 @@ class TensorBoard:
         self._folder, self._events = folder.tensorboard, None
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
-        """Make ready for numbers after `step`; `say` hears what goes wrong and does not end the run."""
+        """Prepare for metrics after `step`; `say` reports errors that do not end the run."""
         self._events = self._package.SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write a step's numbers and texts."""
+        """Write a step's metrics and texts."""
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(name, value, step)
@@ -170,9 +171,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, the same one when the run goes on. Where the service fails, the run goes on without.
+    """A run of Weights & Biases; a resumed run continues it. If the service fails, the run continues without it.
 
-    Steps are the run's own: what is computed again after a resume is drawn at its step.
+    Steps are those of the run: metrics that are recomputed after a resume appear at their own step.
     """
 
     def __init__(self, project: str, folder: RunFiles, settings: dict[str, Any]):
@@ -193,7 +194,7 @@ class Wandb:
                 dir=str(self._folder.path),
                 config=self._settings,
                 resume="allow",
-                # The console stays ours: signals and closed pipes are handled there.
+                # Console capture is off: signals and closed pipes are handled by the run.
                 settings=self._wandb.Settings(console="off", init_timeout=WANDB_SECS),
             )
             self._run.define_metric("*", step_metric="step")
@@ -215,10 +216,10 @@ class Wandb:
         ending.start()
         ending.join(WANDB_SECS)
         if ending.is_alive():
-            self._say(f"wandb has not taken all numbers within {WANDB_SECS} s; the run ends without")
+            self._say(f"wandb has not received all metrics within {WANDB_SECS} s; the run ends without waiting longer")
 
     def _own_id(self) -> str:
-        """That of the project's run in this folder; a new one where there is none yet."""
+        """The id of the project's run in this folder; a new one if there is none yet."""
         file = self._folder.wandb
         known = files.object_if_readable(file)
         if known.get("project") != self._project or not isinstance(known.get("id"), str):

@@ -1,4 +1,4 @@
-"""The loop of a run: dispatch a step, report the one before, and pause to evaluate and save."""
+"""The training loop: dispatch a step, report the previous one, and pause to evaluate and save."""
 
 import functools
 import math
@@ -31,13 +31,13 @@ from parallax.training.step import TrainState
 from parallax.training.watchdog import Watchdog
 
 RATES_BLOCK = 1024  # updates whose learning rates are computed together
-PATIENCE_SECS = 10.0  # steps are expected to take a while
-RECORDED = ("loss", "grad_norm", "skipped_steps", "z_loss")  # of a step's metrics, in metrics.jsonl
-SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
+PATIENCE_SECS = 10.0  # time before a wait for a step is reported
+RECORDED = ("loss", "grad_norm", "skipped_steps", "z_loss")  # a step's metrics in metrics.jsonl
+SILENCE_SECS = 30.0  # after this time without a line a step is printed, whatever train.log_every_steps says
 
 
 class LearningRates:
-    """`rates[n]` is the rate of update n, counted from 0. Computed a block at a time: the devices are busy, and a run
+    """`rates[n]` is the rate of update n, counted from 0. Rates are computed in blocks: the devices are busy, and a run
     may have more steps than fit into a list."""
 
     def __init__(self, config: OptimizerConfig, steps: int):
@@ -50,7 +50,7 @@ class LearningRates:
 
 
 class DispatchedStep(NamedTuple):
-    """A step whose metrics are still on the devices; `when` it ended, by the meter's clock."""
+    """A step whose metrics are still on the devices; `when` is its end by the meter's clock."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -60,7 +60,7 @@ class DispatchedStep(NamedTuple):
 
 @dataclass
 class TrainingLoop:
-    """Takes the steps of a run; the fields are what that needs besides their state."""
+    """Runs the steps; the fields are everything that it needs besides the state."""
 
     settings: Settings
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
@@ -77,17 +77,17 @@ class TrainingLoop:
     profile: Profile
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
-    owed: bool = False  # a save that waits for a step that is not skipped
-    owed_evaluation: bool = False  # that was due with it
-    data_error: DataError | None = None  # of a batch for which this process has asked all to stop
+    owed: bool = False  # whether a save waits for a step that is not skipped
+    owed_evaluation: bool = False  # whether an evaluation was due with it
+    data_error: DataError | None = None  # of a batch for which this process has asked all processes to stop
     first: int = 0  # the first step of this start
     said_at: float = 0.0  # when the latest line was printed
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
-        """From step `start` to the last one or to a signal; returns the state and the steps done.
+        """Run from step `start` to the last one or to a signal; returns the state and the number of steps done.
 
         Raises:
-            DataError: a batch cannot be read; the steps before it are saved, where that was possible.
+            DataError: a batch cannot be read; the steps before it are saved, if possible.
         """
         try:
             state, done = self.take_steps(state, start)
@@ -99,12 +99,12 @@ class TrainingLoop:
         except ParallaxError as error:
             if self.data_error is None or isinstance(error, DataError):
                 raise
-            # The disk may be the one that holds the data, too: that data is lost says more.
+            # The disk may also hold the data; the error about data is more informative.
             self.logger.say_besides(f"{type(error).__name__}: {error}")
         raise self.data_error
 
     def take_steps(self, state: TrainState, start: int) -> tuple[TrainState, int]:
-        """The same; where a batch cannot be read, `data_error` is what reading it raised."""
+        """The same; if a batch cannot be read, `data_error` is the error."""
         pending, self.first = None, start + 1
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
@@ -121,13 +121,13 @@ class TrainingLoop:
             if before is not None:
                 self.report(before, self.read(before))
             self.checkpoints.check()
-            # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
+            # Checked once: a later signal is for the next step. After the last step there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
             turns = self.profile.begins_after(done) or self.profile.ends_after(done)
             if stopping or turns or self.evaluates_after(done) or self.saves_after(done):
                 stopping = self.pause(pending, state, stopping=stopping)
                 pending = None
-            elif done == self.first:  # nobody waits for the second step to hear of the first
+            elif done == self.first:  # report the first step without waiting for the second one
                 self.report(pending, self.read(pending))
                 pending = None
             if stopping:
@@ -135,10 +135,10 @@ class TrainingLoop:
         return state, done
 
     def stop_before_the_error(self) -> None:
-        """Have the run stop and save, in all its processes, where data of a step to come cannot be read.
+        """Make the run stop and save, in all processes, if the data of a later step cannot be read.
 
-        This process has batches until then. Where it has none left, as for the first step of a run, or for one after
-        steps that cannot be saved, the error comes first, and the last checkpoint stays.
+        This process has batches until then. If it has none left, as for the first step of a run or after steps that
+        cannot be saved, the error is raised first, and the last checkpoint stays.
         """
         error = self.batches.failure_before(self.settings.train.steps)
         if self.data_error is None and isinstance(error, DataError):
@@ -147,7 +147,7 @@ class TrainingLoop:
             self.stop.ask("data that cannot be read")
 
     def take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Dispatch a step; each `train.check_every`-th is taken twice and compared."""
+        """Dispatch a step; every `train.check_every`-th is run twice and compared."""
         interval = self.settings.train.check_every
         compiles = done == self.first
         what = "compiling the training step" if compiles else f"taking step {done}"
@@ -160,7 +160,7 @@ class TrainingLoop:
         """Whether an evaluation is due."""
         if self.evaluate is None:
             return False
-        # Each checkpoint is judged by its own evaluation, or the best could not be known.
+        # Each checkpoint needs its own evaluation to determine the best ones.
         judged = self.saves_after(done) and self.settings.checkpoint.keep_best > 0
         return judged or self.owed_evaluation or self._is_due(done, self.settings.train.eval_every_steps)
 
@@ -172,17 +172,17 @@ class TrainingLoop:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
     def pause(self, ended: DispatchedStep, state: TrainState, *, stopping: bool) -> bool:
-        """Finish a step's report, then evaluate, save and trace as is due; returns whether the run stops here.
+        """Finish a step's report, then evaluate, save and trace if due; returns whether the run stops here.
 
-        Who is stopping saves at once, and so do all processes where the text of an evaluation cannot be read.
+        A run that is stopping saves at once; so do all processes if the text of an evaluation cannot be read.
         """
         values = self.read(ended)
         self.watchdog.pause()
         if self.profile.ends_after(ended.step):
             self.profile.end(state)
         saves, evaluates = stopping or self.saves_after(ended.step), self.evaluates_after(ended.step)
-        # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
-        # step has shown that they work. After the last one that is left to the evaluation.
+        # Non-finite numbers of a step may come from the parameters: they must not replace a good checkpoint before a
+        # later step has shown that they work. After the last step the evaluation shows it.
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
         self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
@@ -202,7 +202,7 @@ class TrainingLoop:
         return stopping and not self.owed
 
     def save(self, step: int, state: TrainState, loss: float | None) -> None:
-        """Begin to save a state; DivergenceError if its parameters are not finite."""
+        """Start to save a state; DivergenceError if its parameters are not finite."""
         if bad := not_finite(state.params):
             raise DivergenceError(
                 f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
@@ -213,7 +213,7 @@ class TrainingLoop:
             self.checkpoints.save(step, checkpoint_parts(state), loss=loss)
 
     def read(self, ended: DispatchedStep) -> dict[str, Any]:
-        """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
+        """Wait for a step and return its metrics; DivergenceError if too many steps were not finite."""
         first = ended.step == self.first
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
             metrics = jax.device_get(ended.metrics)
@@ -231,12 +231,12 @@ class TrainingLoop:
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
     def is_logged(self, step: int) -> bool:
-        """Whether a step has a line, however long the steps take."""
+        """Whether a step is printed by its number, whatever the time of steps."""
         ends = step in (self.first, self.settings.train.steps)
         return ends or step % self.settings.train.log_every_steps == 0
 
     def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
-        """Record a step's numbers, and print its line where one is due."""
+        """Record a step's metrics, and print its line if one is due."""
         self.logger.record(ended.step, values)
         due = self.is_logged(ended.step) or time.monotonic() - self.said_at > SILENCE_SECS
         if due or "eval/loss" in values:
@@ -261,5 +261,5 @@ def checkpoint_parts(state: TrainState) -> dict[str, Any]:
 
 
 def state_from(parts: dict[str, Any]) -> TrainState:
-    """The state that `checkpoint_parts` took apart."""
+    """The state from its checkpoint parts."""
     return TrainState(params=parts["params"], **parts["rest"])

@@ -1,8 +1,11 @@
 """Optimizer states and weights in fewer bits than float32, rounded stochastically.
 
-A value between two neighbours of a dtype becomes either, the nearer one more often, so that the mean of many roundings
-is the value: an update too small for the last bit is not lost but made now and then. The random bits follow from the
-seed, the step, the parameter's name and the entry's place in the whole array, so they are the same on every mesh.
+A value between two neighbours of a dtype is rounded to either, to the nearer one more often, so that the mean of many
+roundings is the value: an update that is too small for the last bit takes effect in some steps. The random bits depend
+on the seed, the step, the parameter's name and the entry's index in the whole array, so they are the same on every
+mesh.
+
+Written here, since optax keeps a moment in another dtype by rounding to nearest (`mu_dtype`), and has no scaled blocks.
 """
 
 import math
@@ -21,57 +24,58 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import stacked_dims
 
-ROUNDING = 0x524F554E  # "ROUN": keeps these random bits apart from those of initial values and dropout
-WEIGHTS_FIELD = "weights"  # beside the names of an optimizer's fields
+ROUNDING = 0x524F554E  # "ROUN": separates these random bits from those of initial values and dropout
+WEIGHTS_FIELD = "weights"  # used like a name of an optimizer's field
 # The fields in which optax's transformations hold first and second moments, and the keys of their dtypes.
 MOMENT_FIELDS = {"mu": "m_dtype", "trace": "m_dtype", "nu": "v_dtype"}
-ROOTS = ("nu",)  # fields of squares, of which float8 has the root: their range is twice as many powers of two
+ROOTS = ("nu",)  # fields of squares, whose roots are stored in float8: squares span twice as many powers of two
 
 # e4m3: 3 bits of mantissa, normal from 2**-6 on, 448 = 1.75 * 2**8 at most, no infinity.
 E4M3 = jnp.float8_e4m3fn
 E4M3_DROPPED, E4M3_NORMAL, E4M3_STEP, E4M3_EXPONENT, E4M3_MANTISSA = 20, 2.0**-6, 2.0**-9, 8, 0x600000
 MANTISSA_BITS, MANTISSA, MAGNITUDE = 23, 0x7FFFFF, 0x7FFFFFFF  # of a float32
 
-ENTRIES_OF_SCALE = 32  # entries that share a scale at most
-LEAST_PIECES = 8  # blocks that stay at least along a dim that a mesh may cut
-LEAST_BLOCK = 8  # entries; smaller blocks save little beside their scales
-NEVER_CUT = ("d_head", "d_qk", "d_rope")  # dims that no mesh cuts
+ENTRIES_OF_SCALE = 32  # most entries that share a scale
+LEAST_PIECES = 8  # fewest blocks along a dim that a mesh may shard
+LEAST_BLOCK = 8  # entries; smaller blocks save little, since each has a scale
+NEVER_CUT = ("d_head", "d_qk", "d_rope")  # dims that no mesh shards
 
 
 class Blocks(NamedTuple):
-    """An array in float8: each entry over the scale of its block, which is a power of two. Both have as many dims, so
-    they are cut alike."""
+    """An array in float8: each entry is divided by the scale of its block, a power of two. Values and scales have the
+    same number of dims, so they are sharded in the same way."""
 
     values: Array  # float8_e4m3fn
     scales: Array  # float32
 
 
-def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
-    """A transformation that computes what `tx` does, in float32, and keeps its states in other dtypes.
+def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+    """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:
-        dtypes: "float32", "bfloat16" or "float8", by the field of the states, as {"mu": "bfloat16", "nu": "float8"}.
-        layouts: the tree of the parameters' layouts, from which blocks follow: see `block_of`.
+        dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}.
+        layouts: the tree of the parameters' layouts, which determines blocks: see `block_of`.
     Returns:
-        What is given to optax; its `update` takes `noise`, int32 [2], (seed, step), and where arrays are some of the
-        layers of theirs, `layers`: see `random_bits`.
+        An optax transformation whose `update` takes `noise`, int32 [2], (seed, step), and, if arrays hold only some of
+        the layers, `layers`: see `random_bits`.
     """
     layout_of = named_leaves(layouts)
     inner = optax.with_extra_args_support(tx)
 
-    def narrow(state: Any, noise: Array, layers: Array | None = None) -> Any:
-        def leaf(path: Any, x: Array) -> Any:
+    def narrow(state: Any, before: Any, noise: Array, layers: Array | None = None) -> Any:
+        def leaf(path: Any, x: Array, before: Any) -> Any:
             field, name = _place(path, dtypes)
             dtype = dtypes.get(field, "float32")
             if dtype == "float32" or x.dtype != jnp.float32:
                 return x
             block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
+            block = shape_of_blocks(before) if isinstance(before, Blocks) else block
             if dtype == "float8" and not block:
                 return x
             bits = random_bits(noise, field, name, x.shape, layers)
             return to_float8(x, bits, block, root=field in ROOTS) if block else to_bfloat16(x, bits)
 
-        return jax.tree_util.tree_map_with_path(leaf, state)
+        return jax.tree_util.tree_map_with_path(leaf, state, before)
 
     def widen(state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Array:
@@ -83,19 +87,20 @@ def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts:
         return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
 
     def init(params: Any) -> Any:
-        return narrow(inner.init(params), jnp.zeros(2, jnp.int32))
+        state = inner.init(params)
+        return narrow(state, state, jnp.zeros(2, jnp.int32))
 
     def update(
         grads: Any, state: Any, params: Any = None, *, noise: Array, layers: Array | None = None, **others: Any
     ) -> tuple[Any, Any]:
-        updates, state = inner.update(grads, widen(state), params, **others)
-        return updates, narrow(state, noise, layers)
+        updates, wide = inner.update(grads, widen(state), params, **others)
+        return updates, narrow(wide, state, noise, layers)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _place(path: Any, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The field of an optimizer's state that a leaf is in, of these, and the parameter's name; "" for none."""
+    """The field among `fields` that contains a leaf of an optimizer's state, and the parameter's name; "" for none."""
     for at, key in enumerate(path):
         if isinstance(key, jax.tree_util.GetAttrKey) and key.name in fields:
             return key.name, jax.tree_util.keystr(path[at + 1 :], simple=True, separator="/")
@@ -106,12 +111,12 @@ def _place(path: Any, fields: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def widened(params: Any) -> Any:
-    """Parameters in float32; those that are so already stay as they are."""
+    """Parameters in float32; float32 ones are unchanged."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
 
 
 def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) -> Any:
-    """Parameters in the dtypes of `like`, a tree of the same; `noise` is int32 [2], (seed, step)."""
+    """Parameters in the dtypes of `like`, a tree of the same structure; `noise` is int32 [2], (seed, step)."""
 
     def leaf(path: Any, x: Array, old: Array) -> Array:
         if x.dtype == old.dtype:
@@ -126,22 +131,23 @@ def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) 
 
 
 def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], layers: Array | None = None) -> Array:
-    """32 bits for each entry of an array, uint32; with `layers`, int32, of an array of those layers of a stack alone.
+    """32 random bits for each entry of an array, uint32; with `layers` (int32) the array holds only those layers of a
+    stack.
 
-    They are those of threefry in the global view, which are computed from an entry's place: each device computes its
-    own, and nothing is sent.
+    They are those of threefry in the global view, which depend only on an entry's index: each device computes its own,
+    and nothing is sent.
     """
     key = jax.random.fold_in(jax.random.key(noise[0], impl="threefry2x32"), ROUNDING)
     key = jax.random.fold_in(key, noise[1])
     key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{field} {name}".encode())))
     if layers is None or 0 in shape:
         return jax.random.bits(key, shape)
-    # As jax.random.bits does it, which counts entries from the first.
+    # As in jax.random.bits, which counts entries from the first.
     return jnp.bitwise_xor(*threefry2x32_p.bind(*jax.random.key_data(key), *places_in_stack(shape, layers)))
 
 
 def places_in_stack(shape: tuple[int, ...], layers: Array) -> tuple[Array, Array]:
-    """How many entries of a stack come before each of these layers', as the upper and the lower 32 bits.
+    """Index in the whole stack of each entry of these layers, as the upper and the lower 32 bits.
 
     >>> high, low = places_in_stack((1, 2, 4), jnp.int32([1 << 30]))
     >>> [hex(int(half[0, 1, 3])) for half in (high, low)]
@@ -167,7 +173,8 @@ def _times(x: Array, factor: int) -> tuple[Array, Array]:
 
 
 def to_bfloat16(x: Array, bits: Array) -> Array:
-    """The neighbour of each entry below it, towards 0, or above it, by 16 random bits; what is not finite stays so.
+    """Round each entry to its neighbour towards 0 or away from 0, by 16 random bits; non-finite entries stay as they
+    are.
 
     >>> x = jnp.full(4, 1 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
     >>> to_bfloat16(x, jnp.uint32([0, 0xBFFF0000, 0xC0000000, 0xFFFFFFFF])).astype(float)
@@ -179,9 +186,9 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
 
 
 def to_e4m3(x: Array, bits: Array) -> Array:
-    """The same in e4m3, by 20 random bits, of entries that are 448 at most; NaN for what is not finite.
+    """The same in e4m3, by 20 random bits, for entries of at most 448; NaN for non-finite entries.
 
-    Below 2**-6, where steps are 2**-9, entries are taken as multiples of 2**-29.
+    Below 2**-6, where neighbours differ by 2**-9, entries are first rounded to multiples of 2**-29.
     """
     word, noise = lax.bitcast_convert_type(x, jnp.uint32) & MAGNITUDE, bits >> (32 - E4M3_DROPPED)
     normal = lax.bitcast_convert_type((word + noise) >> E4M3_DROPPED << E4M3_DROPPED, jnp.float32)
@@ -192,12 +199,13 @@ def to_e4m3(x: Array, bits: Array) -> Array:
 
 
 def to_float8(x: Array, bits: Array, block: tuple[int, ...], *, root: bool = False) -> Blocks:
-    """Blocks of this shape, each over the least power of two that brings its largest entry to 448 or less.
+    """Blocks of this shape, each divided by the smallest power of two that brings its largest entry to 448 or less.
 
-    With `root` the root of each entry is stored, none of which is negative. One that is not 0 does not become 0 then,
-    but the least number above it: what divides by it stays finite.
+    With `root` the root of each entry is stored; none may be negative. Nonzero values never round to 0 then, but to the
+    smallest positive number, so that division by them stays finite.
     """
-    # What is computed has two dims for each: XLA then fuses all of it, and writes no scale at each entry.
+    # Arrays have two dims for each dim: then XLA fuses everything and does not broadcast scales to all entries in
+    # memory.
     parts = _in_blocks(jnp.sqrt(x) if root else x, block)
     largest = lax.bitcast_convert_type(jnp.abs(parts).max(_of_block(x.ndim), keepdims=True), jnp.uint32)
     above = (largest & MANTISSA) > E4M3_MANTISSA
@@ -210,20 +218,25 @@ def to_float8(x: Array, bits: Array, block: tuple[int, ...], *, root: bool = Fal
 
 
 def from_float8(x: Blocks, *, root: bool = False) -> Array:
-    """What `to_float8` stands for, in float32."""
-    block = tuple(size // count for size, count in zip(x.values.shape, x.scales.shape, strict=True))
+    """The inverse of `to_float8`, in float32."""
+    block = shape_of_blocks(x)
     scales = jnp.expand_dims(x.scales, _of_block(x.scales.ndim))
     wide = (_in_blocks(x.values, block).astype(jnp.float32) * scales).reshape(x.values.shape)
     return jnp.square(wide) if root else wide
 
 
+def shape_of_blocks(x: Blocks) -> tuple[int, ...]:
+    """Along each dim how many entries share a scale; 1 where there are none, as in an update of other layers."""
+    return tuple(size // max(count, 1) or 1 for size, count in zip(x.values.shape, x.scales.shape, strict=True))
+
+
 def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
-    """Two dims for each: which block, and the place in it."""
+    """Split each dim in two: index of the block, and index in the block."""
     return x.reshape([part for size, own in zip(x.shape, block, strict=True) for part in (size // own, own)])
 
 
 def _of_block(dims: int) -> tuple[int, ...]:
-    """The dims of `_in_blocks` that are places in a block."""
+    """The dims of `_in_blocks` that are indices in a block."""
     return tuple(range(1, 2 * dims, 2))
 
 
@@ -231,11 +244,11 @@ def _of_block(dims: int) -> tuple[int, ...]:
 
 
 def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Along each dim how many entries of a parameter share a scale: up to 32 along one dim. () for norms' scales and
-    what is too small or too odd, which stays in float32.
+    """Number of entries of a parameter that share a scale, along each dim: up to 32 along one dim. () for scales of
+    norms and for shapes that are too small or do not divide, which stay in float32.
 
-    It follows from the whole shape, so that it is the same on every mesh. The last dim is taken where no other will do:
-    TPUs have it in lanes, where the same takes twice as long.
+    It depends on the whole shape only, so that it is the same on every mesh. The last dim is used only if no other is
+    suitable: on TPU it is in lanes, where this takes twice as long.
 
     >>> block_of(Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
     (1, 32, 1)
@@ -247,7 +260,7 @@ def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
         return ()
 
     def entries(dim: int) -> int:
-        """The largest power of two that divides the dim and leaves pieces for a mesh to cut."""
+        """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""
         least = 1 if layout.names[dim] in NEVER_CUT else LEAST_PIECES
         found = ENTRIES_OF_SCALE
         while found > 1 and (shape[dim] % found or shape[dim] // found < least):
@@ -264,8 +277,8 @@ def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_blocks(opt_state: Any, shardings: Any) -> None:
-    """Raise ConfigError where a mesh cuts through blocks of a state, a tree of shapes; `shardings` are the
-    parameters'."""
+    """Raise ConfigError if a mesh divides blocks of a state, a tree of shapes; `shardings` are those of the
+    parameters."""
     sharding_of = named_leaves(shardings)
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, Blocks)):
         if not isinstance(x, Blocks):
@@ -281,6 +294,6 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
                 over = " x ".join(f"mesh.{axis}={sharding.mesh.shape[axis]}" for axis in axes)
                 raise ConfigError(
                     f"optimizer.{key}='float8' has blocks of {size // blocks} along a dim of {name} of size {size}, "
-                    f"which {over} cuts into pieces of {size // count}; use {key}='bfloat16', or a mesh that cuts it "
-                    f"into {blocks} pieces or a divisor of that."
+                    f"which {over} shards into pieces of {size // count}; use {key}='bfloat16', or a mesh that shards "
+                    f"it into {blocks} pieces or a divisor of that."
                 )

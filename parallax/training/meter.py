@@ -1,4 +1,4 @@
-"""Speed of a run, and the line that says how it goes."""
+"""Speed of a run, and its progress line."""
 
 import math
 import re
@@ -15,17 +15,17 @@ from parallax.analysis.devices import most_memory
 from parallax.analysis.flops import mfu
 from parallax.runtime.units import count, duration, in_bytes, in_flops
 
-LINE_WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
-LEAST_WAIT = 0.01  # share of a step: shorter waits for data are not shown
-DISPENSABLE = ("memory", "lr", "wait", "gnorm", "load")  # where a line is too long; metrics.jsonl has all of them
+LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100
+LEAST_WAIT = 0.01  # share of a step; shorter waits for data are not shown
+DISPENSABLE = ("memory", "lr", "wait", "gnorm", "load")  # left out if a line is too long; metrics.jsonl has them
 
 
 @dataclass
 class Meter:
-    """Turns steps and the time between their ends into numbers and a line.
+    """Computes metrics and the progress line from steps and the times between their ends.
 
-    `step_flops` and `peak_flops` are those of all devices together, the latter None where it is unknown. The first
-    step is left out of all averages: it compiles.
+    `step_flops` and `peak_flops` are those of all devices together; the latter is None if unknown. The first step is
+    left out of all averages, since it compiles.
     """
 
     steps: int
@@ -35,7 +35,7 @@ class Meter:
     devices: int
     clock: Callable[[], float] = time.perf_counter
     memory: Callable[[], int | None] = most_memory
-    _last: float = field(init=False)  # when a step may have begun: the one before has ended, or a pause
+    _last: float = field(init=False)  # when the next step may begin: the end of the previous step or of a pause
     _waiting: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "meter"))
     _window: list[tuple[float, float]] = field(init=False, default_factory=list)
     _measured: tuple[int, float] = field(init=False, default=(0, 0.0))
@@ -44,17 +44,17 @@ class Meter:
         self._last = self.clock()
 
     def pause(self) -> None:
-        """Forget the time since the last step: it went to something else, and no step is at work."""
+        """Exclude the time since the last step: it was spent on something else, and no step was running."""
         self._last = self.clock()
 
     def ending(self, metrics: Any) -> "Future[float]":
-        """When the step of these metrics ends, seen by a thread: the host may be at the next step's batch by then."""
+        """When the step of these metrics ends, measured by a thread, since the host may be reading the next batch."""
         return self._waiting.submit(lambda: (jax.block_until_ready(metrics), self.clock())[1])
 
     def measure(self, ended: float, waited_secs: float, *, compiled: bool) -> dict[str, float]:
-        """Numbers of the step that ended then; `compiled` keeps it out of the averages.
+        """Metrics of the step that ended at `ended`; with `compiled` it is not part of the averages.
 
-        Speeds are NaN where a busy machine has shown the ends of two steps at once, and one would be beyond the peak.
+        Speeds are NaN if a busy machine reported the ends of two steps at once, which would put one above the peak.
         """
         secs, self._last = ended - self._last, ended
         if not compiled:
@@ -73,11 +73,11 @@ class Meter:
 
     @property
     def _least_secs(self) -> float:
-        """What a step takes at its devices' peak; one that seems faster ended while its thread was late for another."""
+        """Time of a step at its devices' peak; a step that seems faster was measured by a thread that ran late."""
         return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """What the console shows, in at most `LINE_WIDTH` columns; speed is the mean since the last line."""
+        """The line for the console, at most `LINE_WIDTH` columns; speed is the mean since the last line."""
         secs, waited = map(statistics.fmean, zip(*self._window)) if self._window else (0.0, 0.0)
         self._window.clear()
         parts = {
@@ -103,12 +103,12 @@ class Meter:
         return fitted(parts)
 
     def eval_line(self, step: int, loss: float) -> str:
-        """What the console shows of an evaluation."""
+        """The console's line for an evaluation."""
         return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
 
 
 def fitted(parts: Mapping[str, str]) -> str:
-    """The parts of a line, closer together where they would not fit, and without those that matter least.
+    """The parts of a line, closer together if they would not fit, and without the least important ones.
 
     >>> fitted({"step": "step 1/2", "loss": "loss 3.1416"})
     'step 1/2  loss 3.1416'

@@ -1,6 +1,6 @@
-"""Optimizers in the global view: optax under jit, outside shard_map, on arrays that are cut as they are stored.
+"""Optimizers in the global view: optax under jit, outside shard_map, on arrays sharded as they are stored.
 
-What devices send each other for an update is written here, in the local view: Muon's products, and the norm.
+The communication of an update, for Muon's products and the norm, is written here in the local view.
 """
 
 import functools
@@ -18,12 +18,12 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
 from parallax.sharding.parameter import is_load, is_trained, stacked_dims
-from parallax.training.low_precision import MOMENT_FIELDS, stored
+from parallax.training.low_precision import MOMENT_FIELDS, with_states_in
 
-# Dims that a kernel contracts, when they stand first.
+# Dims that a kernel contracts if they come first.
 INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
-# Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
-# (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
+# Root mean square of the entries of Muon's direction, matched to AdamW's so that one learning rate serves both
+# (arXiv 2502.16982, section 2.2); that of an orthogonal matrix is 1 / root of its longer side.
 MUON_RMS = 0.2
 MUON_ROUNDS, MUON_EPS = 5, 1e-8  # as in optax.contrib.scale_by_muon
 
@@ -33,7 +33,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     The last step, `steps - 1`, has the schedule's last value.
 
-    Raises ConfigError when warm-up does not end before `steps` do.
+    Raises ConfigError if warm-up does not end before `steps`.
     """
     if config.warmup_steps >= max(steps, 1):
         raise ConfigError(
@@ -49,17 +49,17 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "wsd": lambda: optax.linear_schedule(peak, last, falling, transition_begin=rest - falling),
         "constant": lambda: optax.constant_schedule(peak),
     }[config.schedule]()
-    # The first step has 1/warmup of the peak, not 0: a step that changes nothing is a step lost.
+    # The first step has 1/warmup of the peak instead of 0, so that it is not wasted.
     rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
     return optax.join_schedules([rising, after], [top])
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
-    """Clip by the norm of the whole gradient, then AdamW or Muon; decay skips norms and biases. What balances the load
-    of experts is no gradient and goes its own way: see `balance`. Scales of 8-bit products stay as they are.
+    """Clip by the norm of the whole gradient, then AdamW or Muon; weight decay skips norms and biases. Routers' biases
+    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed.
 
-    `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims. Where
-    moments are not in float32, `update` takes `noise`: see `stored`.
+    `layouts` is the tree of the parameters' layouts, whose dims say which leaves are matrices. If moments are not in
+    float32, `update` takes `noise`: see `with_states_in`.
     """
     direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     if config.name == "muon":
@@ -73,7 +73,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     if found:
         trained = optax.partition({**found, "trained": trained}, kinds)
     dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
-    return trained if {*dtypes.values()} == {"float32"} else stored(trained, dtypes, layouts)
+    return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, layouts)
 
 
 def _kind_of_update(layout: Layout) -> str:
@@ -81,8 +81,8 @@ def _kind_of_update(layout: Layout) -> str:
 
 
 def balance(rate: float) -> optax.GradientTransformation:
-    """The update of routers' biases, whose gradients are how many tokens each expert got: one that got less than the
-    mean is chosen more readily in the next step, by `rate` (arXiv 2408.15664)."""
+    """The update of routers' biases, whose gradients are the number of tokens of each expert: the bias of an expert
+    with fewer than the mean is raised by `rate`, that of others lowered (arXiv 2408.15664)."""
 
     def update(counts, state, params=None):
         return jax.tree.map(lambda count: rate * jnp.sign(count.mean(-1, keepdims=True) - count), counts), state
@@ -93,8 +93,8 @@ def balance(rate: float) -> optax.GradientTransformation:
 def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) -> optax.GradientTransformation:
     """Muon's direction for hidden matrices, and `adam`'s for all other leaves.
 
-    Not optax.contrib.muon, whose Adam would take Nesterov's momentum from Muon, and whose products the compiler cuts as
-    it likes; states are those that it has.
+    It replaces optax.contrib.muon, whose Adam would also use Muon's Nesterov momentum, and whose products the compiler
+    would shard on its own. States are the same as there.
     """
     matrices = map_layouts(lambda layout: optax.MaskedNode() if muon_dims(layout) is None else layout, layouts)
     kinds = map_layouts(lambda layout: "adam" if muon_dims(layout) is None else "muon", layouts)
@@ -109,30 +109,31 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) 
         return directions, optax.contrib.MuonState(count, mean, state.ns_coeffs)
 
     muon = optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
-    # A chain of one gives the states of `adam` the names that they have as a part of optax.adamw.
+    # With a chain of one, the states of `adam` have the same names as in optax.adamw.
     return optax.partition({"muon": optax.chain(muon), "adam": optax.chain(adam)}, kinds)
 
 
 def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> Array:
-    """Each matrix of stacked layers by Newton and Schulz's rounds, its entries as large as AdamW's.
+    """Orthogonalize each matrix of stacked layers by Newton-Schulz iterations, scaled to the size of AdamW's entries.
 
-    In the local view of the mesh that is set, so that what is sent is what `newton_schulz` says; where none is, whole.
+    It runs in the local view of the current mesh, so that it sends what `newton_schulz` says; without a mesh, on whole
+    arrays.
     """
-    if not x.size:  # its layers' turn is another one: see update_by_layer
+    if not x.size:  # updated in another turn: see update_by_layer
         return x
     inputs, outputs = (math.prod(x.shape[at] for at in dims) for dims in muon_dims(layout))
     rounds = functools.partial(newton_schulz, layout=layout, tall=inputs > outputs)
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         spec = layout.spec(mesh)
         rounds = jax.shard_map(rounds, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=True)
-    # The name of the module, as Flax writes it: "blocks/mlp/gate/kernel" is mlp/gate.
+    # The name of the module, as in Flax: mlp/gate for "blocks/mlp/gate/kernel".
     with jax.named_scope(jax.tree_util.keystr(path[1:-1], simple=True, separator="/")):
         return MUON_RMS * math.sqrt(max(inputs, outputs)) * rounds(x, coefficients)
 
 
 def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, tall: bool) -> Array:
-    """Five rounds of `a X + (b G + c G²) X` with `G = X Xᵀ` for each matrix X, whose norm is 1 before; a `tall` one is
-    transposed, so that G is small. Each device computes its own rows of G and X.
+    """Five rounds of `a X + (b G + c G²) X` with `G = X Xᵀ` for each matrix X, which is first scaled to norm 1. A
+    `tall` matrix is transposed, so that G is small. Each device computes its own rows of G and X.
 
     Communication:
         forward   all_reduce of the squares' sum over the axes of x; in each round all_gather of X over the axes that
@@ -155,9 +156,9 @@ def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, tall: bool) 
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
-    """What is longer than `largest` is made as long; `update` takes the norm as `grad_norm` where it is known.
+    """Scale gradients down to norm `largest` if theirs is larger; `update` takes the norm as `grad_norm` if known.
 
-    The numbers are those of optax.clip_by_global_norm, which measures the norm itself.
+    The results are those of optax.clip_by_global_norm, which computes the norm itself.
     """
 
     def update(grads, state, params=None, *, grad_norm=None, **others):
@@ -169,7 +170,7 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 
 
 def is_matrix(layout: Layout) -> bool:
-    """Whether a parameter multiplies: norms' scales and biases do not.
+    """Whether a parameter is a matrix; scales of norms and biases are not.
 
     >>> [is_matrix(Layout.parse(text)) for text in ("layers/pp d_model/tp", "layers/pp d_model/dp d_ff/tp")]
     [False, True]
@@ -179,8 +180,8 @@ def is_matrix(layout: Layout) -> bool:
 
 
 def muon_dims(layout: Layout) -> Any:
-    """Which dims of a hidden matrix are input and output, each layer's and each expert's a matrix of its own; None:
-    leave to AdamW.
+    """Input and output dims of a hidden matrix, where each layer and each expert has its own matrix; None for
+    parameters that AdamW updates.
 
     >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
@@ -194,9 +195,8 @@ def muon_dims(layout: Layout) -> Any:
 
 
 def global_norm(grads: Any, layouts: Any = None) -> Array:
-    """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts,
-    without the load of experts and maxima, of which it is not finite if one of these is not: rounded to 8 bits, what is
-    not finite could look as if it were.
+    """Global gradient norm in float32, over the whole mesh; in the local view for pieces with these layouts. Loads of
+    experts and maxima are excluded, but make it non-finite if they are: rounding to 8 bits can hide non-finite values.
 
     Communication:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together

@@ -1,4 +1,4 @@
-"""A trace of some steps, by JAX's profiler; each process writes its own."""
+"""Traces some steps with JAX's profiler; each process writes its own trace."""
 
 import contextlib
 import json
@@ -20,8 +20,8 @@ from parallax.training.step import TrainStep
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps of `train.profile_steps`. Use it as a context: leaving it ends a trace.
 
-    The devices are idle when a trace begins, and again when it ends: it holds these steps whole and no others. Beside
-    it lie the program that the devices run, by which its operations are known, and the mesh.
+    The devices are idle when a trace begins and when it ends, so that it holds exactly these whole steps. Beside it are
+    the program of the devices, which describes its operations, and the mesh.
     """
 
     def __init__(self, settings: Settings, step: TrainStep, folder: RunFiles, say: Callable[[str], None] = print):
@@ -30,12 +30,12 @@ class Profile(contextlib.AbstractContextManager):
         self._open: contextlib.ExitStack | None = None
 
     def __exit__(self, *_) -> None:
-        # A disk that takes no more hides no other error: whatever is written next says so.
+        # A full disk must not hide another error; the next write reports it.
         with contextlib.suppress(CheckpointError):
             self.end()
 
     def begins_after(self, done: int) -> bool:
-        """Whether the step after `done` is the first one to trace: the first of all, or of those that are left."""
+        """Whether the step after `done` is the first one to trace, or the first of those that are left."""
         return self._open is None and done + 1 in self._steps
 
     def ends_after(self, done: int) -> bool:
@@ -43,20 +43,20 @@ class Profile(contextlib.AbstractContextManager):
         return self._open is not None and done == self._steps[-1]
 
     def around(self, step: int) -> contextlib.AbstractContextManager:
-        """While a step is dispatched."""
+        """A context for the dispatch of a step."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
 
     def begin(self, done: int, state: Any) -> None:
-        """Trace from here on, with idle devices: `state` is that after the steps done."""
-        # The step's text takes a compilation of its own, which may be longer than a step may.
+        """Start to trace, with idle devices; `state` is that after the steps done."""
+        # The step's text needs another compilation, which may take longer than the limit for a step.
         set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
         name = f"steps-{done + 1}-{self._steps[-1]}"
         folder = self._folder.profile / name / f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
+        options.python_tracer_level = 0  # Python's own calls are numerous and would slow the host down
         with writing(self._folder.path):
-            files.remove_what_can_be(folder)  # what an earlier start has traced from this step on
+            files.remove_what_can_be(folder)  # traces of an earlier start from this step on
             files.make_folder(folder)
             self._write_about(folder)
         try:
@@ -70,7 +70,7 @@ class Profile(contextlib.AbstractContextManager):
         self._open.enter_context(jax.profiler.TraceAnnotation(TRACED_STEPS))
 
     def end(self, state: Any = None) -> None:
-        """The trace, where there is one, ends when `state`, that after the last step, is there."""
+        """End the trace, if there is one, when `state`, that after the last step, is ready."""
         if self._open is None:
             return
         jax.block_until_ready(state)
@@ -91,7 +91,7 @@ class Profile(contextlib.AbstractContextManager):
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
             "devices": [device.id for device in mesh.devices.flat],
-            "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
+            "local": [device.id for device in jax.local_devices()],  # a process's trace numbers its own devices from 0
             "kind": mesh.devices.flat[0].device_kind,
         }
         files.write_file(folder / TRACED, json.dumps(about, indent=1) + "\n")

@@ -13,31 +13,32 @@ from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
-from parallax.config.sections import WEIGHTS_DTYPES
+from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings
 from parallax.model.products import is_scale
-from parallax.runtime.errors import CheckpointError, check_choice
+from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD, RunFiles
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
-# What another value would silently make another run. Of the data, that is the corpus, whose fingerprint covers its
-# text and the order of its windows; a corpus that has only moved is the same one.
+# Keys with which a run would silently become another one. For the data it is the corpus, whose fingerprint covers the
+# text and the order of windows; a corpus that was only moved is the same.
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
-FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # of what a checkpoint holds
+FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 TOKENIZER = "corpus.tokenizer"
-# What may change in a model: how it is computed, and context extension; no window is shorter than the run's seq.
-FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # as these begin
+MATMUL_PARTS_KEY = "model.matmul_parts"
+# Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
+# seq.
+FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
 
 
 def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]) -> int:
-    """The step to go on from, 0 to start.
+    """The step to resume from; 0 starts a new run.
 
-    Settings that fix the model or its data must be what they were (CheckpointError); others that have changed
-    are listed.
+    Settings that define the model or its data must be the same (CheckpointError); other changed settings are listed.
     """
     check_choice("--resume", resume, RESUME)
     newest = latest_step(folder.checkpoints)
@@ -55,7 +56,10 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(of_today(read_manifest(folder.checkpoints, newest)["settings"])[0], settings)
+    saved = of_today(read_manifest(folder.checkpoints, newest)["settings"])[0]
+    changed = compare_settings(saved, settings)
+    if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
+        del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(
@@ -67,10 +71,17 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
     return newest
 
 
+def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
+    """Parts of layers with 8-bit products; None for settings that are refused today."""
+    with contextlib.suppress(ConfigError):
+        return ModelConfig(**settings["model"]).products_in_8_bits
+    return None
+
+
 def load_newest(
     folder: RunFolder, wanted: Mapping[str, Any], settings: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[int, dict[str, Any]]:
-    """The newest step that is whole, and its parts; damaged ones after it are named and set aside."""
+    """The newest intact step and its parts; damaged ones after it are named and set aside."""
     step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
         how = f"the checkpoint of step {error.step} is damaged: {error.how}"
@@ -81,10 +92,10 @@ def load_newest(
 
 
 def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
-    """The parameters of another run's newest checkpoint, onto the shardings of `wanted` and in its dtypes: bfloat16 is
-    the nearest to what is float32 there.
+    """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`; float32 is rounded
+    to the nearest bfloat16.
 
-    CheckpointError if it knows its ids by another tokenizer.
+    CheckpointError if it was trained with another tokenizer.
     """
     checkpoints = RunFiles(source).checkpoints
     saved = _as_saved(checkpoints, wanted)
@@ -110,11 +121,11 @@ def _as_wanted(x: Any, like: Any) -> Any:
 
 
 def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
-    """Shapes of parameters by name, with the dtypes that the newest checkpoint has, where these are dtypes of
-    parameters. Scales of 8-bit products are asked for where it has some."""
+    """Shapes of parameters by name, with the dtypes of the newest checkpoint if these are allowed for parameters.
+    Scales of 8-bit products are included if it has them."""
     stored: Mapping[str, Any] = {}
     for step in sorted(complete_steps(checkpoints)):
-        with contextlib.suppress(CheckpointError):  # whoever restores says what is wrong
+        with contextlib.suppress(CheckpointError):  # restoring reports the error
             stored = read_manifest(checkpoints, step)["arrays"].get("params", {})
     dtypes = {name: about["dtype"] for name, about in stored.items() if about["dtype"] in WEIGHTS_DTYPES}
     found = {
@@ -130,9 +141,9 @@ def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
 
 
 def import_record(folder: RunFolder, source: str) -> bytes | None:
-    """The record of the folder that a run's weights were imported from, for its checkpoints to carry.
+    """The record of the folder from which a run's weights were imported, which its checkpoints carry.
 
-    It is in the run's own newest step, or in that of `source`, the run that it starts from; None if nothing was kept.
+    It is in the run's newest step, or in that of `source`, from which the run starts; None if there is none.
     """
     own = complete_steps(folder.checkpoints)
     checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
@@ -146,7 +157,7 @@ def import_record(folder: RunFolder, source: str) -> bytes | None:
 
 
 def check_source(source: str) -> None:
-    """CheckpointError if the run that train.init_from names has no checkpoint; loading judges what it has."""
+    """CheckpointError if the run of train.init_from has no checkpoint; loading checks the checkpoint itself."""
     if not complete_steps(RunFiles(source).checkpoints):
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
@@ -154,7 +165,7 @@ def check_source(source: str) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a run cannot go on when this setting changes.
+    """Whether a run cannot be resumed after this setting has changed.
 
     >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.path") if is_fixed(key)]
     ['model.d_ff']

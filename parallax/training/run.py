@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 
 class RunComponents(NamedTuple):
-    """What a run is made of, once its config is known to be right."""
+    """The components of a run, built from a valid config."""
 
     settings: Settings
     model: ShardedModel
@@ -88,13 +88,13 @@ def train(
     max_runtime_secs: float | None = None,
     warnings: Sequence[str] = (),
 ) -> Outcome:
-    """Train what a config says in the folder `workdir`, which is made, or go on with the run that is there.
+    """Train with a config in the folder `workdir`, which is created, or resume the run in it.
 
-    The config is Settings, a ConfigDict or nested dicts: whatever `read_settings` takes.
+    The config is Settings, a ConfigDict or nested dicts: see `read_settings`.
 
-    Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
-    known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
-    `warnings` about the config are said, and kept in the log, before the run begins.
+    Raises a ParallaxError for everything that a user can get wrong, before anything is compiled if possible. SIGTERM,
+    Ctrl-C and the end of `max_runtime_secs` stop the run after the step in progress, which is saved. `warnings` about
+    the config are printed and logged before the run begins.
     """
     settings = read_settings(config)
     if settings.mesh.simulate and not job.several():
@@ -111,7 +111,7 @@ def train(
         job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
-        job.compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        job.check_equal("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
@@ -127,7 +127,7 @@ def train(
             raise
         folder.write_end(outcome.reason)
         if outcome.reason == "stopped":
-            # One that has asked for it may have an error to tell of.
+            # The process that asked to stop may have to report an error.
             job.wait_for_all("the other processes to stop")
         return outcome
 
@@ -140,7 +140,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
-    # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
+    # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     with waiting("preparing the data"):
         train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
@@ -149,7 +149,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     with waiting("planning the run"):
         model, tx = model_and_optimizer(settings, mesh)
         check_fits(abstract_state(model, tx))
-    if settings.sample.prompt:  # what cannot be read, or is too long, is better known now than at the end
+    if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
         check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
     rows, columns = own_part(model.batch_sharding, shape)
@@ -168,7 +168,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
 
 
 def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
-    """Introduce the run, make or load its state, take its steps, and end it."""
+    """Print the run's facts, create or load its state, run its steps, and finish."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
         tidy_checkpoints(parts, folder, logger)
@@ -183,7 +183,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
         meter = introduce(parts, folder, logger, start)
         logger.begin(start)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
-        # Enough batches are in hand to save the step before one that is lost, and to tell other processes.
+        # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1
         loop = TrainingLoop(
             settings,
@@ -224,7 +224,7 @@ def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
 
 
 def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
-    """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
+    """The first state and its step: a fresh one at 0, otherwise loaded from the newest intact checkpoint."""
     wanted = abstract_state(parts.model, parts.tx)
     if start:
         with waiting(f"restoring step {start}"):
@@ -244,8 +244,8 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
-    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and what
-    was kept of the folder that its weights were imported from."""
+    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and the record
+    of the folder from which its weights were imported."""
     record = import_record(folder, parts.settings.train.init_from) if job.is_first() else None
 
     def carry(at: Path) -> None:
@@ -262,7 +262,7 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
 
 
 def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, say: Callable[[str], None]) -> None:
-    """Say the last evaluation loss, beside the unigram entropy of the corpus, and write the sample."""
+    """Print the last evaluation loss with the unigram entropy of the corpus, and write the sample."""
     data, sample = parts.train_data, parts.settings.sample
     if eval_loss is not None:
         corpus = data.manifest
@@ -278,7 +278,7 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
 
 
 def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:
-    """Log what is about to run; returns its meter."""
+    """Log the facts of the run; returns its meter."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
@@ -307,7 +307,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
     ]
-    with contextlib.suppress(ConfigError):  # of a chip that nothing is known of
+    with contextlib.suppress(ConfigError):  # an unknown chip
         lines += matmul_lines(settings.model, chip(jax.devices()[0].device_kind))
     if not settings.mesh.simulate:
         lines += unused_accelerators(jax.default_backend())
@@ -323,7 +323,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
 
 
 def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -> Iterator[str]:
-    """Two tables: parameters by component, with those of a mixture that a token meets, and bytes on each device."""
+    """Two tables: parameters by component, with the active ones of a mixture, and bytes on each device."""
     total = sum(parameters.values())
     counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
     counts.append(["total", f"{total:,}", ""])
@@ -337,7 +337,7 @@ def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -
 
 
 def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
-    """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
+    """A function that computes the mean loss over the held-out tokens of the first batches from parameters."""
     if parts.eval_data is None:
         return None
     step, put = make_eval_step(parts.model), put_batches(parts)
@@ -351,12 +351,12 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 
 
 def eval_count(parts: RunComponents) -> int:
-    """Batches of an evaluation: no more than hold every window once."""
+    """Number of batches in an evaluation, at most those that hold every window once."""
     return min(parts.settings.train.eval_batches, parts.eval_data.batches)
 
 
 def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
-    """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
+    """The settings of a checkpoint, with the fingerprints of its data and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
     return {**parts.settings.to_dict(), "corpus": corpus, "code": code_versions()}
 

@@ -15,21 +15,21 @@ from jax.experimental import multihost_utils
 from parallax.runtime.errors import EXIT_RESTART
 from parallax.runtime.multihost.job import is_first
 
-ENDING = (signal.SIGTERM, signal.SIGINT)  # where they come a second time
+ENDING = (signal.SIGTERM, signal.SIGINT)  # these end the process when they come a second time
 STOPPING = (*ENDING, signal.SIGHUP)
-HEARD_SECS = 3.0  # JAX looks once a second whether a signal has come, and then tells the other processes
-STEPS_TO_STOP = 2  # after the last one of the process that asks, until all have stopped
+HEARD_SECS = 3.0  # JAX checks once a second for a signal, and then informs the other processes
+STEPS_TO_STOP = 2  # steps after the last one of the asking process until all have stopped
 
 
 class StopRequest:
     """Whether the run has been asked to stop; a context that takes over the signals while it is open.
 
-    A thread reads the signals as they arrive. Python itself would run a handler only after the compiler,
-    which can take minutes, has returned. With several processes JAX's preemption service hears of the signal too, and
-    has all of them stop after the same step.
+    A thread reads the signals when they arrive. Python itself would run a handler only after the compiler has returned,
+    which can take minutes. With several processes JAX's preemption service gets the signal, too, and makes all of them
+    stop after the same step.
 
     Args:
-        max_runtime_secs: from now on; then the run is asked to stop as if by a signal. None is no limit.
+        max_runtime_secs: time from now after which the run is asked to stop as by a signal; None means no limit.
     """
 
     def __init__(self, max_runtime_secs: float | None = None):
@@ -39,7 +39,7 @@ class StopRequest:
         self._deadline = float("inf") if max_runtime_secs is None else time.monotonic() + max_runtime_secs
 
     def __enter__(self) -> "StopRequest":
-        # Only the main thread may handle signals; elsewhere nobody sends us any.
+        # Only the main thread may handle signals.
         self._active = threading.current_thread() is threading.main_thread()
         self._tell_jax = _handler_of_jax() if self._active and jax.distributed.is_initialized() else None
         if self._active:
@@ -55,29 +55,30 @@ class StopRequest:
         if self._active:
             signal.set_wakeup_fd(self._wakeup_before)
             for number, handler in self._before.items():
-                # None: the handler was not set from Python, and cannot be set back from there.
+                # None: the handler was not set from Python and cannot be restored from there.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._writer.close()
 
     def ask(self, reason: str) -> None:
-        """Have the run stop as if by a signal; with several processes this comes back when they have agreed.
+        """Make the run stop as by a signal; with several processes this returns when they have agreed on a step.
 
-        Until then none gets further than one step beyond the last of this process, which takes no other: they agree on
-        the one after that at the latest, `STEPS_TO_STOP` after its last.
+        This process runs no further step meanwhile, so others get at most one step beyond its last one. They agree on
+        the step after that at the latest, `STEPS_TO_STOP` after its last one.
         """
         if self.signal is None:
             self._ask(reason)
         if self._tell_jax is not None:
             time.sleep(HEARD_SECS)
-            # While JAX asks for everybody's step it answers no process; the answer for a step of before is not wanted.
+            # While JAX collects the steps of all processes, it does not answer; an answer for an earlier step is
+            # useless.
             multihost_utils.reached_preemption_sync_point(self._asked)
 
     def after(self, step: int) -> bool:
-        """Whether the run stops after this step; with several processes, all ask for each step, and hear the same."""
+        """Whether the run stops after this step; with several processes all must ask for each step and agree."""
         if time.monotonic() > self._deadline and self.signal is None and is_first():
             self._ask("--max-runtime")
         if jax.distributed.is_initialized():
-            # JAX says yes to one number only, which may be of a step before a resume, or of one that cannot be saved.
+            # JAX confirms only one step, which may be before a resume, or one that cannot be saved.
             numbers = range(self._asked + 1, step + 1)
             self._agreed = self._agreed or any(map(multihost_utils.reached_preemption_sync_point, numbers))
             self._asked = step
@@ -93,7 +94,7 @@ class StopRequest:
         while arrived := self._arrivals.recv(1):
             if arrived[0] not in STOPPING:
                 continue
-            ending = arrived[0] in ENDING  # of a terminal that is closed one hears from the system and from the shell
+            ending = arrived[0] in ENDING  # a closed terminal sends SIGHUP twice, from the system and from the shell
             if ending and self._signalled:
                 os._exit(EXIT_RESTART)
             self._signalled = self._signalled or ending
@@ -101,19 +102,19 @@ class StopRequest:
             if self.signal is None:
                 self._ask(name)
             advice = "; once more to exit at once" if ending else ""
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # stderr may be closed
                 os.write(2, f"{name}: stopping after this step{advice}\n".encode())
         self._arrivals.close()
 
 
 def _is_heard(number: int) -> bool:
-    """Whether a signal is for us: nohup has SIGHUP ignored, and so it stays."""
+    """Whether a signal should be handled: nohup ignores SIGHUP, and that is respected."""
     return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _handler_of_jax() -> Callable[[int], None]:
-    """What JAX's preemption service does on SIGTERM: it hears of a signal no more once Python handles it."""
-    action = ctypes.create_string_buffer(256)  # a struct sigaction, and room to spare: its first field is the handler
+    """The SIGTERM handler of JAX's preemption service, which gets no signals once Python handles them."""
+    action = ctypes.create_string_buffer(256)  # large enough for a struct sigaction, whose first field is the handler
     ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
     handler = ctypes.c_void_p.from_buffer(action).value
     assert handler not in (None, 1), "jax.distributed is on, but its preemption service does not listen to SIGTERM"

@@ -1,4 +1,4 @@
-"""What runs on devices: one training step and one evaluation, compiled and pure; and how settings become them."""
+"""The compiled, pure functions of training: one training step and one evaluation step; and their construction."""
 
 import functools
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from parallax.training.low_precision import Blocks, check_blocks, narrowed, wide
 from parallax.training.optimizer import global_norm, make_optimizer
 from parallax.training.streaming import check_streams, map_kept, update_by_layer
 
-UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
+UPDATE = "update"  # the scope of the update, which reports read in compiled programs
 
 
 class TrainState(NamedTuple):
-    """All that a run is between two steps; the batch and the dropout of a step follow from its number."""
+    """The state of a run between two steps; the batch and the dropout of a step depend on its number."""
 
-    step: Array  # int32: steps done
+    step: Array  # int32: number of steps done
     params: Any
     opt_state: Any
     guard: GuardState
@@ -43,11 +43,11 @@ class TrainState(NamedTuple):
 def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
     """The shapes and shardings of a state.
 
-    Of an optimizer's state, what has the tree of the parameters is cut as `model.plan` cuts these, where the shape is
-    the same, too, and so are blocks with their scales; all else is whole on every device. The plan says of both in
-    which memory they are.
+    Optimizer states with the tree and the shapes of the parameters are sharded like them, by `model.plan`; so are
+    blocks with their scales. All other states are whole on every device. The plan says in which memory parameters and
+    states are.
 
-    Raises ConfigError where the mesh cuts through blocks, or the optimizer cannot work layer by layer.
+    Raises ConfigError if the mesh divides blocks, or if the optimizer cannot work layer by layer.
     """
     whole = NamedSharding(model.mesh, P())
 
@@ -86,8 +86,8 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
 
 
 def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array], seed: int) -> Any:
-    """Parameters whose 8-bit products have the scales that a pass over this batch gives, in which they are made in the
-    compute dtype; of a model without such products, as they are."""
+    """Parameters with the first scales of 8-bit products, from a pass over this batch in which these products are
+    computed in the compute dtype; unchanged for a model without such products."""
     leaves, structure = jax.tree.flatten(params)
     layouts, shardings = jax.tree.leaves(model.layouts), jax.tree.leaves(model.shardings)
     places = [at for at, layout in enumerate(layouts) if is_amax(layout)]
@@ -97,7 +97,7 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
 
     def measured(params: Any, batch: dict[str, Array]) -> list[Array]:
         _, grads = measuring.loss_and_grad(params, batch, jnp.array([seed, 0], jnp.int32))
-        # Where all of the batch gave 0, as a gradient may, any scale will do.
+        # If all values in the batch were 0, as gradients may be, any scale is suitable.
         found = [jax.tree.leaves(grads)[at] for at in places]
         return [latest_amax(amax, jnp.ones_like(amax)) for amax in found]
 
@@ -109,8 +109,8 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
 
 
 def in_their_memory(tree: Any, shardings: Any) -> Any:
-    """Traced arrays, those in host memory that have these shardings: arguments of a program that is compiled ahead are
-    there, but have not the type."""
+    """Traced arrays with the host memory type where these shardings have it: arguments of a program that is compiled
+    ahead are in host memory, but their types do not say so."""
     move = lambda x, sharding: to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x  # noqa: E731
     return jax.tree.map(move, tree, shardings)
 
@@ -118,12 +118,11 @@ def in_their_memory(tree: Any, shardings: Any) -> Any:
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
 
-    Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard let nothing change;
-    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite; of a model with experts
-    expert_counts, an array: see `counts_of`. A batch is as parallax.model.batch has it, or a DataError; `take` does the
-    same without a look at its values. `seed` is that of
-    dropout, `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batch that it was last traced for, None
-    before.
+    Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard skipped the step;
+    skipped_steps, the number of all skipped steps; in_a_row, the number of consecutive non-finite steps. A model with
+    experts has expert_counts, an array: see `counts_of`. A batch must be as in parallax.model.batch (DataError); `take`
+    does the same without checking its values. `seed` is that of dropout; for `guard` see `judge`. `batch_shape` is
+    (global_batch, seq) of the batch for which it was last traced, None before.
     """
 
     def __init__(
@@ -143,15 +142,15 @@ class TrainStep:
         return self.take(state, self.model.checked(batch))
 
     def take(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
-        """The step on a batch of a reader, which has looked at its values: nothing is read back from the devices."""
+        """The step on a batch of a reader, which has checked its values: nothing is read back from the devices."""
         return self._jitted(state, batch)
 
     def __repr__(self) -> str:
         return f"TrainStep of {repr(self.model).splitlines()[0]}"
 
     def init(self, batch: dict[str, Array] | None = None) -> TrainState:
-        """The state before the first step; its parameters are those of the seed. Products in 8 bits have the scales
-        that `batch`, as the first, gives; ConfigError where it is missing."""
+        """The state before the first step; parameters depend on the seed. The first scales of 8-bit products come from
+        `batch`, the first one; ConfigError if it is missing."""
         state = init_state(self.model, self.tx, self.seed)
         if batch is not None:
             params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
@@ -164,12 +163,12 @@ class TrainStep:
         return state
 
     def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
-        """The step for batches of this shape, ready to be compiled."""
+        """The lowered step for batches of this shape."""
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
         return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(BATCH_ARRAYS, array))
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
-        """What is jitted."""
+        """The function that is jitted."""
         self.batch_shape = batch["tokens"].shape
         state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
@@ -178,7 +177,7 @@ class TrainStep:
             metrics |= {"grad_norm": self.grad_norm(grads)}
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
-            # A branch: where the old state and the new are chosen between element by element, XLA keeps both.
+            # A branch, since with an elementwise choice between the old and the new state XLA would keep both.
             params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, grads, metrics["grad_norm"])
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
@@ -194,9 +193,9 @@ class TrainStep:
     def update(
         self, params: Any, opt_state: Any, grads: Any, grad_norm: Array, noise: Array | None = None
     ) -> tuple[Any, Any]:
-        """Parameters and optimizer state after a gradient of this norm, which is not measured again.
+        """Parameters and optimizer state after the update with a gradient of this norm, which is not recomputed.
 
-        What is kept in fewer bits than float32 is rounded by `noise`, int32 [2], (seed, step).
+        Arrays in fewer bits than float32 are rounded with `noise`, int32 [2], (seed, step).
         """
         tx = optax.with_extra_args_support(self.tx)
 
@@ -228,11 +227,11 @@ def make_eval_step(model: ShardedModel) -> Callable:
     return lambda params, batch: jitted(params, model.checked(batch))
 
 
-# ---- what settings describe, put together on a mesh
+# ---- construction from settings
 
 
 def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
-    """The model on a mesh, which may be abstract; a ParallaxError where it does not fit.
+    """The model on a mesh, which may be abstract; a ParallaxError if it does not fit.
 
     Without a mesh, on that of the settings, over all devices that are here.
     """
@@ -243,14 +242,14 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
 
 
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:
-    """Both; a ParallaxError where they do not fit the mesh, the batch or the steps."""
+    """Model and optimizer; a ParallaxError if they do not fit the mesh, the batch or the steps."""
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 
 
 def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
-    """The step that training with these settings takes, with its guard: `(state, batch) -> (state, metrics)`.
+    """The training step of these settings, with its guard: `(state, batch) -> (state, metrics)`.
 
     Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
     """

@@ -1,7 +1,7 @@
-"""The update of parameters, or of what an optimizer keeps of them, in host memory: layer by layer.
+"""Updates parameters or optimizer states in host memory layer by layer.
 
-Moved whole, they would need more of the device's memory than if they had stayed there. The optimizer gets the trees
-that it knows, in which arrays of other layers have no rows: so what it does must be by entry, or by a layer's matrix.
+Moved as a whole, they would need more device memory than if they had stayed there. The optimizer gets its usual trees,
+in which arrays of other layers have no rows; so it must work by entry or by a layer's matrix.
 """
 
 import math
@@ -19,17 +19,17 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.host import HOST, is_on_host, to_device, to_host
 from parallax.training.low_precision import Blocks
 
-UNSTACKED, SHARED = "", "shared"  # labels: of parameters that are no layers', and of what is kept of no parameter
-# `update(params, opt_state, grads, layers)` returns the first two, updated; `layers` are the numbers of stacked ones.
+UNSTACKED, SHARED = "", "shared"  # labels: parameters outside of layers, and states that belong to no parameter
+# `update(params, opt_state, grads, layers)` returns the updated first two; `layers` are the indices of stacked layers.
 Update = Callable[[Any, Any, Any, Array | None], tuple[Any, Any]]
 
 
 def map_kept(function: Callable, other: Callable[[Any], Any], opt_state: Any, *trees: Any) -> Any:
-    """`function(kept, *leaves)` of what an optimizer keeps of each parameter, with the leaves that `trees`, of the
-    parameters' structure, have for it; `other(leaf)` of the rest.
+    """Map `function(kept, *leaves)` over the states of each parameter, with its leaves in `trees`, which have the
+    parameters' structure; map `other(leaf)` over all other states.
 
-    What is kept is an array, or blocks with their scales, or nothing where another of the optimizers in optax.partition
-    takes care of the parameter.
+    A state is an array, or blocks with their scales, or nothing if another optimizer in optax.partition updates the
+    parameter.
     """
     is_per_param = lambda part: isinstance(part, dict) and part.keys() == trees[0].keys()  # noqa: E731
     is_kept = lambda leaf: isinstance(leaf, (optax.MaskedNode, Blocks))  # noqa: E731
@@ -44,7 +44,7 @@ def map_kept(function: Callable, other: Callable[[Any], Any], opt_state: Any, *t
 
 
 def check_streams(model: ShardedModel, opt_state: Any) -> None:
-    """Raise ConfigError where an update cannot go layer by layer; `opt_state` is a tree of shapes."""
+    """Raise ConfigError if an update cannot work layer by layer; `opt_state` is a tree of shapes."""
 
     def check(kept: Any, param: Any, row: Any) -> Any:
         if HOST in (row.memory, row.states) and not isinstance(kept, Blocks) and kept.shape != param.shape:
@@ -59,7 +59,7 @@ def check_streams(model: ShardedModel, opt_state: Any) -> None:
 
 
 def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-    """What `update` returns of the whole trees, with one layer's arrays of those in host memory on the device."""
+    """The result of `update` for the whole trees; of arrays in host memory, one layer at a time is on the device."""
     of_params = jax.tree_util.tree_map_with_path(partial(_stack_of, model.plan.orders), params)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
     labels = of_params, map_kept(labelled, lambda _: SHARED, opt_state, of_params), of_params
@@ -68,7 +68,7 @@ def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state:
     written = len(leaves) - len(jax.tree.leaves(grads))
 
     def updated(at_hand: Mapping[int, Array], layers: Array | None = None) -> list[Array]:
-        """All leaves but the gradients after an update in which these have rows."""
+        """All leaves except gradients after an update in which the leaves `at_hand` have rows."""
         given = [at_hand.get(at, x if labels[at] == SHARED else _no_rows(x)) for at, x in enumerate(leaves)]
         return jax.tree.leaves(update(*jax.tree.unflatten(structure, given), layers))
 
@@ -78,7 +78,7 @@ def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state:
         cut = {row.at_rest.cut_of("layers") for row in jax.tree.leaves(model.plan.rows_of(stack))}
         assert len(cut) == 1, f"layers of {stack} are cut in different ways: {cut}"
         pieces = math.prod(model.axis_sizes.get(axis, 1) for axis in cut.pop())
-        # Of each device's layers the first, then the second, and so on.
+        # The first layer of every device, then the second, and so on.
         apart = {at: x.reshape(pieces, -1, *x.shape[1:]) for at, x in enumerate(leaves) if labels[at] == stack}
         carry = {at: x for at, x in apart.items() if at < written}
         turn = partial(_turn, updated, apart)
@@ -88,7 +88,7 @@ def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state:
 
 
 def _turn(updated: Callable, apart: Mapping[int, Array], number: Array, carry: dict[int, Array]) -> dict[int, Array]:
-    """The update of one layer of each piece; arrays are `[piece, layer, ...]`, `carry` those that change."""
+    """Update one layer of each piece; arrays are `[piece, layer, ...]`, `carry` those that change."""
     rows = {at: lax.dynamic_slice_in_dim(x, number, 1, axis=1) for at, x in (apart | carry).items()}
     pieces, layers = next(iter(apart.values())).shape[:2]
     found = updated({at: to_device(x)[:, 0] for at, x in rows.items()}, number + layers * jnp.arange(pieces))
@@ -97,7 +97,7 @@ def _turn(updated: Callable, apart: Mapping[int, Array], number: Array, carry: d
 
 
 def _stack_of(stacks: Mapping[str, Any], path: Any, leaf: Any) -> str:
-    """The stack of layers that a parameter is of."""
+    """The stack of layers to which a parameter belongs."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return next((stack for stack in stacks if name.startswith(f"{stack}/")), UNSTACKED)
 
@@ -107,5 +107,5 @@ def _no_rows(x: Array) -> Array:
 
 
 def _beside(x: Array, other: Array) -> Array:
-    """The other array in the memory in which the first is."""
+    """The other array, moved to the memory of the first one."""
     return to_host(other) if is_on_host(x) else other

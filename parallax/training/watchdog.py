@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 
 from parallax.runtime.errors import tell, thread_stacks
 
-LEAST_STEPS = 5  # before a median means anything
+LEAST_STEPS = 5  # fewest steps for a meaningful median
 REMEMBERED_STEPS = 100
-LEAST_SECS = 5.0  # what is over sooner needs no explaining
+LEAST_SECS = 5.0  # shorter steps are not reported
 LOOK_SECS = 0.25
 
 
 class Watchdog(AbstractContextManager):
     """Prints the stacks of all threads to stderr, once, when a step takes `factor` times the median; 0 is off.
 
-    Use it as a context. It ends nothing: with several processes distributed.wait_secs does.
+    Use it as a context. It does not end the run; with several processes distributed.wait_secs does.
     """
 
     def __init__(self, factor: float, *, least_secs: float = LEAST_SECS):
@@ -33,14 +33,14 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
 
     def begin(self, step: int, *, compiles: bool = False) -> None:
-        """A step begins, and the one before it is over; one that compiles is not watched."""
+        """Start watching a step, and end watching the previous one; a step that compiles is not watched."""
         now = time.monotonic()
         if self._current is not None:
             self._durations.append(now - self._current[1])
         self._current = None if compiles else (step, now)
 
     def pause(self) -> None:
-        """What follows is no step."""
+        """Stop watching until the next step."""
         self._current = None
 
     def _watch(self) -> None:

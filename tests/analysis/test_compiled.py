@@ -27,7 +27,7 @@ from parallax.analysis.compiled import (
 )
 from parallax.analysis.hlo import axes_of, groups_of, parse_hlo
 from parallax.analysis.step_time import step_time
-from parallax.analysis.topology import one_way, route
+from parallax.analysis.topology import one_way, read_topology, route
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS, chip
 from parallax.runtime.errors import ConfigError
@@ -244,6 +244,22 @@ def test_links_follow_the_torus():
     apart = on_torus((1, 16, 1), square)
     apart.devices[0, 0, 0].slice_index = 1
     assert route(apart, ("dp",), v5e).bandwidth == v5e.dcn_bandwidth
+
+
+def test_two_cores_share_the_links_of_their_chip():
+    places = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]
+    v7x, line = CHIPS["TPU v7x"], 100e9
+    both = on_torus((1, 64, 2), [place for place in places for _ in range(2)])
+    for number, device in enumerate(both.devices.flat):
+        device.core_on_chip = number % 2
+    assert route(both, ("tp",), v7x).bandwidth == 6 * line  # within a chip
+    assert route(both, ("dp",), v7x).bandwidth == 6 * line / 2  # the other core's group sends, too
+    assert route(both, ("dp", "tp"), v7x).bandwidth == 6 * line
+    assert one_way(both, [(0, 2), (1, 3)], v7x) == line / 2
+    assert one_way(both, [(0, 2), (4, 6)], v7x) == line
+    topology = read_topology("v7x:4x4x4")
+    assert topology.devices == 128
+    assert topology.route({"dp": 64, "tp": 2}, ["tp"]).bandwidth == 6 * line
 
 
 def test_messages_share_the_links_that_they_pass():

@@ -5,16 +5,17 @@ import re
 import jax
 import pytest
 import tiny
+from sent import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
 import parallax as px
-from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.collectives import bytes_by
 from parallax.analysis.compiled import read_compiled
 from parallax.analysis.flops import flops_breakdown
 from parallax.analysis.layouts import Choice, build_if_legal, choices
 from parallax.analysis.memory import memory
-from parallax.analysis.plan import neighbours, plan_heading, sweep_table
+from parallax.analysis.plan import plan_heading, single_changes, sweep_table
 from parallax.analysis.report import report, report_text
 from parallax.analysis.step_time import predict
 from parallax.analysis.sweep import LeastWork, PricedLayout, draw
@@ -220,10 +221,10 @@ def test_a_table_and_a_drawing_of_layouts_show_context_ranks():
 
 
 def test_advice_moves_context_ranks_and_names_the_other_forms():
-    flags = {flags for flags, _ in neighbours(long(), FOUR)}
+    flags = {flags for flags, _ in single_changes(long(), FOUR)}
     assert {"--config.layout.context=ring", "--config.layout.context=ulysses"} <= flags
     assert {"--config.mesh.dp=1 --config.mesh.cp=4", "--config.mesh.dp=4 --config.mesh.cp=1"} <= flags
-    assert not any("cp" in flag or "context" in flag for flag, _ in neighbours(tiny_settings(), PAIR))
+    assert not any("cp" in flag or "context" in flag for flag, _ in single_changes(tiny_settings(), PAIR))
 
 
 def test_replicas_stay_in_a_plan():

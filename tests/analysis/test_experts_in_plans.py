@@ -5,13 +5,14 @@ import re
 import jax
 import pytest
 import tiny
+from sent import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.collectives import bytes_by
 from parallax.analysis.layouts import Choice, build_if_legal, choices
 from parallax.analysis.memory import memory
-from parallax.analysis.plan import neighbours, plan, plan_heading, sweep_table
+from parallax.analysis.plan import plan, plan_heading, single_changes, sweep_table
 from parallax.analysis.report import report, report_text
 from parallax.analysis.step_time import predict
 from parallax.analysis.sweep import LeastWork, PricedLayout, draw
@@ -89,11 +90,11 @@ def test_a_layout_with_expert_ranks_is_applied_and_asked_for_by_flags():
     assert own.ep == 2 and own.mesh == "1·2·1 ep=2" and Choice.of(other.applied(settings)) == other
     assert own.flags_to(other) == ["--config.mesh.dp=1", "--config.mesh.ep=4"]
     assert build_if_legal(other.applied(settings), FOUR) is not None
-    flags = {flags for flags, _ in neighbours(settings, FOUR)}
+    flags = {flags for flags, _ in single_changes(settings, FOUR)}
     assert {"--config.mesh.dp=1 --config.mesh.ep=4", "--config.mesh.dp=4 --config.mesh.ep=1"} <= flags
-    of_mixture = {flags for flags, _ in neighbours(wide(**MIXTURE, mesh_dp=4, mesh_ep=1), FOUR)}
+    of_mixture = {flags for flags, _ in single_changes(wide(**MIXTURE, mesh_dp=4, mesh_ep=1), FOUR)}
     assert "--config.mesh.dp=2 --config.mesh.ep=2" in of_mixture
-    assert not any(".ep=" in flag for flag, _ in neighbours(tiny_settings(), PAIR))
+    assert not any(".ep=" in flag for flag, _ in single_changes(tiny_settings(), PAIR))
 
 
 @pytest.mark.slow

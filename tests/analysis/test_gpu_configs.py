@@ -28,7 +28,7 @@ WITHOUT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "triton"])
 @pytest.mark.parametrize("where", ["H100:1x8", "B200:2x4"])
 def test_a_small_step_compiles_for_gpus_that_are_not_here(where, kernel):
     printed = run_beside("tests/gpu_configs.py", "tiny_gqa", where, "mesh.dp=8", f"model.kernel={kernel}", *SMALL)

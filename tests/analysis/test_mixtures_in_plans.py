@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 from hlo_examples import HEADER
+from sent import step_collectives
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import step_collectives
 from parallax.analysis.compiled import costs_of, read_hlo_text
 from parallax.analysis.flops import (
     active_parameters,
@@ -25,8 +26,8 @@ from parallax.analysis.flops import (
 )
 from parallax.analysis.layouts import Choice, build_if_legal
 from parallax.analysis.memory import Memory
-from parallax.analysis.plan import neighbours, plan, plan_heading
-from parallax.analysis.step_time import CompiledStep, StepTime, compiled_parts, predict
+from parallax.analysis.plan import plan, plan_heading, single_changes
+from parallax.analysis.step_time import Clock, CompiledStep, StepTime, compiled_parts, predict, traced_work
 from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
@@ -159,7 +160,7 @@ def test_a_plan_says_how_tokens_come_to_experts():
     chunks = plan_heading("wide", settings(layout_expert_chunk_tokens=64), FOUR)
     assert chunks.splitlines()[-1].endswith("64 tokens at once")
     assert "experts" not in plan_heading("wide", tiny_settings(mesh_dp=4), FOUR)
-    flags = {flags for flags, _ in neighbours(settings(), FOUR)}
+    flags = {flags for flags, _ in single_changes(settings(), FOUR)}
     assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
 
 
@@ -222,6 +223,37 @@ def test_kernels_and_ragged_exchanges_are_priced_by_the_rows_in_use():
     assert product.operand_bytes == round(4 * 4 + load * 256 * 32 * 2 + 2 * 32 * 16 * 2)
     assert gradient.result_bytes == 2 * 32 * 16 * 2 and all(one.grouped for one in (product, gradient))
     assert full.pallas_calls[1].flops == 2 * 256 * 32 * 16
+
+
+def test_grouped_kernels_in_8_bits_are_priced_at_the_speed_of_these():
+    text = HEADER + COMPILED
+    for before, after in (("x.1: bf16", "x.1: s8"), ("w.1: bf16", "w.1: s8"), ("= bf16[64,32]", "= s8[64,32]")):
+        text = text.replace(before, after)
+    text = text.replace("= bf16[2,32,16]{2,1,0} parameter", "= s8[2,32,16]{2,1,0} parameter")
+    text = text.replace("= bf16[256,32]", "= s8[256,32]").replace("none.1 = bf16[", "none.1 = s32[")
+    product, plain = (read_hlo_text(found, mesh_of(ep=4, dp=1)).pallas_calls[1] for found in (text, HEADER + COMPILED))
+    assert (product.matmul, plain.matmul) == ("int8", "compute")
+    assert product.flops == plain.flops == 2 * 256 * 32 * 16
+    assert product.operand_bytes == 4 * 4 + 256 * 32 + 2 * 32 * 16 and product.result_bytes == 256 * 16 * 4
+    chip = FOUR.chip
+    clock = Clock(mesh_of(ep=4, dp=1), chip, "bfloat16", lockstep=True, kernel_efficiency=1e-3)
+    (slow,), (fast,) = (clock.run([one]).values() for one in (plain, product))
+    assert slow / fast == pytest.approx(chip.matmul_speed("int8"))
+
+
+def test_a_plan_prices_grouped_products_in_8_bits_as_such():
+    """Those of the forward pass and of gradients of rows, which are as many."""
+
+    def flops_of(**how):
+        own = settings(pipeline_remat="none", **how)
+        found = Counter()
+        for one in traced_work(build_if_legal(own, FOUR), own).products:
+            found[one.matmul, one.direction] += one.count * one.flops
+        return found
+
+    plain, narrow = flops_of(), flops_of(model_matmul="int8", model_matmul_parts="experts")
+    assert narrow["int8", "forward"] == narrow["int8", "backward"] > 0 == plain["int8", "forward"]
+    assert narrow.total() == plain.total()
 
 
 USUAL = """%few (p.1: bf16[64,32]) -> bf16[64,32] {

@@ -21,7 +21,7 @@ from stand_ins import on_write
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import Sent, collectives
-from parallax.analysis.devices import local_topology
+from parallax.analysis.devices import fastest_matmul, local_topology, matmul_lines
 from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import (
@@ -30,9 +30,9 @@ from parallax.analysis.plan import (
     compiled_lines,
     eight_bit_lines,
     helpful_changes,
-    neighbours,
     plan_heading,
     sets_table,
+    single_changes,
     sweep_table,
     verdict,
 )
@@ -47,12 +47,13 @@ from parallax.analysis.step_time import (
     predict,
     traced_work,
 )
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
+from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front, price
 from parallax.analysis.topology import GET_CUDA, devices_of, read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, POLICY_NAMES
+from parallax.config.sections import AXES, POLICY_NAMES, ModelConfig
 from parallax.config.settings import read_settings
+from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
 from parallax.training.step import model_of
@@ -276,13 +277,18 @@ LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # a
 
 def kernels_of(topology, **changes):
     """The kernels of attention that a plan would price as changes."""
-    changed = [one for one in neighbours(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
+    changed = [one for one in single_changes(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
     return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, topology) is not None]
 
 
 @pytest.mark.parametrize(
     ("topology", "kernels"),
-    [(PAIR, ["splash"]), (read_topology("H100:2"), ["cudnn"]), (read_topology("a100:2"), ["cudnn"]), (HERE, [])],
+    [
+        (PAIR, ["splash"]),
+        (read_topology("H100:2"), ["cudnn", "triton"]),
+        (read_topology("a100:2"), ["cudnn", "triton"]),
+        (HERE, []),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, kernels):
@@ -291,15 +297,18 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
 
 def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
     wide = dict(model_d_head=192, model_d_model=384)
-    assert kernels_of(read_topology("A100:2"), **wide) == []
-    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn"]
-    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == []
+    assert kernels_of(read_topology("A100:2"), **wide) == ["triton"]
+    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn", "triton"]
+    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == ["triton"]
+    assert kernels_of(read_topology("H100:2"), model_d_head=320, model_d_model=640) == []
 
 
-def test_flash_attention_on_gpus_is_priced_without_one():
-    scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
-    assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
-    settings = tiny(**LONG, model_kernel="cudnn")
+@pytest.mark.parametrize("kernel", ["cudnn", "triton"])
+def test_flash_attention_on_gpus_is_priced_without_one(kernel):
+    of = lambda kernel: predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2"))  # noqa: E731
+    scores, flash = of("xla"), of(kernel)
+    assert flash.work_secs < scores.work_secs and flash.peak_bytes < scores.peak_bytes
+    settings = tiny(**LONG, model_kernel=kernel)
     products = traced_work(model_on_topology(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
@@ -307,13 +316,13 @@ def test_flash_attention_on_gpus_is_priced_without_one():
 
 def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
     gpu, tpu = read_topology("H100:8"), read_topology("v5p:2x2x2")
-    told = "JAX takes 60.0 GiB if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    told = "JAX reserves 60.0 GiB by default: XLA_CLIENT_MEM_FRACTION=0.95"
     assert verdict(61 * 2**30, gpu, "predicted").splitlines()[1:] == [told]
     for peak, topology in ((59, gpu), (81, gpu), (80, tpu)):
         assert "\n" not in verdict(peak * 2**30, topology, "predicted")
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
 def test_what_this_machine_does_not_run_at_a_known_speed_is_not_planned_here(kernel):
     with pytest.raises(ConfigError, match=f"model.kernel='{kernel}' .*CPUs.*; use kernel"):
         predict(tiny(**LONG, model_kernel=kernel), HERE)
@@ -348,17 +357,64 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
+@pytest.mark.parametrize("matmul", ["int8", "float8"])
+def test_the_bound_of_products_in_8_bits_is_of_their_speed(matmul):
+    """Layers so wide that their products are all but everything: a bound at bfloat16's speed is far above."""
+    four = read_topology("v5e:2x2" if matmul == "int8" else "H100:4")
+    wide = dict(model_d_model=8192, model_d_ff=28672, model_dtype="bfloat16", data_seq=512, data_global_batch=512)
+    settings = tiny(**wide, model_matmul=matmul, model_vocab=256, pipeline_remat="layer", mesh_dp=4)
+    own = Choice.of(settings)
+    bound = LeastWork(settings, four, model_on_topology(settings, four)).bound(own)
+    found = predict(settings, four).secs
+    assert 0.8 * found < bound <= found
+
+
+def test_a_layout_that_cuts_through_blocks_of_float8_is_not_legal():
+    """As a run refuses it: a search goes on with the next."""
+    sixteen = read_topology("v5e:4x4")
+    settings = tiny(mesh_dp=16, data_global_batch=32, model_d_model=64, optimizer_m_dtype="float8")
+    assert price(settings, sixteen) == "not legal"
+    with pytest.raises(ConfigError, match="optimizer.m_dtype='float8' has blocks of 8 along a dim of .*mesh.dp=16"):
+        predict(settings, sixteen)
+    assert price(tiny(mesh_dp=16, data_global_batch=32, model_d_model=64), sixteen).secs > 0
+
+
+SPEEDS = [("H100", "float8", "int8"), ("H200", "float8", "int8"), ("v7x", "float8", "int8"), ("v5e", "int8", "float8")]
+
+
+@pytest.mark.parametrize(("name", "best", "other"), SPEEDS)
+def test_products_in_8_bits_are_warned_of_where_another_dtype_is_faster(name, best, other):
+    known = chip(name)
+    speeds = {matmul: known.matmul_speed(matmul) for matmul in ("compute", "int8", "float8")}
+    assert fastest_matmul(known) == best and speeds[best] == max(speeds.values())
+    (line,) = matmul_lines(ModelConfig(matmul=best), known)
+    assert line == f"products of attention and mlp in {best}"
+    warned = [line for line in matmul_lines(ModelConfig(matmul=other), known) if line.startswith("warning: ")]
+    if speeds[other] == speeds[best]:
+        assert not warned
+    else:
+        figures = ", ".join(f"{matmul} {speed:.2f}" for matmul, speed in speeds.items())
+        assert warned == [
+            f"warning: model.matmul='{other}' is not the fastest on {known.name}; speed of products over bfloat16's: "
+            f"{figures}; use model.matmul='{best}'"
+        ]
+    assert not [*matmul_lines(ModelConfig(), known)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "attention", "topology", "kernel"),
+    ("family", "attention", "topology", "kernel", "matmul"),
     [
-        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"]),
-        ("column_row", "gqa", "H100:4", "cudnn"),
+        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"], ["compute"]),
+        ("column_row", "gqa", "H100:4", "cudnn", "compute"),
+        ("column_row", "gqa", "v5e:2x2", "xla", "int8"),
+        ("column_row", "gqa", "H100:4", "cudnn", "float8"),
     ],
 )
-def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel):
+def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel, matmul):
     four = read_topology(topology)
-    settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
+    changes = dict(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel, model_matmul=matmul)
+    settings = tiny(**changes)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
     least = LeastWork(settings, four, model_on_topology(settings, four))
     looked_at = 0
@@ -608,7 +664,7 @@ def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
     assert own in list(choices(settings, 4))
     for choice in list(choices(settings, 4))[::5]:
         assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
-    for flags, changed in neighbours(settings, read_topology("v5e:2x2")):
+    for flags, changed in single_changes(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
 
 
@@ -647,7 +703,7 @@ NARROW_OR_ON_HOST = {
 @pytest.mark.slow
 def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
     settings = tiny(model_d_model=64, pipeline_remat="layer", **LONG)
-    offered = [(flags, one) for flags, one in neighbours(settings, PAIR) if flags in NARROW_OR_ON_HOST]
+    offered = [(flags, one) for flags, one in single_changes(settings, PAIR) if flags in NARROW_OR_ON_HOST]
     assert {flags for flags, _ in offered} == NARROW_OR_ON_HOST
     now = predict(settings, PAIR)
     saves = {flags: now.peak_bytes - predict(one, PAIR).peak_bytes for flags, one in offered}
@@ -661,20 +717,20 @@ def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
 def test_what_is_narrow_or_on_the_host_is_not_offered_again():
     asked = dict(optimizer_m_dtype="float8", optimizer_v_dtype="bfloat16", optimizer_states_on="host")
     settings = tiny(**asked, fsdp_gather_dtype="int8", model_matmul="int8", pipeline_residuals_on="host")
-    offered = {flags for flags, _ in neighbours(settings, PAIR)}
+    offered = {flags for flags, _ in single_changes(settings, PAIR)}
     assert "--config.optimizer.v_dtype=float8" in offered
     assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul=" in flags]
     assert not [flags for flags in offered if "gather_dtype" in flags or "residuals_on" in flags]
     without_link = PAIR._replace(chip=PAIR.chip._replace(host_bandwidth=0.0))
-    assert not [flags for flags, _ in neighbours(tiny(), without_link) if flags.endswith("=host")]
+    assert not [flags for flags, _ in single_changes(tiny(), without_link) if flags.endswith("=host")]
 
 
 def test_8_bit_residuals_are_offered_and_said_with_8_bit_products():
     flags = "--config.model.matmul_residuals=8bit"
-    offered = [{flags for flags, _ in neighbours(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
+    offered = [{flags for flags, _ in single_changes(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
     assert flags not in offered[0] and flags in offered[1]
     both = tiny(model_matmul="int8", model_matmul_residuals="8bit")
-    assert not [flags for flags, _ in neighbours(both, PAIR) if "matmul" in flags]
+    assert not [flags for flags, _ in single_changes(both, PAIR) if "matmul" in flags]
     assert "in int8, which save their input in 8 bits" in plan_heading("tiny", both, PAIR)
     assert any("times as fast" in line for line in eight_bit_lines(both, PAIR, predict(both, PAIR)))
 
@@ -744,7 +800,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
     assert "\n1 layouts priced; passed over: 1 not legal" in shown.out
-    assert "the same command goes on from here" in shown.err
+    assert "the same command continues from here" in shown.err
 
 
 def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
@@ -793,14 +849,17 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
     ("flags", "message"),
     [
         (["--topology=v9:4x4"], "chip 'v9:4x4' is unknown; .*v5e"),
-        (["--topology=v5e:4x"], "--topology=v5e:4x is no topology; write CHIP:SIZES"),
-        (["--topology=v5e"], "is no topology"),
+        (["--topology=v5e:4x"], "--topology=v5e:4x is not a topology; write CHIP:SIZES"),
+        (["--topology=v5e"], "is not a topology"),
         (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
         (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
         (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
         (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
         (["--topology=H100:2x2x8"], "a host has at most 8 NVIDIA H100: write H100:4x8, for 32 GPUs"),
-        (["--topology=H100:4", "--config.model.kernel=splash"], "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn'}"),
+        (
+            ["--topology=H100:4", "--config.model.kernel=splash"],
+            "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn', 'triton'}",
+        ),
         (["--topology=v5e:2x2", "--config.model.kernel=cudnn"], r"needs GPUs, and these are TPUs \(TPU v5e\)"),
         (["--topology=H100:4", "--config.model.kernel=cudnn", "--config.model.dtype=float32"], "needs model.dtype='bf"),
         (["--topology=v5e:2x2", "--config.model.heads=3"], "model.heads=3 does not divide"),

@@ -17,7 +17,7 @@ import tiny
 import parallax as px
 from parallax.analysis.compiled import ModuleSecs
 from parallax.analysis.flops import flops_breakdown, flops_by_direction
-from parallax.analysis.render import WIDTH
+from parallax.analysis.render import TEXT_WIDTH
 from parallax.analysis.report import report_settings
 from parallax.analysis.step_time import StepTime
 from parallax.analysis.topology import GET_LIBTPU
@@ -88,6 +88,15 @@ def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
     assert flops.repeated == 0
 
 
+def test_the_kernel_for_triton_is_counted_by_its_blocks_and_its_wider_heads():
+    flops = flops_breakdown(on((1, 1, 1), remat="none", kernel="triton"), 4, 384)
+    pairs = 4 * 4 * 8 * 384 * 384  # of layers, rows and heads
+    forward, backward = 2 * pairs * 6 / 9, 7 * pairs * 78 / 144  # products, in blocks of 128 and of 32
+    causal = 3 * 4 * 384 * 8 * (8 + 8) * 4 * 384
+    assert flops.masked == pytest.approx(2 * 16 * (forward + backward) - causal)  # 16 entries of a head for 8
+    assert flops.repeated == 0
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_waiting_is_the_schedules_bubble(schedule):
@@ -132,10 +141,10 @@ def in_root(monkeypatch):
 
 def test_a_report_is_plain_data_that_fits_the_width(quickstart):
     plain = json.loads(quickstart.to_json())
-    assert all(len(line) <= WIDTH for line in str(quickstart).splitlines())
+    assert all(len(line) <= TEXT_WIDTH for line in str(quickstart).splitlines())
     assert sum(one["bytes"] * one["count"] for one in plain["sent"]) == sum(one.total_bytes for one in quickstart.sent)
     assert plain["mesh"] == {"pp": 2, "dp": 2, "tp": 2} and plain["tokens"] == 16 * 256 and plain["compiled"] is None
-    assert plain["flops"]["mfu_ceiling"] == quickstart.flops.ceiling < 1
+    assert plain["flops"]["mfu_ceiling"] == quickstart.flops.mfu_ceiling < 1
     assert sum(plain["memory"].values()) == plain["peak"] and "<iframe" in quickstart._repr_html_()
 
 
@@ -185,7 +194,7 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
     traced = sum(one.total_bytes for one in found.sent if one.kind == "reduce-scatter")
     assert sum(one.bytes * one.count for one in ours) == traced
     assert found.compiled_flops == (found.flops.executed, 0)
-    assert "What the compiler made of the collectives, for 4 x cpu" in repr(found) and "(update)" in repr(found)
+    assert "Compiled collectives beside the traced ones, for 4 x cpu" in repr(found) and "(update)" in repr(found)
     assert json.loads(found.to_json())["compiled"]["temporaries"] == found.compiled.temporaries
 
 
@@ -219,7 +228,7 @@ def test_the_step_is_compiled_for_chips_that_are_not_here():
     assert ended.returncode == 0, ended.stderr
     assert "for 8 x TPU v5 lite" in ended.stdout and "cycles" in ended.stdout
     assert re.search(r"^MFU \d+\.\d %; ", ended.stdout, re.M)
-    assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
+    assert all(len(line) <= TEXT_WIDTH for line in ended.stdout.splitlines())
 
 
 def test_json_is_all_that_is_printed(in_root, capsys):

@@ -49,14 +49,14 @@ def command(*arguments, capsys):
         ([BASE, "config.mesh.tp=4"], "stray argument 'config.mesh.tp=4'; did you mean --config.mesh.tp=4?"),
         ([BASE, "--workdirr=x"], "unknown flag --workdirr; did you mean 'workdir'?"),
         ([BASE, "--resume=maybe"], "value should be one of <auto|must|never>"),
-        ([BASE, "--run-name=../x"], "--run-name='../x' is no name for a run"),
-        ([BASE, "--run-name=" + "x" * 101], "is no name for a run; use 1 to 100 letters"),
+        ([BASE, "--run-name=../x"], "--run-name='../x' is not a valid name of a run"),
+        ([BASE, "--run-name=" + "x" * 101], "is not a valid name of a run; use 1 to 100 letters"),
         ([BASE, "--run-name=a", "--workdir=b"], "--workdir=b and --run-name=a both name the run's folder; give one"),
         ([BASE, "--workdir="], "--workdir='' is empty; leave it out, or write a value: the folder of the run"),
         (["--config=configs/quikstart.py"], "does not exist; did you mean 'configs/quickstart.py'?"),
         (
             ["--workdir=nowhere"],
-            "--config is missing, and --workdir=nowhere holds no run to go on with; use one of configs/base.py",
+            "--config is missing, and --workdir=nowhere holds no run to resume; use one of configs/base.py",
         ),
         ([BASE, "--config.optimizer.learning_rate=nan"], "optimizer.learning_rate=nan is not finite"),
         ([BASE, "--config.train.steps=0"], "train.steps=0 is too small; use 1 or more"),
@@ -182,11 +182,11 @@ def test_a_url_is_refused_by_the_library_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("written", "advice"),
     {
-        "gs://bucket/run": "mount the bucket with gcsfuse and write that folder, or copy what is there",
+        "gs://bucket/run": "mount the bucket with gcsfuse and write that folder, or copy the files",
         "s3://bucket/run": "mount the bucket with mount-s3",
         "abfss://bucket/run": "mount the bucket and write that folder",
         "file:///data/my runs": "write '/data/my runs'",
-        "https://host/a.json": "download what is there, and write the path of the copy",
+        "https://host/a.json": "download the file, and write the path of the copy",
     }.items(),
 )
 def test_the_advice_about_a_url_is_that_for_its_kind(written, advice):
@@ -230,7 +230,7 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.tp": 0}, "mesh.tp=0 is no number of devices; use 1 or more, or -1"),
+        ({"mesh.tp": 0}, "mesh.tp=0 is not a number of devices; use 1 or more, or -1"),
         ({"mesh.pp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
         ({"mesh.pp": 3}, "wants a multiple of 3 devices, but there are 8; legal pp·dp·tp for 8"),
         ({"mesh.dp": 4}, "mesh.pp=1 mesh.dp=4 mesh.tp=1 wants 4 devices, but there are 8"),

@@ -100,7 +100,7 @@ def test_the_held_out_part_is_that_of_the_run_and_its_bytes_are_counted(observed
     found = json.loads(out)
     row = read_metrics(observed_run / "metrics.jsonl")[-1]
     assert found["loss"] == pytest.approx(row["eval/loss"], rel=1e-6)
-    assert "step 8 of" in err and "on pp2·dp2·tp2: what the run has held out" in err
+    assert "step 8 of" in err and "on pp2·dp2·tp2: the run's held-out text" in err
     settings = load_settings(observed_run)
     reader = open_reader(settings.data, folder=observed_run / "data", vocab=None, split="all")
     texts = [path.read_text() for path in sorted((observed_run.parent / "corpus").glob("*.txt"))]

@@ -50,12 +50,12 @@ def test_help_has_every_flag_of_a_command_and_no_key_of_configs(name, capsys, mo
     assert named == {*COMMANDS[name].FLAGS, "help", "help-config"}
     assert "config.model" not in out and max(map(len, lines)) <= 80
     keys = printed(name, "--help-config", capsys=capsys, monkeypatch=monkeypatch)
-    assert "  --config.model.layers = 4  # blocks of attention and MLP" in keys
+    assert "  --config.model.layers = 4  # number of blocks of attention and MLP" in keys
 
 
 def test_help_config_is_there_where_argparse_reads_the_line(capsys, monkeypatch):
     keys = printed("convert", "from-hf", "--help-config", capsys=capsys, monkeypatch=monkeypatch)
-    assert "  --config.model.layers = 4  # blocks of attention and MLP" in keys
+    assert "  --config.model.layers = 4  # number of blocks of attention and MLP" in keys
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -131,7 +131,7 @@ def test_a_config_of_the_users_own_may_lie_anywhere(tmp_path):
     command = [sys.executable, ROOT / "train.py", f"--config={path}"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     # Found and read, from another folder: the error is the one that we put into it.
-    assert ended.stderr.startswith("ConfigError: mesh.tp=0 is no number of devices")
+    assert ended.stderr.startswith("ConfigError: mesh.tp=0 is not a number of devices")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and not ended.stdout
 
 

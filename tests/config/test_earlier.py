@@ -55,7 +55,7 @@ def test_every_rename_gives_keys_that_there_are():
 
 def test_an_earlier_run_whose_idle_ranks_skipped_the_work_loads_and_one_that_masked_it_is_refused():
     assert read_settings(BASE, pipeline={"branches": "skip"}).to_dict() == BASE
-    with pytest.raises(ConfigError, match="pipeline.branches='mask' is gone: idle ranks always skip the work"):
+    with pytest.raises(ConfigError, match="pipeline.branches='mask' was removed: idle ranks always skip the work"):
         read_settings(BASE, pipeline={"branches": "mask"})
 
 

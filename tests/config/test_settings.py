@@ -93,11 +93,15 @@ def test_any_text_for_any_key_on_a_command_line_is_taken_or_refused_in_one_line_
             "batch seq d_model/tq",
             "='batch seq d_model/tq': unknown axis 'tq'; known: pp, dp, tp. Use",
         ),
-        ("layout.residual", "batch seq", "='batch seq' is no layout of the residual stream; use 'batch/dp seq d_model"),
-        ("layout.residual", "", "='' is no layout of the residual stream; use 'batch/dp seq d_model/tp' or"),
-        ("data.cache", "~no_such_user/x", "='~no_such_user/x' begins with the home of a user who is not known here"),
+        (
+            "layout.residual",
+            "batch seq",
+            "='batch seq' is not a layout of the residual stream; use 'batch/dp seq d_model",
+        ),
+        ("layout.residual", "", "='' is not a layout of the residual stream; use 'batch/dp seq d_model/tp' or"),
+        ("data.cache", "~no_such_user/x", "='~no_such_user/x' begins with the home of a user who does not exist here"),
         ("data.cache", LONG, "is too long for a path: it has 5000 bytes, its longest name 5000; use at most 4095"),
-        ("sample.prompt", "\0", r"='\x00' holds a zero byte or half a surrogate pair, no text"),
+        ("sample.prompt", "\0", r"='\x00' holds a zero byte or half a surrogate pair, which is not text"),
     ],
     ids=range(10),
 )
@@ -149,7 +153,7 @@ def test_what_is_no_sequence_of_kinds_is_refused(kinds):
         ({"experts_per_token": 5}, "=5 is more than the 4 experts that model.router_groups_chosen=2 of"),
         ({"layers": 5}, "model.layers_of='dense moe*3' has 4 layers, not model.layers=5; \"moe*5\" has as many"),
         ({"layers": 3}, "model.layers_of='dense moe*3' has more than model.layers=3;"),
-        ({"layers_of": "dense mow*3"}, "is no sequence of kinds: did you mean 'moe'?"),
+        ({"layers_of": "dense mow*3"}, "is not a sequence of kinds: did you mean 'moe'?"),
     ],
     ids=range(6),
 )
@@ -209,10 +213,14 @@ def on(sizes, *changes, **more):
         (
             {"tp": 2},
             {"model": {"d_latent": 49}},
-            "model.d_latent=49 does not divide over mesh.tp=2, which cuts blocks/",
+            "model.d_latent=49 does not divide over mesh.tp=2, which shards blocks/",
         ),
-        ({"tp": 2}, {"model": {"d_latent_q": 49}}, "model.d_latent_q=49 does not divide over mesh.tp=2, which cuts b"),
-        ({"dp": 5}, {"data": {"global_batch": 50}}, "model.d_model=48 does not divide over mesh.dp=5, which cuts "),
+        (
+            {"tp": 2},
+            {"model": {"d_latent_q": 49}},
+            "model.d_latent_q=49 does not divide over mesh.tp=2, which shards b",
+        ),
+        ({"dp": 5}, {"data": {"global_batch": 50}}, "model.d_model=48 does not divide over mesh.dp=5, which shards "),
         (
             {"dp": 5, "tp": 2},
             {"model": {"d_model": 50, "d_ff": 4, "d_latent": 4}, "layout": {"tensor_parallel": "scatter"}},
@@ -238,19 +246,20 @@ def on(sizes, *changes, **more):
         (
             {"cp": 4},
             {"data": {"seq": 12}},
-            "data.seq=12 does not divide over 2 x mesh.cp=4, for each context rank has two chunks of a row; "
+            "data.seq=12 does not divide over 2 x mesh.cp=4: each context rank has two chunks of a row; "
             "use a multiple of 8",
         ),
         (
             {"tp": 2, "cp": 4},
             {"model": {"heads": 12}, "layout": {"context": "ulysses"}},
-            "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+            "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which shard them under layout.context="
+            "'ulysses'; "
             "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16",
         ),
         (
             {"cp": 4},
             {"model": {"kernel": "splash"}, "layout": {"context": "ring"}},
-            "layout.context='ring' sends keys from rank to rank, which model.kernel='splash' cannot meet",
+            "layout.context='ring' sends keys from rank to rank, which model.kernel='splash' does not support",
         ),
         (
             {"pp": 4},

@@ -130,7 +130,7 @@ def test_a_shard_that_is_cut_while_it_is_read_is_an_error(folder):
     reader = prepared_reader(folder)
     file = folder / "00001.ids"
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(DataError, match=r"shard .*00001\.ids was cut short while it was read"):
+    with pytest.raises(DataError, match=r"shard .*00001\.ids was truncated while it was read"):
         for step in range(reader.batches):
             reader.batch(step)
 

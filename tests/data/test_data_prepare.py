@@ -107,7 +107,7 @@ def test_a_damaged_shard_is_made_again(kind, harm, tmp_path, made, caplog):
     assert prepare_texts(MANY, tmp_path) == whole
     assert made == ["00003"]
     assert contents(tmp_path) == before
-    assert f"00003.{kind}" in caplog.text and "made again" in caplog.text
+    assert f"00003.{kind}" in caplog.text and "written again" in caplog.text
 
 
 def damage(file, harm):

@@ -126,7 +126,7 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path):
     [
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),
-        ("[1]", r"cannot be read as JSON: it is '\[1\]' and no JSON object"),
+        ("[1]", r"cannot be read as JSON: it is '\[1\]', not a JSON object"),
         ('{"body": "x", "id": 3}', r"has no field 'text' \(data.field\); fields: body, id"),
         ("{}", "has no field 'text' .* fields: none"),
         ('{"text": 7}', r"field 'text' \(data.field\) holds int, not a string"),

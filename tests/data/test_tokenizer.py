@@ -163,9 +163,9 @@ def test_an_empty_prompt_is_one_where_documents_begin_with_a_token(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"add_bos_token": true, "bos_token": "<s>"}', "add_bos_token=True, but bos_token='<s>' is no entry"),
-        ('{"add_bos_token": true}', "add_bos_token=True, but bos_token=None is no entry of tokenizer.json"),
-        ("[1]", r"tokenizer_config\.json is no configuration of a tokenizer: it is '\[1\]'"),
+        ('{"add_bos_token": true, "bos_token": "<s>"}', "add_bos_token=True, but bos_token='<s>' is not an entry"),
+        ('{"add_bos_token": true}', "add_bos_token=True, but bos_token=None is not an entry of tokenizer.json"),
+        ("[1]", r"tokenizer_config\.json is not a configuration of a tokenizer: it is '\[1\]'"),
         (b"\xff\xfe", r"tokenizer_config\.json cannot be read: .*utf-8"),
     ],
 )

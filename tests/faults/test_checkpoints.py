@@ -160,10 +160,10 @@ HOSTILE = {
     "a size as text": (add_file("x", bytes="9"), "a size that no file has"),
     "no checksum": (add_file("x", crc32=None), "has no checksum of file 'x'"),
     "a shape beyond all": (
-        lambda m: m["arrays"]["params"]["embedding"].update(shape=[10**30, 2]), "describes an array .* that cannot be"),
+        lambda m: m["arrays"]["params"]["embedding"].update(shape=[10**30, 2]), "describes an impossible array"),
     "a negative shape": (
-        lambda m: m["arrays"]["params"]["embedding"].update(shape=[-4]), "describes an array .* that cannot be"),
-    "a part elsewhere": (lambda m: m["arrays"].update({"../1/params": {}}), "has a part .* that is none"),
+        lambda m: m["arrays"]["params"]["embedding"].update(shape=[-4]), "describes an impossible array"),
+    "a part elsewhere": (lambda m: m["arrays"].update({"../1/params": {}}), "has an unknown part"),
     "no arrays": (lambda m: m.pop("arrays"), "has no arrays"),
     "another step": (lambda m: m.update(step=1), "is that of step 1"),
 }  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_failed_save_is_said_when_another_error_ends_the_run(tmp_path, monkeyp
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path):
     parts = {"params": jax.ShapeDtypeStruct((1 << 30, 1 << 30), np.float32)}
     with pytest.raises(
-        CheckpointError, match=r"a checkpoint has 4096.0 PiB, but the disk of .* has .* free; make room"
+        CheckpointError, match=r"a checkpoint has 4096.0 PiB, but the disk of .* has .* free; free some space"
     ):
         check_space(tmp_path, parts)
 

@@ -189,7 +189,7 @@ def test_a_run_name_that_is_no_name_is_refused_and_nothing_is_written(name, tmp_
     config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
     status = command_line.main(["train.py", f"--config={config}", f"--run-name={name}"])
     said = capsys.readouterr().err
-    reason = "is no name for a run" if name else "--run-name='' is empty; leave it out"
+    reason = "is not a valid name of a run" if name else "--run-name='' is empty; leave it out"
     assert status == 2 and reason in said and len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -198,7 +198,7 @@ def test_a_launcher_that_sets_a_bad_name_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARALLAX_RUN_NAME", "../../x")
     config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
-    with pytest.raises(ConfigError, match="is no name for a run"):
+    with pytest.raises(ConfigError, match="is not a valid name of a run"):
         command_line.parse(["train.py", f"--config={config}"])
 
 

@@ -225,11 +225,11 @@ def closed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": -5}, "distributed.process-id=-5 is none of 2 processes; use 0 to 1"),
-        ({"hello": 2}, "distributed.process-id=2 is none of 2 processes; use 0 to 1"),
-        ({"hello": 10**300}, "is none of 2 processes"),
+        ({"hello": -5}, "distributed.process-id=-5 is not one of 2 processes; use 0 to 1"),
+        ({"hello": 2}, "distributed.process-id=2 is not one of 2 processes; use 0 to 1"),
+        ({"hello": 10**300}, "is not one of 2 processes"),
         *(
-            (change, "this is not how a process of the job begins")
+            (change, "the first message is not that of a job's process")
             for change in (
                 {"hello": True},
                 {"hello": 1.0},

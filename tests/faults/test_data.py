@@ -168,7 +168,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_ends_it_with_status_5_and_what_wa
 ):
     config, folder = prepared
     at_step(monkeypatch, 2, lambda: [os.truncate(file, 10) for file in folder.glob("*.ids")])
-    with pytest.raises(DataError, match=r"shard .*\.ids was cut short while it was read") as error:
+    with pytest.raises(DataError, match=r"shard .*\.ids was truncated while it was read") as error:
         train(config, tmp_path / "run")
     assert error.value.exit_status == 5 and latest_step(tmp_path / "run" / "checkpoints") >= 2
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_changed_between_two_starts_is_refused(prepared, tmp_pa
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, no text; leave it out")])
+@pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, which is not text; leave it out")])
 def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, compiles_nothing):
     with pytest.raises(ConfigError, match=message):
         train(tiny_config(corpus, **{"sample.prompt": prompt}), tmp_path / "run")

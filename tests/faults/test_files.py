@@ -331,14 +331,14 @@ ODD_JSON = {
     "nested too deep": ('{"a": ' * 500 + "1" + "}" * 500, "it is nested more than 64 deep"),
     "lists in lists": ('{"a": ' + "[" * 500 + "]" * 500 + "}", "it is nested more than 64 deep"),
     "a number of 5,000 digits": ('{"a": ' + "7" * 5000 + "}", "a whole number has thousands of digits"),
-    "NaN": ('{"a": NaN}', "NaN is no number of JSON"),
-    "infinity": ('{"a": -Infinity}', "-Infinity is no number of JSON"),
+    "NaN": ('{"a": NaN}', "NaN is not a number of JSON"),
+    "infinity": ('{"a": -Infinity}', "-Infinity is not a number of JSON"),
     "1e400": ('{"a": 1e400}', "1e400 is more than a float holds"),
     "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is there twice"),
     "no UTF-8": (b'{"a": "\xff"}', "byte 0xff at offset 7 is not UTF-8"),
-    "a list": ("[1, 2]", "it is '[1, 2]' and no JSON object"),
-    "null": ("null", "it is 'null' and no JSON object"),
-    "a deep list": ("[" * 300 + "]" * 300, "and no JSON object"),
+    "a list": ("[1, 2]", "it is '[1, 2]', not a JSON object"),
+    "null": ("null", "it is 'null', not a JSON object"),
+    "a deep list": ("[" * 300 + "]" * 300, "not a JSON object"),
     "nothing": ("", "Expecting value: line 1 column 1 (char 0)"),
 }
 
@@ -594,7 +594,7 @@ def test_odd_numbers_in_metrics_are_shown_and_not_raised(key, value, tmp_path):
     run = WatchedRun(tmp_path)
     shown, _ = watched(run, svg=tmp_path / "a.svg")
     assert max(map(len, shown.splitlines())) <= 150
-    assert ("3 values of metrics.jsonl are no finite numbers" in shown) is (value in COUNTED and key in PLAIN)
+    assert ("3 values of metrics.jsonl are not finite numbers" in shown) is (value in COUNTED and key in PLAIN)
     is_step = value in ("-1", "0")
     assert ("3 lines of metrics.jsonl" in shown) is (value in UNREADABLE or (key == "step" and not is_step))
 

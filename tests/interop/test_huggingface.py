@@ -164,11 +164,11 @@ WRONGLY_FUSED = {
         f"{GATES_AND_UPS} is [6, 16, 16] there and [8, 16, 16] here",
     ),
     "flat": (lambda x: {DOWNS: x[DOWNS].reshape(128, 8)}, f"{DOWNS} is [128, 8] there and [8, 16, 8] here"),
-    "one expert twice": (lambda x: {ONE: x[GATES_AND_UPS][0, 8:]}, f"{ONE} is of no use"),
+    "one expert twice": (lambda x: {ONE: x[GATES_AND_UPS][0, 8:]}, f"{ONE} is unexpected"),
     "half of it": (lambda x: {DOWNS: None}, f"{DOWNS} is missing"),
     "float8": (
         lambda x: {GATES_AND_UPS: x[GATES_AND_UPS].astype(KINDS["F8_E4M3"])},
-        f"{GATES_AND_UPS} is float8_e4m3fn and none of float32, bfloat16, float16",
+        f"{GATES_AND_UPS} is float8_e4m3fn, not one of float32, bfloat16, float16",
     ),
 }
 
@@ -181,13 +181,13 @@ def test_experts_in_one_tensor_that_are_not_as_transformers_has_them_are_refused
     stored = {name: x for name, x in (tensors | change(tensors)).items() if x is not None}
     assert imported(tmp_path, config, stored)[1] == 3
     said = capsys.readouterr().err
-    assert f"has not the parameters of its config.json: {message}\n" in said and len(said.splitlines()) == 1
+    assert f"does not have the parameters of its config.json: {message}\n" in said and len(said.splitlines()) == 1
 
 
 def test_a_dense_model_has_no_use_for_experts(tmp_path, capsys):
     config = config_of("Qwen3ForCausalLM")
     assert imported(tmp_path, config, random_tensors(shapes_of(config) | {DOWNS: (8, 16, 8)}))[1] == 3
-    assert f"config.json: {DOWNS} is of no use\n" in capsys.readouterr().err
+    assert f"config.json: {DOWNS} is unexpected\n" in capsys.readouterr().err
 
 
 LAYERS_OF = {
@@ -360,7 +360,7 @@ REFUSED = {
     "a window": (
         "MistralForCausalLM",
         {"sliding_window": 255},
-        "data.seq=256 is longer than model.sliding_window=255, and windows are not computed; use 255 or less",
+        "data.seq=256 is longer than model.sliding_window=255, and windows are not implemented; use 255 or less",
     ),
     "a window of Qwen": (
         QWEN3,
@@ -407,7 +407,7 @@ REFUSED = {
     "other value heads": (V3, {"v_head_dim": 8}, "v_head_dim=8 is not supported; supported: 6"),
     "grouped latents": (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: 4"),
     "another epsilon": (V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported; supported: 1e-06"),
-    "an unknown field": (LLAMA, {"residual_multiplier": 2.0}, "residual_multiplier=2.0 is not supported, for what it"),
+    "an unknown field": (LLAMA, {"residual_multiplier": 2.0}, "residual_multiplier=2.0 is not supported because its"),
     "a misspelt field": (LLAMA, {"rope_thetta": 1e6}, "rope_thetta=1000000.0 is not supported.*mean 'rope_theta'"),
     "no size": (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
     "a size of text": (LLAMA, {"hidden_size": "16"}, "hidden_size='16' is not supported; supported: a whole number"),
@@ -455,9 +455,9 @@ def test_tables_of_angles_and_a_tied_head_that_is_there_twice_are_passed_over(tm
 
 WRONG_TENSORS = {
     "missing": ({"model.norm.weight": None}, "model.norm.weight is missing"),
-    "more": ({"model.layers.2.mlp.up_proj.weight": (24, 16)}, "model.layers.2.mlp.up_proj.weight is of no use"),
+    "more": ({"model.layers.2.mlp.up_proj.weight": (24, 16)}, "model.layers.2.mlp.up_proj.weight is unexpected"),
     "a shape": ({"lm_head.weight": (256, 16)}, r"lm_head.weight is \[256, 16\] there and \[260, 16\] here"),
-    "a bias": ({"model.layers.0.self_attn.q_proj.bias": (16,)}, "q_proj.bias is of no use"),
+    "a bias": ({"model.layers.0.self_attn.q_proj.bias": (16,)}, "q_proj.bias is unexpected"),
 }
 
 
@@ -467,7 +467,7 @@ def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, capsys, wh
     config = config_of("LlamaForCausalLM")
     shapes = {name: shape for name, shape in (shapes_of(config) | changes).items() if shape}
     assert imported(tmp_path, config, random_tensors(shapes))[1] == 3
-    with pytest.raises(ValueError, match=f"has not the parameters of its config.json: .*{message}"):
+    with pytest.raises(ValueError, match=f"does not have the parameters of its config.json: .*{message}"):
         raise ValueError(capsys.readouterr().err)
     assert not list(tmp_path.glob("run*"))
 
@@ -499,7 +499,7 @@ def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.model.d_ff=8"], "--config.model.d_ff is what the folder's config.json says; of the model set"),
+        (["--config.model.d_ff=8"], "--config.model.d_ff is determined by the folder's config.json; of the model set"),
         (["--config.model.d_fff=8"], "unknown key --config.model.d_fff; did you mean 'd_ff'"),
         (["--mesh=2"], "unknown flag --mesh"),
         (["--config=nowhere.py"], "--config=nowhere.py does not exist"),
@@ -701,7 +701,7 @@ def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
     (step.folder / RECORD).write_text(json.dumps(record))
     assert read_record(step) == record
     (step.folder / RECORD).write_text(json.dumps(record | FORGED[what]))
-    with pytest.raises(CheckpointError, match="huggingface.json is none that an import writes"):
+    with pytest.raises(CheckpointError, match="huggingface.json was not written by an import"):
         read_record(step)
 
 

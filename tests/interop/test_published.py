@@ -153,9 +153,7 @@ def test_a_misspelt_factor_of_yarn_is_passed_over_as_transformers_does_and_said(
     plain = {key: value for key, value in config["rope_scaling"].items() if key != "attn_factor"}
     assert found.model == read_config(config | {"rope_scaling": plain}).model
     (note,) = found.notes
-    assert note.startswith(
-        "config.json: rope_scaling: attn_factor=0.8782488562869419 is passed over: transformers reads"
-    )
+    assert note.startswith("config.json: rope_scaling: attn_factor=0.8782488562869419 is ignored: transformers reads")
     other = read_config(config | {"rope_scaling": plain | {"attention_factor": 0.8782488562869419}})
     assert other.model["rope_temperature"] == pytest.approx(0.8782488562869419**2) and not other.notes
 
@@ -177,7 +175,7 @@ def window_of(config, **changes):
 
 def test_a_window_is_kept_with_the_model_and_bounds_its_seq():
     model = model_of(MISTRAL)
-    assert model.sliding_window == 4096 and "sliding_window=4096 hides nothing" in read_config(MISTRAL).notes[0]
+    assert model.sliding_window == 4096 and "sliding_window=4096 does not affect" in read_config(MISTRAL).notes[0]
     check_window(model, 4096)
     with pytest.raises(
         ConfigError, match="data.seq=4097 is longer than model.sliding_window=4096, .* use 4096 or less"
@@ -224,7 +222,7 @@ def test_blocks_of_float8_are_read_and_their_lines_said():
     found = read_config(V3)
     assert (found.block, found.further_layers) == ((128, 128), 1)
     assert "float8 weights become float32, each block of 128 x 128 times its scale" in found.notes
-    assert "1 layer for multi-token prediction, behind the model's, left out" in found.notes
+    assert "1 layer for multi-token prediction, after the model's, left out" in found.notes
     assert read_config(QWEN3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}).block == (128, 128)
 
 
@@ -236,7 +234,7 @@ def test_blocks_of_float8_are_read_and_their_lines_said():
         ({"weight_block_size": [128]}, r"weight_block_size=\[128\] is not supported"),
         ({"weight_block_size": [128, True]}, r"weight_block_size=\[128, True\] is not supported"),
         ({"quant_method": None}, "quant_method=None is not supported; supported: 'fp8' in blocks"),
-        ({"twist": 2}, "twist=2 is not supported, for what it does is not known"),
+        ({"twist": 2}, "twist=2 is not supported because its meaning is unknown"),
     ],
     ids=str,
 )

@@ -255,9 +255,7 @@ def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, 
     imported(tmp_path)
     run = tuned(corpus, tmp_path, model__norm_eps=1e-5)
     config = exported(run, tmp_path / "out")
-    said = (
-        "LlamaForCausalLM, float32, for it is not the model that was imported: model.norm_eps=1e-06 there, 1e-05 here"
-    )
+    said = "LlamaForCausalLM, float32, since it is not the imported model: model.norm_eps=1e-06 there, 1e-05 here"
     assert said in capsys.readouterr().out and config["rms_norm_eps"] == 1e-5
     assert config["bos_token_id"] == load_tokenizer(tmp_path / "theirs").begin[0]
 

@@ -147,7 +147,7 @@ def test_every_entry_point_looks_at_the_values(name, value):
         ([5, 6], "prompt 0 is int64 of shape []"),
         (np.zeros((1, 1, 4), int), "prompt 0 is int64 of shape [1, 4]"),
         ([["a"]], "prompt 0 is <U1 of shape [1]"),
-        (np.zeros((0, 4), int), "there is no prompt"),
+        (np.zeros((0, 4), int), "there are no prompts"),
         ([[]], "prompt 0 has no tokens"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from jaxprs import equations
 from tiny import mesh_of
 
+from parallax.model import blockwise as blockwise_module
 from parallax.model.attention import attend_over_context
 from parallax.model.blockwise import LONGEST_SIDE, blockwise_attention, tokens_of_block
 from parallax.model.context import Context
@@ -229,3 +230,8 @@ def test_ranks_compute_as_many_blocks_together_as_one_device_alone(ranks):
 
     assert turns("all_gather") == [chunks * (chunks + 1) // 2 // ranks] == [3 + 2 * (ranks - 1)]
     assert turns("ring") == ([3, 2] if ranks == 2 else [3, ranks - 2, 2, 2])  # a loop over the hops between
+
+
+def test_blocks_are_larger_on_tpu_where_a_row_has_many(monkeypatch):
+    monkeypatch.setattr(blockwise_module, "platform_traced", lambda: "tpu")
+    assert [tokens_of_block(tokens) for tokens in (256, 512, 1024, 2048, 8192)] == [256, 512, 256, 512, 512]

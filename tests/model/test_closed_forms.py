@@ -5,9 +5,10 @@ from collections import Counter
 import jax
 import pytest
 from formulas import Step
+from sent import step_collectives
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
-from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.collectives import bytes_by
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import POLICY_NAMES
 from parallax.model.families import CONTEXTS

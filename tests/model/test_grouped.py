@@ -1,5 +1,11 @@
 """Grouped products are those of each group alone, whatever the sizes of groups and the form."""
 
+import os
+import pathlib
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +13,9 @@ import pytest
 from jaxprs import equations
 
 from parallax.model.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
+from parallax.model.products import Operand
 
+ROOT = pathlib.Path(__file__).parents[2]
 ROWS, INTO, OUT = 300, 12, 20
 # Sums over up to 300 float32 terms, in another order.
 ERROR = 2e-6
@@ -63,6 +71,28 @@ def test_bfloat16_is_summed_in_float32():
         assert np.abs(np.float64(a) - e).max() <= 2**-8 * np.abs(e).max()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("operand", "gradient"), [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2")])
+def test_operands_in_8_bits_are_multiplied_as_they_are(operand, gradient, form):
+    """Numbers that all of these dtypes have: sums are exact."""
+    rng, sizes = np.random.default_rng(0), SIZES["rows left over"]
+    shapes = (ROWS, INTO), (4, INTO, OUT), (ROWS, OUT)
+    x, w, dy = (rng.integers(-4, 5, shape).astype(np.float32) for shape in shapes)
+    units = jnp.float32([0.5, 0.25, 4])
+    of = lambda at, array, dtype: Operand(jnp.asarray(array, dtype), units[at])  # noqa: E731
+
+    def run(sizes):
+        weight = of(1, w, operand)
+        y = grouped_dot(of(0, x, operand), weight, sizes, form=form, dtype=jnp.bfloat16)
+        return y, grouped_dot(of(2, dy, gradient), weight, sizes, form=form, dtype=jnp.float32, transposed=True)
+
+    y, dx = jax.jit(run)(jnp.array(sizes))
+    expected = plain(x * 0.5, w * 0.25, dy * 4, sizes)
+    np.testing.assert_array_equal(y, jnp.asarray(expected[0], jnp.bfloat16))
+    np.testing.assert_array_equal(dx, expected[1])
+    assert y.dtype == jnp.bfloat16 and dx.dtype == jnp.float32
+
+
 def test_rows_that_are_not_in_use_reach_nothing():
     """Even where they are no numbers."""
     sizes, (x, w, dy) = SIZES["rows left over"], arrays()
@@ -81,3 +111,46 @@ def test_what_is_computed_grows_with_rows_not_with_groups(rows):
     ]
     (count,) = (loop.params["length"] for loop in loops)
     assert count * rows_of_block(rows, groups) <= 1.25 * rows + 8 * groups
+
+
+COMPILE = r"""
+import re, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from parallax.model.grouped import grouped_dot
+from parallax.model.products import Operand
+
+topology, operand, gradient = sys.argv[1:]
+devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+device = jax.sharding.SingleDeviceSharding(devices[0])
+array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+def product(x, w, sizes, units, transposed):
+    x, w = Operand(x, units[0]), Operand(w, units[1])
+    return grouped_dot(x, w, sizes, form="ragged_dot", dtype=jnp.bfloat16, transposed=transposed)
+
+for dtype, width, transposed in ((operand, 2048, False), (gradient, 1024, True)):
+    args = array(dtype, 4096, width), array(operand, 8, 2048, 1024), array("int32", 8), array("float32", 2)
+    compiled = jax.jit(lambda *args: product(*args, transposed)).lower(*args).compile()
+    kernels = re.findall(r'%(ragged-dot-none[\w.-]*) = .*custom-call', compiled.as_text())
+    print(len(kernels), compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize(
+    ("topology", "operand", "gradient"),
+    [("v5e:2x2", "int8", "int8"), ("v5p:2x2x1", "int8", "int8"), ("tpu7x:2x2x1", "float8_e4m3fn", "float8_e5m2")],
+)
+def test_operands_in_8_bits_are_one_kernel_on_tpu(topology, operand, gradient):
+    """Not the products of all rows with all matrices."""
+    tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
+    command = [sys.executable, "-c", COMPILE, topology, operand, gradient]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows_by_all = 8 * 4096 * 1024 * 2  # bytes of the products of all rows with all matrices
+    for line in done.stdout.splitlines():
+        kernels, temporaries = map(int, line.split())
+        assert kernels == 1 and temporaries < rows_by_all

@@ -33,6 +33,7 @@ from parallax.model.kernels import (
     cudnn_flops,
     described_attention,
     kernel_flops,
+    triton_flops,
 )
 from parallax.model.rope import Rope
 from parallax.pipeline.executor import LayerStack
@@ -70,6 +71,10 @@ def with_scores(q, k, v, segments, scale):
     return attend(q, k, v, Context(None, None, None, mask_B1ST=causal_mask(segments)), scale=scale, kernel="xla")
 
 
+def in_triton(q, k, v, segments, scale):
+    return attend(q, k, v, Context(None, None, None, segments), scale=scale, kernel="triton")
+
+
 def value_and_pulled(function, arrays):
     """The output, and the gradients of its product with fixed random weights."""
     y, pull = jax.vjp(function, *arrays)
@@ -91,13 +96,24 @@ SHAPES = {
 }
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients_are_those_of_attention_with_scores(shape):
+IN_TRITON = {
+    "groups": dict(seq=96),
+    "narrow_values": dict(kv_heads=4, d_qk=24, d_v=16),
+    "one_head": dict(heads=1, kv_heads=1),
+}
+CASES = [(causal_attention, name, shape) for name, shape in SHAPES.items()]
+CASES += [(in_triton, name, shape) for name, shape in IN_TRITON.items()]
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize(
+    "attention, shape", [(f, shape) for f, _, shape in CASES], ids=[f"{f.__name__}-{n}" for f, n, _ in CASES]
+)
+def test_values_and_gradients_are_those_of_attention_with_scores(attention, shape):
     arrays, segments = heads(**shape)
     both = (
         jax.jit(lambda *arrays, f=f: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays))(*arrays)
-        for f in (causal_attention, with_scores)
+        for f in (attention, with_scores)
     )
     for actual, expected in zip(*both, strict=True):
         assert error(actual, expected) < 1e-5
@@ -231,8 +247,8 @@ def reference(attention):
     return loss_and_grads((1, 1, 1), **(MLA if attention == "mla" else GQA))
 
 
-def check_model(mesh, kind, **changes):
-    loss, grads = loss_and_grads(mesh, kernel="splash", **kind, **changes)
+def check_model(mesh, kind, kernel="splash", **changes):
+    loss, grads = loss_and_grads(mesh, kernel=kernel, **kind, **changes)
     expected_loss, expected = reference(kind["attention"])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -310,9 +326,23 @@ def test_a_model_trains_as_with_scores_however_it_is_cut(mesh, kind, changes):
     check_model(mesh, kind, **changes)
 
 
-def layer_alone(kind, seq=SEQ):
+IN_MODELS = [
+    ((1, 2, 4), GQA, dict(schedule="gpipe", remat="none")),  # more ranks than key heads
+    ((2, 2, 1), GQA, dict(schedule="zero_bubble", remat="attention")),
+    ((2, 1, 2), MLA, dict(schedule="one_f_one_b", remat="layer")),
+    ((1, 1, 2, 1, 2), GQA, dict(context="ulysses")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, kind, changes", IN_MODELS)
+def test_a_model_trains_as_with_scores_by_the_kernel_for_triton(mesh, kind, changes):
+    check_model(mesh, kind, "triton", **changes)
+
+
+def layer_alone(kind, seq=SEQ, kernel="splash"):
     """A layer of the tiny model on one device, and what its passes take."""
-    model = build((1, 1, 1), kernel="splash", **settings(**kind))
+    model = build((1, 1, 1), kernel=kernel, **settings(**kind))
     block = model.parts.blocks["dense"]
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
@@ -343,6 +373,16 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
 
 
+def test_a_layer_keeps_the_output_once_and_key_heads_as_they_are_for_triton():
+    stage, weights, x, context = layer_alone(GQA, kernel="triton")
+    _, saved = stage.save(weights, x, context)
+    shapes = [leaf.shape for leaf in saved]
+    assert shapes.count((2, 2, 2, SEQ)) == 1  # logsumexp, [M, B, G, S]
+    assert shapes.count((2, 2, SEQ, 2, 128)) == 2  # q, output, [M, B, S, G, J]
+    assert shapes.count((2, SEQ, 2, 128)) == 2  # k, v
+    assert not [leaf for leaf in saved if leaf.dtype == jnp.int32]
+
+
 def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
     arrays, segments = heads(seq=512, rows=1)
     kept = []
@@ -363,6 +403,13 @@ def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
         (1, 4, 256, 128),  # q and the output
         (1, 4, 256, 128),
     ]
+
+
+@pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("layer", 2)])
+def test_tritons_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
+    model = build((1, 1, 1), kernel="triton", remat=remat, **GQA)
+    names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, batch()) if is_kernel(e)]
+    assert names == ["mha_forward"] * calls + ["mha_preprocess_backward", "mha_backward"]
 
 
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
@@ -422,6 +469,19 @@ def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ra
         assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * 4 * live[0]
 
 
+def test_flops_of_triton_are_those_of_the_products_in_the_blocks_that_run():
+    """Of 96 tokens and heads of 40 entries, of which it multiplies 64: three blocks of 32."""
+    (q, k, v), segments = heads(seq=96, d_qk=40, d_v=40)
+    run = lambda *heads: value_and_pulled(lambda q, k, v: in_triton(q, k, v, segments, 0.1), heads)  # noqa: E731
+    kernels = [e for e in equations(run, q, k, v) if is_kernel(e)]
+    assert [e.params["name"] for e in kernels] == ["mha_forward", "mha_preprocess_backward", "mha_backward"]
+    for equation in kernels:
+        # Of the loops over blocks each is traced once, and runs for all on one side of the diagonal.
+        calls = int(np.prod(equation.params["grid_mapping"].grid)) // 3
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+        assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * calls * (3 * 4 // 2)
+
+
 def is_kernel(equation):
     return equation.primitive.name == "pallas_call"
 
@@ -446,7 +506,7 @@ def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
         assert kernel_flops(equation.params["name"], shapes) == a_call
 
 
-@pytest.mark.parametrize("flops_of, block", [(attention_flops, 512), (cudnn_flops, 128)])
+@pytest.mark.parametrize("flops_of, block", [(attention_flops, 512), (cudnn_flops, 128), (triton_flops, 64)])
 def test_blocks_behind_the_diagonal_cost_nothing(flops_of, block):
     whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
     cost = lambda seq: flops_of("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
@@ -481,16 +541,33 @@ def test_blocks_that_would_cross_a_context_ranks_chunks_are_refused():
 def test_keys_that_go_from_rank_to_rank_are_for_one_kernel(kernel):
     ring = lambda cp: check_context(model_config(kernel=kernel, **GQA), "ring", dict(tp=1, cp=cp))  # noqa: E731
     assert refused(ring, 2) == (
-        f"layout.context='ring' sends keys from rank to rank, which model.kernel='{kernel}' cannot meet one after the "
-        "other; use kernel='xla', or layout.context in {'all_gather', 'ulysses'}."
+        f"layout.context='ring' sends keys from rank to rank, which model.kernel='{kernel}' does not support; "
+        "use kernel='xla', or layout.context in {'all_gather', 'ulysses'}."
     )
     ring(1)
+
+
+def test_triton_takes_whole_rows_of_whole_blocks_and_heads_that_are_not_too_wide():
+    share = lambda context, cp: check_context(model_config(kernel="triton"), context, dict(tp=1, cp=cp))  # noqa: E731
+    assert refused(share, "all_gather", 2) == (
+        "layout.context='all_gather' splits the queries of a row over ranks, which model.kernel='triton' does not "
+        "support; use kernel='xla', or layout.context in {'ulysses'}."
+    )
+    share("ulysses", 2)
+    share("all_gather", 1)
+    assert refused(check_kernel_seq, model_config(kernel="triton"), 200, "ulysses", 2) == (
+        "data.seq=200 is not a multiple of 32, the block of model.kernel='triton'; use seq=224, or kernel='xla'."
+    )
+    wide = model_config(kernel="triton", attention="gqa", d_head=320)
+    assert "heads of at most 256 entries, and these are 320 wide" in refused(
+        check_kernel_on, wide, "gpu", "NVIDIA A100"
+    )
 
 
 def test_heads_that_context_ranks_cannot_share_are_refused():
     share = lambda context, tp, cp: check_context(model_config(heads=12), context, dict(tp=tp, cp=cp))  # noqa: E731
     assert refused(share, "ulysses", 2, 4) == (
-        "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+        "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which shard them under layout.context='ulysses'; "
         "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16."
     )
     share("ulysses", 2, 3)
@@ -501,7 +578,7 @@ def test_gpus_are_told_that_they_have_no_such_kernel():
     mesh = ChipMesh(np.array([[[Chip("gpu", "NVIDIA H100 80GB HBM3")]]]))
     assert refused(check_kernel, model_config(kernel="splash"), mesh) == (
         "model.kernel='splash' needs TPUs, or CPUs to try it on, and these are GPUs (NVIDIA H100 80GB HBM3); "
-        "use kernel in {'xla', 'cudnn'}."
+        "use kernel in {'xla', 'cudnn', 'triton'}."
     )
 
 

@@ -7,11 +7,16 @@ import oracles
 import pytest
 from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
 from jaxprs import equations
-from tiny import HIDDEN_CUT, model_config
+from tiny import HIDDEN_CUT, build, model_config
 
+from parallax.analysis.flops import component_of
+from parallax.config.sections import BLOCKS, PARTS
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
+from parallax.model.moe import MIXTURE_PARTS
 from parallax.model.rope import Rope, rotate
+from parallax.model.transformer import LAYER_PARTS, MLP
+from parallax.sharding.layout import named_leaves
 
 EPS = 1e-6
 # float32 against float64: outputs of size 1 to 100, sums of up to 64 terms.
@@ -219,3 +224,17 @@ def test_branches_of_the_residual_add_up_to_its_size():
     std = lambda name: float(params[name]["kernel"].value.std())  # noqa: E731
     assert std("gate") == pytest.approx(SIZES["d_model"] ** -0.5, rel=0.1)
     assert std("down") == pytest.approx(0.5 * SIZES["d_ff"] ** -0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_modules_have_the_names_by_which_reports_know_them(attention):
+    """PARTS, LAYER_PARTS, MIXTURE_PARTS and the norms are found by the names that the modules have."""
+    kinds = dict(layers_of="dense*4 moe*4", experts=8, shared_experts=1, d_expert=8)
+    model = build((1, 1, 1), attention=attention, d_latent_q=8, qk_norm=attention == "gqa", **kinds)
+    paths = [tuple(path.split("/")) for path in named_leaves(model.shapes)]
+    assert {first for first, *_ in paths} == {*PARTS}
+    of_layers = [names for first, _, *names in paths if first == BLOCKS]
+    assert all(first.startswith(LAYER_PARTS) for first, *_ in of_layers)
+    assert {name for first, name, *_ in of_layers if first == MLP} - {"gate", "up", "down"} == {*MIXTURE_PARTS}
+    norms = [name for name in map("/".join, paths) if component_of(name) == "norms"]
+    assert len(norms) == 1 + 2 * 4 and all(name.endswith("/scale") for name in norms)

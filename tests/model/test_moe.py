@@ -24,9 +24,11 @@ from parallax.model.exchange import EXCHANGES, round_of, rounds_of
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
+from parallax.model.products import EIGHT_BIT_PRODUCTS, unit_of
 from parallax.model.router import Router
 from parallax.pipeline.split_backward import select, split_backward
 from parallax.sharding.collectives import as_varying
+from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.mesh import mesh_of
 from parallax.sharding.parameter import layouts_of
@@ -254,6 +256,96 @@ def test_chunks_of_tokens_give_the_same(chunk_tokens, residual, exchange):
     check_on_mesh(dict(ep=2, tp=2, dp=2), residual=residual, exchange=exchange, chunk_tokens=chunk_tokens)
 
 
+# ---- products in 8 bits
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fake_product(form, x, kernel, amax):
+    """A product in 8 bits, in float32; the gradient of `amax` are the largest magnitudes that it meets."""
+    return fake(x, amax[0], EIGHT_BIT_PRODUCTS[form].operand) @ fake(kernel, amax[1], EIGHT_BIT_PRODUCTS[form].operand)
+
+
+def fake(x, amax, kind):
+    unit = unit_of(amax, kind)
+    return to_eight_bits(x, unit, kind).astype(jnp.float32) * unit
+
+
+def fake_gradients(form, saved, dy):
+    x, kernel, amax = saved
+    kinds, most = EIGHT_BIT_PRODUCTS[form], [jnp.abs(array).max() for array in (x, kernel, dy)]
+    dx = fake(dy, amax[2], kinds.gradient) @ fake(kernel, amax[1], kinds.operand).T
+    return dx, jnp.einsum("BSI,BSO->IO", x, dy), jnp.stack(most)
+
+
+fake_product.defvjp(lambda form, *args: (fake_product(form, *args), args), fake_gradients)
+
+
+def emulated(form, params, x, amaxes, ids):
+    """The output, every expert computing all tokens; `amaxes` [3, E, 3] are those of gate, up and down."""
+    _, scores = naive_scores(params, x, model_config(**SIZES))
+    weights = scores * (ids[..., None] == np.arange(EXPERTS)).any(axis=2)
+    weights, y, product = weights / weights.sum(axis=-1, keepdims=True), 0, functools.partial(fake_product, form)
+    for expert in range(EXPERTS):
+        gate, up, down = (params["experts"][name][expert] for name in KERNELS)
+        hidden = nn.silu(product(x, gate, amaxes[0, expert])) * product(x, up, amaxes[1, expert])
+        y += product(hidden * weights[..., expert, None], down, amaxes[2, expert])
+    return y
+
+
+KERNELS = "gate", "up", "down"
+AMAXES = dict(gate_amax=[2.5, 1.8, 0.2], up_amax=[9.0, 2.0, 0.3], down_amax=[2.0, 0.9, 2.9])  # some entries are clipped
+ROUNDING_ERROR = 1e-3  # of a norm: of what lies between two 8-bit numbers a few entries are rounded to the other one
+
+
+@functools.cache
+def in_8_bits(form):
+    """(parameters, (output, gradients, gradient in x)) as emulated; of scales the gradients are the maxima."""
+    _, params = declared(mixture(matmul_of_experts=form))
+    params["experts"] |= {name: np.float32(amax) for name, amax in AMAXES.items()}
+    x, dy = arrays()
+    ids = naive_ids(params, x, model_config(**SIZES))
+    amaxes = np.stack([np.tile(params["experts"][f"{name}_amax"], (EXPERTS, 1)) for name in KERNELS])
+    amaxes[1, :, 0] = amaxes[0, :, 0]  # gate and up have one input, which is rounded once
+    y, pull = jax.vjp(functools.partial(emulated, form, ids=ids), params, x, amaxes)
+    grads, dx, most = pull(dy)
+    grads["experts"] |= {f"{name}_amax": np.asarray(most[at].max(axis=0)) for at, name in enumerate(KERNELS)}
+    del grads["router"]["bias"]
+    return params, jax.tree.map(np.asarray, (y, grads, dx))
+
+
+def check_in_8_bits(form, found, leave_out=()):
+    params, expected = in_8_bits(form)
+    del found[1]["router"]["bias"]
+    for name in leave_out:
+        del found[1]["experts"][name]
+    paths = dict(jax.tree_util.tree_leaves_with_path(expected))
+    for path, a in jax.tree_util.tree_leaves_with_path(found):
+        assert np.linalg.norm(a - paths[path]) <= ROUNDING_ERROR * np.linalg.norm(paths[path]), path
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 8])
+@pytest.mark.parametrize("form", ["int8", "float8"])
+def test_experts_in_8_bits_are_products_of_rounded_operands(form, chunk_tokens):
+    layer = mixture(matmul_of_experts=form, chunk_tokens=chunk_tokens)
+    function = lambda params, x: layer.apply({"params": params}, x, jnp.float32(1 / ROWS))  # noqa: E731
+    check_in_8_bits(form, with_gradients(function, in_8_bits(form)[0], *arrays()))
+    plain = with_gradients(
+        lambda params, x: mixture().apply({"params": params}, x, jnp.float32(1 / ROWS)), in_8_bits(form)[0], *arrays()
+    )
+    expected = in_8_bits(form)[1]
+    assert np.linalg.norm(plain[0] - expected[0]) > 5 * ROUNDING_ERROR * np.linalg.norm(expected[0])
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(("form", "mesh", "exchange"), in_turn(["int8", "float8"], TWO_MESHES, EXCHANGES), ids=str)
+def test_experts_in_8_bits_are_the_same_on_meshes(form, mesh, exchange):
+    """The maxima are left out: here they would be added up over the mesh."""
+    layer = mixture(matmul_of_experts=form, exchange=exchange)
+    layouts, _ = declared(layer)
+    found = with_gradients(on_mesh(layer, layouts, mesh), in_8_bits(form)[0], *arrays())
+    check_in_8_bits(form, found, leave_out=AMAXES)
+
+
 # ---- where tokens go
 
 
@@ -297,12 +389,19 @@ WIDE = 1024  # rows fill TPU's tiles
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(("width", "to"), [(WIDTH, (5, 2)), (WIDTH, ()), (WIDE, ()), (WIDE, (5, 2))], ids=str)
-def test_what_accelerators_send_is_what_cpus_gather(width, to, monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "to", "form"),
+    [(WIDTH, (5, 2), ""), (WIDTH, (), ""), (WIDE, (), ""), (WIDE, (5, 2), ""), (WIDTH, (5, 2), "int8")],
+    ids=str,
+)
+def test_what_accelerators_send_is_what_cpus_gather(width, to, form, monkeypatch):
     """In one round, and in several, which only accelerators have."""
-    layer = mixture(model=ROUTERS["sigmoid"] | dict(d_model=width), exchange="ragged")
+    model = ROUTERS["sigmoid"] | dict(d_model=width)
+    layer = mixture(model=model, exchange="ragged", matmul_of_experts=form or "compute")
     layouts, params = declared(layer)
     params["router"]["bias"][[*to]] = 100
+    if form:
+        params["experts"] |= {name: np.float32(amax) for name, amax in AMAXES.items()}
     rng = np.random.default_rng(0)
     args = params, *(rng.normal(size=(ROWS, SEQ, width)).astype(np.float32) for _ in range(2))
     gathered = with_gradients(on_mesh(layer, layouts, dict(ep=4)), *args)

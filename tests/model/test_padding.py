@@ -289,7 +289,7 @@ def imported(folder, vocab, *flags):
 
 def test_an_import_pads_by_itself_and_says_so(tmp_path, capsys):
     assert imported(tmp_path / "odd", 261).padded_vocab == 384
-    assert "vocab_size=261 is padded to 384 (model.vocab_multiple=128), that mesh.tp may" in capsys.readouterr().out
+    assert "vocab_size=261 is padded to 384 (model.vocab_multiple=128), so that mesh.tp" in capsys.readouterr().out
     assert imported(tmp_path / "even", 384).padded_vocab == 384
     assert "padded" not in capsys.readouterr().out
     assert imported(tmp_path / "chosen", 261, "--config.model.vocab_multiple=6").padded_vocab == 264

@@ -193,12 +193,26 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
     ("written", "said"),
     [
         (dict(matmul="fp8"), "model.matmul='fp8' is unknown"),
-        (dict(matmul_parts="mpl"), "model.matmul_parts='mpl': 'mpl' is no part; use a set of attention, mlp"),
-        (dict(matmul_parts="mlp experts"), "'experts' is no part: products of experts are made in model.dtype"),
+        (
+            dict(matmul_parts="mpl"),
+            "model.matmul_parts='mpl': 'mpl' is not a part; use a set of attention, mlp, experts",
+        ),
+        (
+            dict(matmul="int8", matmul_parts="mlp experts"),
+            "has 'experts', which no layer of this model has; use a set of ",
+        ),
+        (
+            dict(matmul="int8", matmul_parts="attention mlp", layers=2, layers_of="moe*2"),
+            "has 'mlp', which no layer of this model has; use a set of attention, experts",
+        ),
         (dict(matmul_parts=" "), "names no part"),
         (dict(matmul="int8", matmul_residuals="int8"), "model.matmul_residuals='int8' is unknown"),
         (dict(matmul_residuals="8bit"), "model.matmul_residuals='8bit' does nothing with model.matmul='compute'"),
         (dict(matmul="int8", d_ff=2**18), "sums products of a dim of 262144 in int32, which holds 133144 of them"),
+        (dict(matmul="int8", d_latent=2**18), "sums products of a dim of 262144 in int32, which"),
+        (dict(matmul="int8", d_latent_q=2**18), "sums products of a dim of 262144 in int32, which"),
+        (dict(matmul="int8", shared_experts=2, d_expert=2**17), "sums products of a dim of 262144 in int32, which"),
+        (dict(matmul="int8", d_expert=2**18), "sums products of a dim of 262144 in int32"),
     ],
 )
 def test_what_cannot_be_is_refused(written, said):

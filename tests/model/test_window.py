@@ -35,7 +35,7 @@ def test_an_import_keeps_the_window_and_a_longer_seq_is_refused_there_and_later(
     assert imported(tmp_path) == 2
     assert f"data.seq=256 is longer than model.sliding_window={WINDOW}" in capsys.readouterr().err
     assert imported(tmp_path / "short", f"--config.data.seq={WINDOW}") == 0
-    assert f"sliding_window={WINDOW} hides nothing from windows that are no longer" in capsys.readouterr().out
+    assert f"sliding_window={WINDOW} does not affect windows that are no longer" in capsys.readouterr().out
     mesh = AbstractMesh((1,) * len(AXES), AXES)
     for seq in (WINDOW, WINDOW + 1):
         config = load_config(tmp_path / "short" / "run" / "config.json")

@@ -129,7 +129,7 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
         (
             (1, 1, 1, 1, 4),
             12,
-            "data.seq=12 does not divide over 2 x mesh.cp=4, for each context rank has two chunks of",
+            "data.seq=12 does not divide over 2 x mesh.cp=4: each context rank has two chunks of",
         ),
         ((1, 1, 8, 1, 1), 12, "data.seq=12 does not divide over mesh.tp=8; use a multiple of 8."),
         ((1, 1, 4, 1, 2), 12, "data.seq=12 does not divide over mesh.cp=2 x mesh.tp=4; use a multiple of 8."),

@@ -27,6 +27,7 @@ from test_parity import (
 )
 from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
+from parallax.config.sections import ModelConfig
 from parallax.inference.capture import capture_activations
 from parallax.runtime.errors import ConfigError
 from parallax.training.optimizer import make_optimizer
@@ -64,10 +65,24 @@ MARGIN = 1e-5  # of the closest choice in a batch; float32 rounds scores by some
 
 
 def is_empty(case):
-    """What is refused: to gather ahead where nothing is gathered layer by layer, and more stages than layers."""
-    ahead_of_none = case.get("policy", "zero3") not in ("lean", "zero3")
+    """What is refused: more stages than layers, and to gather ahead where no layer is gathered when it runs or none
+    follows one of its own kind."""
     stages = case.get("mesh", (1,))[0] * (2 if case.get("schedule") in ("interleaved", "zero_bubble_v") else 1)
-    return (case.get("prefetch") == 1 and ahead_of_none) or (case.get("model") == "late" and stages > 7)
+    if case.get("model") == "late" and stages > 7:
+        return True
+    if case.get("prefetch") != 1:
+        return False
+    known = {"model", "mesh", "schedule"} <= case.keys()
+    return case.get("policy", "zero3") not in ("lean", "zero3") or (known and not can_prefetch(case["model"], stages))
+
+
+@functools.cache
+def can_prefetch(model, stages):
+    """Whether, of some consecutive places of all stages, each has a layer of one kind; or a stage has one layer."""
+    kinds = np.array(ModelConfig(**{"layers": 8} | MODELS[model]).kinds)
+    columns = [{*column} for column in itertools.zip_longest(*np.array_split(kinds, stages))]
+    alike = [column - {None} for column in columns]
+    return len(columns) == 1 or any(len(one) == 1 and one == other for one, other in itertools.pairwise(alike))
 
 
 @functools.cache
@@ -379,3 +394,10 @@ def test_experts_that_a_mesh_does_not_divide_are_refused(mesh, how, message):
     with pytest.raises(ConfigError) as error:
         mixture(mesh, "alike", **how)
     assert message in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("in turn", (1, 2, 1)), ("dense first", (4, 2, 1))])
+def test_gathering_ahead_where_no_layer_follows_one_of_its_kind_is_refused(name, mesh):
+    with pytest.raises(ConfigError, match=r"^fsdp.prefetch=1 .* no stage has two layers of one kind .*prefetch=0\.$"):
+        mixture(mesh, name, prefetch=1)
+    assert mixture(mesh, "alike", prefetch=1)

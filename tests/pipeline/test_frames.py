@@ -36,8 +36,8 @@ CASES = {
         "mixtures": MIXTURE | dict(layers_of="moe*8"),
         "mixtures in turn": MIXTURE | dict(layers_of="(dense moe)*4"),
         "mixtures at the end": MIXTURE | dict(layers=7, layers_of="dense*5 moe*2"),
-        "mixtures prefetch": MIXTURE | dict(layers_of="moe*4 dense*4", prefetch=1),
-        "mixtures in turn prefetch": MIXTURE | dict(layers_of="(dense moe)*4", prefetch=1),
+        "mixtures prefetch": MIXTURE | dict(layers_of="dense*2 moe*6", prefetch=1),
+        "mixtures in turn prefetch": MIXTURE | dict(layers_of="(dense moe*2)*3 dense*3", layers=12, prefetch=1),
     }.items()
 }
 

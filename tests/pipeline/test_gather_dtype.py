@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from reference import closest_choices, plain_losses_and_grad
+from sent import step_collectives
 from test_experts import MARGIN, mixture, step_on
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
 from tiny import SCHEDULES, build, make_batch, params_of
 
-from parallax.analysis.collectives import step_collectives
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import named_leaves

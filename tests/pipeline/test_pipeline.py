@@ -14,7 +14,7 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
 from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
-from parallax.pipeline.layer_order import Places, Repeat
+from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
@@ -33,7 +33,7 @@ def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
     unchanged = [lambda grad: grad] * 3
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
     stack = LayerStack(toy_layer, lambda weights: weights, unchanged, LAYERS, numbers)
-    repeats = [Repeat(1, (Places((0,), 0, LAYERS, layers < LAYERS, 0),))]
+    repeats = [Repeat(1, (LayerRun((0,), 0, LAYERS, layers < LAYERS, 0),))]
     loop = LayerLoop([stack], LAYERS, repeats, prefetch=prefetch, serialized=False)
     return Stage(loop, remat, split)
 

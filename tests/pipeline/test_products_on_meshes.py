@@ -23,6 +23,7 @@ from parallax.training.step import with_first_scales
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 0.05  # of a loss; of a leaf's norm: what left out a microbatch is wrong by a quarter
 GATHERS = dict(gather_dtype="int8", matmul_parts="mlp")
+EXPERTS = dict(matmul_parts="experts", layers=2, layers_of="moe*2", experts=4, d_expert=16)
 MODELS = {
     "gqa": dict(attention="gqa", layers=4),
     "mla": dict(attention="mla", layers=4, d_latent_q=16),
@@ -37,6 +38,20 @@ FAST = {
     "rounded gathers": ("gqa", "float8", (1, 2, 2), GATHERS),
 }
 SLOW = {
+    "experts alone, ragged": ("gqa", "int8", (1, 1, 1, 1, 1, 4), EXPERTS | dict(exchange="ragged")),
+    "experts alone, ragged, W apart": (
+        "gqa",
+        "float8",
+        (2, 1, 1, 1, 1, 2),
+        EXPERTS | dict(exchange="ragged", schedule="zero_bubble", remat="norm router"),
+    ),
+    "experts alone, chunks": (
+        "gqa",
+        "int8",
+        (1, 2, 2, 1, 1, 2),
+        EXPERTS | dict(expert_chunk_tokens=8, policy="zero1", prefetch=0),
+    ),
+    "experts alone, ahead": ("gqa", "float8", (2, 2, 1, 1, 1, 2), EXPERTS | dict(remat="layer", prefetch=1)),
     "tensor": ("gqa", "int8", (1, 2, 4), dict(residual=SEQ_CUT, remat="attention")),
     "gpipe": ("mla", "int8", (2, 1, 4), dict(schedule="gpipe", remat="stage")),
     "1F1B": ("mla", "float8", (4, 2, 1), dict(schedule="one_f_one_b", policy="zero2")),
@@ -58,7 +73,15 @@ SLOW = {
 }
 
 
-ARITHMETIC = ("layers", "matmul_parts", "matmul_residuals", "gather_dtype")  # what one device must do, too
+ARITHMETIC = (
+    "layers",
+    "matmul_parts",
+    "matmul_residuals",
+    "gather_dtype",
+    "layers_of",
+    "experts",
+    "d_expert",
+)  # alone, too
 
 
 @functools.cache

@@ -5,18 +5,18 @@ import pytest
 from parallax.runtime.chips import CHIPS, chip
 from parallax.runtime.errors import ConfigError
 
-# Multiply-adds that the matrix units of a chip do in a cycle: units, their rows and columns.
+# Multiply-adds that the matrix units of a device do in a cycle: units, their rows and columns.
 UNITS = {
     "TPU v4": 8 * 128 * 128,
     "TPU v5e": 4 * 128 * 128,
     "TPU v5p": 8 * 128 * 128,
     "TPU v6e": 4 * 256 * 256,
-    "TPU v7x": 2 * 4 * 256 * 256,
+    "TPU v7x": 4 * 256 * 256,
 }
 
 
 # GB of memory, as data sheets write it, of 2**30 bytes: the compilers let nearly all be filled, and of v5p's 95 more.
-SHEETS = {"TPU v4": 32, "TPU v5e": 16, "TPU v5p": 95, "TPU v6e": 32, "TPU v7x": 192}
+SHEETS = {"TPU v4": 32, "TPU v5e": 16, "TPU v5p": 95, "TPU v6e": 32, "TPU v7x": 192 / 2}
 SHEETS |= {"NVIDIA A100": 80, "NVIDIA H100": 80, "NVIDIA H200": 141, "NVIDIA B200": 180}
 SHEETS |= dict.fromkeys(("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"), 24)
 

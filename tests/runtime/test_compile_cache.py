@@ -83,7 +83,7 @@ def test_a_folder_in_which_others_can_write_is_not_taken_unasked(on, capsys):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     use_compile_cache("auto")
-    assert jax.config.jax_compilation_cache_dir is None and "others than this user can write" in capsys.readouterr().err
+    assert jax.config.jax_compilation_cache_dir is None and "other users can write" in capsys.readouterr().err
     use_compile_cache(str(folder))  # whoever names it knows who shares it
     assert jax.config.jax_compilation_cache_dir == str(folder)
 

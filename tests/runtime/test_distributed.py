@@ -47,12 +47,12 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
         ({"distributed.coordinator": None}, "=4, .*=3 without --distributed.coordinator (or PARALLAX_COORDINATOR)"),
         (
             {"distributed.coordinator": "host"},
-            "'host' is no address; write host:port of process 0, as in 10.0.0.2:8476",
+            "'host' is not an address; write host:port of process 0, as in 10.0.0.2:8476",
         ),
-        ({"distributed.coordinator": "host:99999"}, "'host:99999' is no address"),
+        ({"distributed.coordinator": "host:99999"}, "'host:99999' is not an address"),
         ({"distributed.num-processes": "0"}, "--distributed.num-processes='0' must be a whole number of 1 or more"),
         ({"distributed.process-id": "-1"}, "--distributed.process-id='-1' must be a whole number of 0 or more"),
-        ({"distributed.process-id": "4"}, "--distributed.process-id=4 is none of 4 processes; use 0 to 3"),
+        ({"distributed.process-id": "4"}, "--distributed.process-id=4 is not one of 4 processes; use 0 to 3"),
     ],
 )
 def test_places_that_cannot_be_are_refused(changes, message):
@@ -246,7 +246,7 @@ def test_differences_are_refused_with_both_values(in_job):
     in_job(Line(differences=[["mesh.tp", 2, 3, 4]], more=7))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
     with pytest.raises(ConfigError, match=expected):
-        job_module.compare("config", {"mesh.tp": 2})
+        job_module.check_equal("config", {"mesh.tp": 2})
 
 
 def test_who_is_missing_at_the_start_is_named():
@@ -260,7 +260,7 @@ def test_who_is_missing_at_the_start_is_named():
     [
         ({"hello": 0}, "distributed.process-id=0 was given twice: on host0 and on host1"),
         ({"of": 3}, "distributed.num-processes is 2 in process 0, 3 in process 1"),
-        ({"token": "guessed"}, "this coordinator port belongs to another job; give each job a port of its own"),
+        ({"token": "guessed"}, "this coordinator port belongs to another job; give each job its own port"),
     ],
 )
 def test_who_does_not_belong_is_refused(changes, message):

@@ -65,8 +65,8 @@ def test_whatever_the_runtime_says_of_a_lost_process_is_status_75_in_one_line(li
     assert exit_status(fail(JaxRuntimeError(text)), one_line=True) == 75
     said = capsys.readouterr().err
     assert said == (
-        f"LostError: another process is gone, or does not come: {text}; this process was at 'step 3'; "
-        "start the same command again to go on from the last checkpoint\n"
+        f"LostError: another process is gone or missing: {text}; this process was at 'step 3'; "
+        "start the same command again to resume from the last checkpoint\n"
     )
     assert line.said[0] == "waited" and line.said[1][0] == 75  # if one is known to be lost, it is named
 

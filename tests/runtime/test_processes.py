@@ -203,7 +203,7 @@ def test_when_a_process_loses_text_held_out_the_step_before_the_evaluation_is_sa
         status, text = job.end()
     assert status == 5 and all(f"[launch] process {each} ended with status 5" in text for each in (0, 1)), text
     assert "DataError: a fault that was put here" in text, text
-    assert f"DataError: process {rank} cannot read a batch of the evaluation, and says why" in text, text
+    assert f"DataError: process {rank} cannot read a batch of the evaluation; see its own error" in text, text
     assert latest_step(tmp_path / "checkpoints") == 3 and losses(tmp_path) == by_two[:3]
     assert "step 3 is saved" in (tmp_path / "log.txt").read_text()
 
@@ -225,7 +225,7 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
     for each in (0, 1):
         assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Thread MainThread:" in text  # the stacks
-    assert "start the same command again to go on from the last checkpoint" in text
+    assert "start the same command again to resume from the last checkpoint" in text
 
 
 @pytest.mark.slow
@@ -426,7 +426,7 @@ def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path
         (["--processes", "0", "--", "train.py"], "'0' is not a whole number from 1 to 99999"),
         (["--processes", "2", "--devices-per-process", "x", "--", "train.py"], "'x' is not a whole number"),
         (["--processes", "2"], "nothing to start; write it last, as in `-- train.py"),
-        (["--processes", "2", "--", "trian.py"], "'trian.py' is no Python file; write one, or -m and a module"),
+        (["--processes", "2", "--", "trian.py"], "'trian.py' is not a Python file; write one, or -m and a module"),
         (["--", "train.py"], "the following arguments are required: --processes"),
     ],
 )

@@ -77,7 +77,7 @@ def test_spaces_line_ends_quotes_and_empty_cells_at_the_end_make_no_difference(w
             {"0F1+>0B0<"},
         ),
         ("0F0,0F1,,0B0+0B1\n,1F0+1B0,1F1+1B1\n", "slot clash: 0B0 and 0B1 are both in tick 3", {">0B0<+>0B1<"}),
-        ("0F0,1F1\n,1F0,1B0", "stage 1 stands on rank 0 and rank 1", {">1F1<"}),
+        ("0F0,1F1\n,1F0,1B0", "stage 1 is on rank 0 and rank 1", {">1F1<"}),
         ("0F0\n2F0\n", "missing: stage 1, though there is stage 2", {">2F0<"}),
         ("0F0,0F1000000000\n1F0\n", "missing: microbatch 1, though", {">0F1000000000<"}),
         ("0F0,1F0,1B0,0B0\n\n2F0,2B0\n", "do not fit 3 ranks", set()),

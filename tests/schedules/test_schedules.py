@@ -230,9 +230,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_with_what_else_can_be_w
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        (Costs(forward=-1), "forward=-1 is no time"),
-        (Costs(send=float("nan")), "send=nan is no time"),
-        (Costs(backward=float("inf")), "backward=inf is no time"),
+        (Costs(forward=-1), "forward=-1 is not a valid time"),
+        (Costs(send=float("nan")), "send=nan is not a valid time"),
+        (Costs(backward=float("inf")), "backward=inf is not a valid time"),
         (Costs(weights=3), "weights=3 is more than backward=2"),
         (Costs(0, 0, 0), "there is no work"),
     ],

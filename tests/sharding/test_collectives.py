@@ -271,17 +271,17 @@ def test_over_axes_of_one_rank_a_collective_changes_nothing(name):
 @pytest.mark.parametrize(
     ("function", "pattern", "message"),
     [
-        (all_gather, "d_ff/tp/dp seq -> d_ff/dp seq", "only the last axes of a dim can be gathered, d_ff needs"),
-        (all_gather, "d_ff seq -> d_ff/tp seq", "only the last axes of a dim can be gathered, d_ff needs"),
-        (reduce_scatter, "d_ff/tp seq -> d_ff seq", "a dim is scattered behind the axes that cut it, d_ff is not"),
-        (reduce_scatter, "d_ff/tp seq -> d_ff/dp/tp seq", "a dim is scattered behind the axes that cut it"),
-        (exchange_and_add, "d_ff/tp seq -> d_ff seq", "a dim is scattered behind the axes that cut it, d_ff is not"),
-        (all_reduce, "d_ff/tp seq -> d_ff seq", "an all-reduce leaves the cut as it is"),
+        (all_gather, "d_ff/tp/dp seq -> d_ff/dp seq", "only the last axes of a dim can be gathered; d_ff needs"),
+        (all_gather, "d_ff seq -> d_ff/tp seq", "only the last axes of a dim can be gathered; d_ff needs"),
+        (reduce_scatter, "d_ff/tp seq -> d_ff seq", "a dim is scattered after the axes that shard it; d_ff is not"),
+        (reduce_scatter, "d_ff/tp seq -> d_ff/dp/tp seq", "a dim is scattered after the axes that shard it"),
+        (exchange_and_add, "d_ff/tp seq -> d_ff seq", "a dim is scattered after the axes that shard it; d_ff is not"),
+        (all_reduce, "d_ff/tp seq -> d_ff seq", "an all-reduce does not change how dims are sharded"),
         (all_to_all, "d_ff/tp seq/dp -> d_ff/dp seq/tp", "an all-to-all moves exactly one axis"),
         (all_to_all, "d_ff/tp seq -> d_ff seq", "an all-to-all moves exactly one axis"),
         (all_to_all, "d_ff seq -> d_ff seq", "an all-to-all moves exactly one axis"),
         (all_to_all, "d_ff/tp/dp seq -> d_ff/dp seq/tp", "tp must be the last axis of both dims"),
-        (cut, "d_ff/tp seq -> d_ff seq", "a dim is cut behind the axes that cut it already, d_ff is not"),
+        (cut, "d_ff/tp seq -> d_ff seq", "a dim is sharded after the axes that shard it already; d_ff is not"),
         (cut, "d_ff -> d_ff/tp", "'d_ff' has 1 dims, the array has 2: (3, 4)"),
         (einsum, "d_ff seq", "write 'operand, operand -> result'"),
         (einsum, "d_ff/tp seq -> seq", "the result is 'seq +tp', not 'seq'"),
@@ -296,12 +296,14 @@ def test_a_pattern_that_cannot_be_is_refused_with_a_reason(function, pattern, me
 
 
 def test_an_einsum_of_operands_that_are_cut_otherwise_is_refused():
-    with pytest.raises(NotationError, match="d_ff is cut over tp in one operand and over nothing in 'd_ff d_model'"):
+    with pytest.raises(
+        NotationError, match="d_ff is sharded over tp in one operand and over nothing in 'd_ff d_model'"
+    ):
         einsum("seq d_ff/tp, d_ff d_model -> seq d_model", jnp.ones((2, 3)), jnp.ones((3, 2)))
 
 
 def test_a_permute_along_an_axis_that_cuts_is_refused():
-    with pytest.raises(NotationError, match="permute over tp: 'seq/tp' is cut over it; permute whole pieces only"):
+    with pytest.raises(NotationError, match="permute over tp: 'seq/tp' is sharded over it; permute whole pieces only"):
         permute("seq/tp", jnp.ones(2), axis="tp")
 
 

@@ -12,11 +12,12 @@ import pytest
 from cut_layers import SIZES, call, declared, residual_layers, windows
 from jax.sharding import PartitionSpec as P
 from sections import Item, expected, sections
+from sent import step_collectives
 from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
-from parallax.analysis.collectives import collectives, step_collectives
+from parallax.analysis.collectives import collectives
 from parallax.model.attention import attend_over_context
 from parallax.model.blockwise import blockwise_attention
 from parallax.model.context import training_context

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
+from sent import step_collectives
 from stand_ins import AXES, Chip, ChipMesh
 from tiny import build, mesh_of
 
-from parallax.analysis.collectives import step_collectives
 from parallax.sharding import compiler
 from parallax.sharding.compiler import clears_what_is_overwritten, compiler_options, first_group
 

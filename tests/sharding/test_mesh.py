@@ -73,13 +73,13 @@ def test_an_axis_that_does_not_divide_the_devices_is_told_which_sizes_do():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tp": 0}, "mesh.tp=0 is no number of devices"),
-        ({"pp": -2}, "mesh.pp=-2 is no number of devices"),
+        ({"tp": 0}, "mesh.tp=0 is not a number of devices"),
+        ({"pp": -2}, "mesh.pp=-2 is not a number of devices"),
         ({"dp": 2.0}, "mesh.dp=2.0 is a number, but it must be a whole number"),
         ({"dp": True}, "mesh.dp=True is True or False, but it must be a whole number"),
         ({"pp": -1, "dp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
-        ({"simulate": -1}, "mesh.simulate=-1 is no number of devices"),
-        ({"replica": 0}, "mesh.replica=0 is no number of devices"),
+        ({"simulate": -1}, "mesh.simulate=-1 is not a number of devices"),
+        ({"replica": 0}, "mesh.replica=0 is not a number of devices"),
     ],
 )
 def test_wrong_sizes_are_named(fields, message):

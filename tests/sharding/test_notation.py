@@ -82,7 +82,7 @@ def test_partial_sums_are_named_in_mesh_order():
 def test_the_cut_of_a_dim_can_be_changed():
     layout = Layout.parse("batch/dp seq d_model/tp")
     assert str(layout.with_cut("batch", ("dp", "pp"))) == "batch/dp/pp seq d_model/tp"
-    with pytest.raises(NotationError, match="axis 'tp' stands 2 times"):
+    with pytest.raises(NotationError, match="axis 'tp' occurs 2 times"):
         layout.with_cut("seq", ("tp",))
 
 
@@ -97,11 +97,11 @@ def test_the_cut_of_a_dim_can_be_changed():
         ("/tp", "'/tp': unknown dim ''; known: "),
         ("d_model +", "'d_model +': unknown axis ''; known: pp, replica, dp, cp, ep, tp."),
         ("d_model +d_ff", "unknown axis 'd_ff'; "),
-        ("seq seq", "'seq seq': dim 'seq' stands 2 times; an array has each dim once."),
-        ("seq/tp d_ff/tp", "axis 'tp' stands 2 times; an axis cuts one dim or is partial."),
-        ("d_model/tp/tp", "axis 'tp' stands 2 times; an axis cuts one dim or is partial."),
-        ("d_model/tp +tp", "axis 'tp' stands 2 times; an axis cuts one dim or is partial."),
-        ("batch +tp d_ff", "'batch +tp d_ff': partial sums (+tp) go last; move them behind 'd_ff'."),
+        ("seq seq", "'seq seq': dim 'seq' occurs 2 times; an array has each dim once."),
+        ("seq/tp d_ff/tp", "axis 'tp' occurs 2 times; an axis shards one dim or is partial."),
+        ("d_model/tp/tp", "axis 'tp' occurs 2 times; an axis shards one dim or is partial."),
+        ("d_model/tp +tp", "axis 'tp' occurs 2 times; an axis shards one dim or is partial."),
+        ("batch +tp d_ff", "'batch +tp d_ff': partial sums (+tp) go last; move them after 'd_ff'."),
     ],
 )
 def test_a_wrong_layout_is_quoted_with_advice(text, message):
@@ -134,7 +134,7 @@ def test_a_size_that_does_not_divide_is_refused_with_what_would():
         layout.local_shape({"d_model": 12, "d_ff": 3}, {"dp": 2, "tp": 4})
     assert str(caught.value) == (
         "'d_model/tp/dp d_ff': d_model=12 does not divide over tp=4*dp=2; "
-        "cut it in one of {1, 2, 3, 4, 6, 12} pieces, or use d_model=8 or 16."
+        "shard it into one of {1, 2, 3, 4, 6, 12} pieces, or use d_model=8 or 16."
     )
 
 

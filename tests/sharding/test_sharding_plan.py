@@ -147,7 +147,7 @@ def test_a_policy_of_ones_own_is_one_more_line(monkeypatch):
     ("changes", "message"),
     [
         ({"policy": "zero4"}, "data_parallel.policy='zero4' is unknown; did you mean 'zero3'"),
-        ({"exceptions": "embeding=zero1"}, "names 'embeding', which is no part, .*; did you mean 'embedding'"),
+        ({"exceptions": "embeding=zero1"}, "names 'embeding', which is not a part, .*; did you mean 'embedding'"),
         ({"exceptions": "embedding=zero9"}, "data_parallel.exceptions: embedding='zero9' is unknown"),
         ({"exceptions": "embedding"}, "'embedding' is not NAME=POLICY; write"),
     ],

@@ -103,7 +103,7 @@ def test_a_service_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
     service, stuck = Service(), threading.Event()
     service.finish = lambda exit_code: stuck.wait(30)
     monkeypatch.setattr("parallax.training.logger.WANDB_SECS", 0.1)
-    assert "wandb has not taken all numbers within 0.1 s" in run_with(service, tmp_path, monkeypatch, [1])
+    assert "wandb has not received all metrics within 0.1 s" in run_with(service, tmp_path, monkeypatch, [1])
     stuck.set()
 
 

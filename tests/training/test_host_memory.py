@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_examples import tiny_config
 from tiny import build, make_batch, optimizer_config
 
 from configs.base import get_config
@@ -26,6 +27,7 @@ from parallax.sharding.host import rests_on_host
 from parallax.sharding.plan import ShardingPlan
 from parallax.training.low_precision import places_in_stack, random_bits
 from parallax.training.optimizer import make_optimizer
+from parallax.training.run import train
 from parallax.training.step import abstract_state, make_train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,6 +35,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHAPE = dict(attention="gqa", tied=True, layers=4, d_model=64, d_ff=64, microbatches=4, dtype="bfloat16")
 HELD = dict(learning_rate=1e-2, warmup_steps=2, balance_rate=1e-3)
 ON_HOST = dict(states_on="host", masters_on="host")
+SMALL = dict(layers=2, d_model=32, microbatches=2)
 
 
 def step_of(mesh, changes, optimizer, memories):
@@ -55,6 +58,7 @@ def ten_steps(step):
 CASES = {
     "adamw": ((1, 4, 1), {}, {}),
     "muon": ((2, 1, 2), {}, {"name": "muon"}),
+    "float8": ((1, 2, 1), {"layers": 2}, {"m_dtype": "float8", "v_dtype": "float8"}),
 }
 
 
@@ -69,6 +73,24 @@ def test_ten_steps_layer_by_layer_are_bitwise_the_same_from_either_memory(name, 
     assert not any(rests_on_host(leaf.sharding) for leaf in jax.tree.leaves(state))
     assert found == expected
     assert {name for name in states if states[name] != on_device[name]} == set()
+
+
+@pytest.mark.parametrize("changes", [{}, {"matmul": "int8"}], ids=["plain", "int8"])
+def test_a_step_that_is_skipped_changes_nothing_in_host_memory(changes):
+    float8 = {"m_dtype": "float8", "v_dtype": "float8"}
+    step = step_of((1, 2, 1), SMALL | changes, float8, ON_HOST)
+    batch = jax.device_put(make_batch(rows=8), step.model.batch_sharding)
+    before, metrics = step(step.init(batch), batch)
+    assert metrics["skipped"] == 0
+    held = {name: np.asarray(leaf).tobytes() for name, leaf in flatten(before).items()}
+    bad = before.params["head"]["norm"]["scale"] * jnp.nan  # one of the few that stay on the device
+    params = before.params | {"head": before.params["head"] | {"norm": {"scale": bad}}}
+    after, metrics = step(before._replace(params=params), batch)
+    assert metrics["skipped"] == 1
+    moved = {name for name, leaf in flatten(after).items() if np.asarray(leaf).tobytes() != held[name]}
+    assert moved == {"step", "params.head.norm.scale", "guard.skipped", "guard.in_a_row"}
+    for name, leaf in flatten(after).items():
+        assert rests_on_host(leaf.sharding) == rests_on_host(flatten(step.shardings)[name]), name
 
 
 def test_random_bits_of_a_layer_are_those_of_its_place_in_the_stack():
@@ -121,6 +143,24 @@ def test_what_is_saved_in_one_memory_goes_on_in_the_other(tmp_path):
     assert not rests_on_host(state.params["head"]["norm"]["scale"].sharding)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_states_in_the_other_memory(corpus, tmp_path):
+    """Up to the last place, in which an update by layers may be rounded otherwise."""
+
+    def ended(name, *memories):
+        for steps, memory in zip((4, 8), memories, strict=True):
+            there = {f"optimizer.{key}": memory for key in ON_HOST}
+            changes = {"model.dtype": "bfloat16", "model.d_model": 64, "optimizer.schedule": "constant"}
+            changes |= {"optimizer.m_dtype": "float8", "optimizer.v_dtype": "float8", "train.steps": steps}
+            outcome = train(tiny_config(corpus, **changes | there), tmp_path / name)
+            assert (outcome.reason, outcome.step) == ("finished", steps)
+        return outcome.eval_loss
+
+    expected = ended("stays", "device", "device")
+    for memories in (("host", "device"), ("device", "host")):
+        assert ended(" then ".join(memories), *memories) == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_plan_of_parameters_prints_the_memory_of_each():
     model = step_of((1, 2, 1), {}, {}, {"states_on": "host"}).model
     text = repr(model.plan)
@@ -147,12 +187,12 @@ ERRORS = {
     ),
     "what is made again": (
         lambda: build((1, 1, 1), remat="elementwise ffn", residuals_on="ffn"),
-        "pipeline.residuals_on='ffn' has 'ffn', of which pipeline.remat='elementwise ffn' saves nothing by name; use a "
+        "pipeline.residuals_on='ffn' has 'ffn', but pipeline.remat='elementwise ffn' does not save it by name; use a "
         "set of input, latent, q, kv, core, out, experts, or another remat",
     ),
     "no names": (
         lambda: build((1, 1, 1), remat="none", residuals_on="input"),
-        "pipeline.residuals_on='input' has 'input', of which pipeline.remat='none' saves nothing by name; use 'host', "
+        "pipeline.residuals_on='input' has 'input', but pipeline.remat='none' does not save it by name; use 'host', "
         "or another remat",
     ),
     "unknown part": (
@@ -161,7 +201,7 @@ ERRORS = {
     ),
     "a word among parts": (
         lambda: PipelineConfig(residuals_on="host ffn"),
-        "pipeline.residuals_on='host ffn' is no set of parts; use 'device' or 'host' alone, or a set of input, qkv, ",
+        "pipeline.residuals_on='host ffn' is not a set of parts; use 'device' or 'host' alone, or a set of input, ",
     ),
     "another optimizer": (
         lambda: make_train_step(*adafactor(), seed=0),

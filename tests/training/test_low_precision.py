@@ -29,10 +29,10 @@ from parallax.training.low_precision import (
     block_of,
     from_float8,
     random_bits,
-    stored,
     to_bfloat16,
     to_e4m3,
     to_float8,
+    with_states_in,
 )
 from parallax.training.optimizer import make_optimizer
 from parallax.training.run import train
@@ -142,8 +142,8 @@ def test_a_mesh_that_cuts_through_blocks_is_refused():
         abstract_state(model, optimizer(model, m_dtype="float8"))
     assert str(error.value) == (
         "optimizer.m_dtype='float8' has blocks of 8 along a dim of blocks/attention/k/kernel of size 64, which "
-        "mesh.dp=16 cuts into pieces of 4; use m_dtype='bfloat16', or a mesh that cuts it into 8 pieces or a divisor "
-        "of that."
+        "mesh.dp=16 shards into pieces of 4; use m_dtype='bfloat16', or a mesh that shards it into 8 pieces or a "
+        "divisor of that."
     )
 
 
@@ -344,7 +344,7 @@ def as_float32(stored_state, plain_state):
 def test_the_wrapper_takes_any_transformation():
     """Momentum of optax.sgd, whose field is `trace`, in bfloat16."""
     model = build((1, 1, 1), **SHAPE)
-    tx = stored(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
+    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes)
     grads, noise = gradients(model, 0), jnp.int32([0, 0])
     _, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=noise))(params, grads)

@@ -1,5 +1,6 @@
 """Scales of 8-bit products in a run: set by a first pass, followed step by step, saved, and frozen in evaluation."""
 
+import contextlib
 import json
 
 import jax
@@ -10,13 +11,15 @@ from run_examples import tiny_config
 from tiny import build, make_batch, optimizer_config
 
 from parallax.checkpoint.arrays import flatten
+from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.interop.safetensors import read_model
 from parallax.model.products import is_scale, latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.folder import RunFolder
 from parallax.training.optimizer import make_optimizer
-from parallax.training.resume import is_fixed
+from parallax.training.resume import is_fixed, step_to_resume
 from parallax.training.run import train
 from parallax.training.step import make_train_step
 
@@ -131,6 +134,32 @@ def test_a_run_that_was_stopped_ends_with_the_same_scales(corpus, run_8bit, tmp_
 def test_a_run_does_not_go_on_with_other_products(corpus, run_8bit):
     with pytest.raises(CheckpointError, match="model.matmul='int8' there, 'compute' here"):
         train(tiny_config(corpus, **{"train.steps": 20}), run_8bit)
+
+
+@pytest.mark.parametrize(("parts", "goes_on"), [("mlp attention", True), ("mlp", False)])
+def test_a_run_goes_on_with_other_names_of_the_same_products(parts, goes_on, run_8bit):
+    """Those of experts, which its model lacks, may be named or not."""
+    folder = RunFolder(run_8bit)
+    settings = read_manifest(folder.checkpoints, 8)["settings"]
+    settings["model"]["matmul_parts"] = parts
+    refused = contextlib.nullcontext() if goes_on else pytest.raises(CheckpointError, match="model.matmul_parts=")
+    with refused:
+        assert step_to_resume(folder, settings, "must", print) == 8
+
+
+MIXTURE = {"model.layers_of": "dense moe", "model.experts": 4, "model.d_expert": 16}
+MIXTURE |= {"mesh.dp": 2, "mesh.ep": 2, "mesh.tp": 2}
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_in_8_bits_that_was_stopped_ends_the_same(corpus, tmp_path):
+    how = EIGHT_BIT | MIXTURE | {"optimizer.schedule": "constant", "model.layers": 2}
+    for steps in ([8], [4, 8]):
+        for count in steps:
+            train(tiny_config(corpus, **how, **{"train.steps": count}), tmp_path / str(len(steps)))
+    found = digests(tmp_path / "2")
+    assert found == digests(tmp_path / "1")
+    assert sum(name.endswith("_amax") for name in found["params"]) == 3
 
 
 def test_a_run_does_not_go_on_with_other_residuals():

@@ -116,7 +116,7 @@ def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
 @pytest.mark.parametrize("written", ["soon", "-3h", "0", "1d"])
 def test_a_runtime_that_is_no_time_is_refused(written):
     command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", f"--max-runtime={written}"]
-    with pytest.raises(ConfigError, match=f"--max-runtime='{written}' is no time; write it as 3h, 90m"):
+    with pytest.raises(ConfigError, match=f"--max-runtime='{written}' is not a time; write it as 3h, 90m"):
         command_line.parse(command)
 
 

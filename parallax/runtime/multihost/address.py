@@ -1,4 +1,4 @@
-"""Which process of a job this one is, as flags or the environment say."""
+"""The address of this process in its job, from flags or the environment."""
 
 import os
 import re
@@ -9,17 +9,17 @@ from parallax.runtime.errors import ConfigError
 
 # flag: (environment variable, meaning)
 ADDRESS_FLAGS = {
-    "distributed.coordinator": ("PARALLAX_COORDINATOR", "host:port of process 0, where the processes of a job meet"),
-    "distributed.num-processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
-    "distributed.process-id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
+    "distributed.coordinator": ("PARALLAX_COORDINATOR", "host:port of process 0, to which all processes connect"),
+    "distributed.num-processes": ("PARALLAX_NUM_PROCESSES", "number of processes in the job"),
+    "distributed.process-id": ("PARALLAX_PROCESS_ID", "number of this process, from 0"),
 }
 VARIABLES = tuple(variable for variable, _ in ADDRESS_FLAGS.values())
-TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a launcher makes one for each job
+TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that the processes of one job share; a launcher creates one for each job
 LOOPBACK = ("localhost", "127.0.0.1")
 
 
 class ProcessAddress(NamedTuple):
-    """Which process of a job this is, and where its processes meet: at `host`:`port`."""
+    """Number of this process in its job, and the `host`:`port` of process 0."""
 
     host: str
     port: int
@@ -33,15 +33,15 @@ class ProcessAddress(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the job is of one machine, and of no concern to others."""
+        """Whether the job runs on one machine and needs no other network."""
         return self.host in LOOPBACK
 
 
 def read_address(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> ProcessAddress | None:
-    """What the flags say, or else the environment; None where neither says anything.
+    """The address from flags or, if there are none, from the environment; None if neither has it.
 
     Raises:
-        ConfigError: some of the three are missing, or one is no address or number.
+        ConfigError: some of the three values are missing, or one is invalid.
     """
     written, missing = {}, []
     for flag, (variable, _) in ADDRESS_FLAGS.items():
@@ -61,14 +61,14 @@ def read_address(flags: Mapping[str, str | None], environment: Mapping[str, str]
     process = _whole(*written["distributed.process-id"], least=0)
     if process >= processes:
         name, value = written["distributed.process-id"]
-        raise ConfigError(f"{name}={value} is none of {processes} processes; use 0 to {processes - 1}")
+        raise ConfigError(f"{name}={value} is not one of {processes} processes; use 0 to {processes - 1}")
     return ProcessAddress(host, port, processes, process, environment.get(TOKEN, ""))
 
 
 def _address(name: str, value: str) -> tuple[str, int]:
     found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):(\d{1,5})", value)
     if not found or not 0 < int(found[2]) < 65536:
-        raise ConfigError(f"{name}={value!r} is no address; write host:port of process 0, as in 10.0.0.2:8476")
+        raise ConfigError(f"{name}={value!r} is not an address; write host:port of process 0, as in 10.0.0.2:8476")
     return found[1].strip("[]"), int(found[2])
 
 

@@ -1,7 +1,10 @@
-"""The line between process 0 and each process of a job: messages, who is there, who is gone, who waits for whom.
+"""The connection between process 0 and each process of a job: messages, membership, lost processes, and waits.
 
-Process 0 has a `Hub`; all processes, itself too, connect to it by a `ControlLine`. Messages are JSON objects, one on a
-line, over TCP.
+Process 0 has a `Hub`; all processes, including itself, connect to it with a `ControlLine`. Messages are JSON objects,
+one per line, over TCP.
+
+Written here, since JAX's public API only starts and stops its distributed runtime: the messages and barriers of that
+are private.
 """
 
 import asyncio
@@ -34,27 +37,27 @@ from parallax.runtime.errors import (
 from parallax.runtime.files import object_of
 
 CLOCK_SECS = 0.2
-# How long a process whose work has ended waits for the word of the others, and they for its last words.
+# How long a process that has finished waits for the others, and they for its last message.
 GRACE_SECS = 3.0
 # Messages.
-LONGEST_BYTES = 1 << 17  # of a line: who sends more is none of us
-LONGEST_REASON = 4096  # letters of an error: those of compilers can have megabytes
-UNREAD_BYTES = 1 << 20  # that are kept for one who does not read
+LONGEST_BYTES = 1 << 17  # of a line; no process of the job sends more
+LONGEST_REASON = 4096  # characters of an error; those of compilers can have megabytes
+UNREAD_BYTES = 1 << 20  # buffered for a process that does not read
 # The hub.
-LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
+LEAST_BACKLOG = 128  # so that connections of strangers do not block those of the job
 NAMED_DIFFERENCES = 8
-# Who has connected, and has not yet shown the job's token: how many of them, and how long.
+# Connections that have not yet sent the job's token: most of them, and for how long.
 MOST_STRANGERS = 256
 STRANGER_SECS = 30.0
 LONGEST_HOST = 255
-UNPASSED = 64  # points that a process says it has reached, and the others have not: it waits at one
+UNPASSED = 64  # most points that one process has reported and others have not reached; a correct one waits at one
 # A line.
-CONNECT_SECS = 0.2  # between two attempts
-SEND_SECS = 10  # where process 0 reads nothing for so long, its connection is as good as closed
-SIGNS_OF_LIFE = 4  # in the time after which a silent process is lost
+CONNECT_SECS = 0.2  # between two attempts to connect
+SEND_SECS = 10  # if process 0 reads nothing for this time, its connection counts as closed
+SIGNS_OF_LIFE = 4  # number sent in the time after which a silent process is lost
 ANSWER_SECS = 2.0
-LAST_WORDS_SECS = 10.0  # to write them, and to hear that the others have gone; then the process ends without
-NAMING_SECS = 15.0  # the same, and for the hub to say who is late
+LAST_WORDS_SECS = 10.0  # limit for the last messages and for the others to end; then the process ends anyway
+NAMING_SECS = 15.0  # the same, including the hub's answer about late processes
 
 NEVER = float("inf")
 
@@ -67,14 +70,14 @@ def _as_line(message: Message) -> bytes:
 
 @dataclass
 class Member:
-    """A process as the hub knows it."""
+    """The hub's record of a process."""
 
     writer: asyncio.StreamWriter
     host: str
     heard: float
     doing: str = "starting"
     since: float = 0.0
-    status: int | None = None  # once it has said that it ends
+    status: int | None = None  # set when it has announced its end
     reached: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -82,20 +85,20 @@ class Hub:
     """Serves all processes from one thread, until process 0 ends.
 
     Args:
-        listener: bound and listening; closed once all processes are there, so that JAX can have its port.
-        config: has the limits; a process sends a sign of life more often than heartbeat_secs.
+        listener: bound and listening; closed when all processes have connected, so that JAX can use its port.
+        config: the time limits; processes send signs of life more often than every heartbeat_secs.
     """
 
     def __init__(self, listener: socket.socket, processes: int, token: str, config: DistributedConfig):
         self._processes, self._token, self._config = processes, token, config
         self._begun = time.monotonic()
         self._members: dict[int, Member] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # those who have waited longest come first
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # those that have waited longest come first
         self._others_gone = threading.Event()
         threading.Thread(target=asyncio.run, args=(self._serve(listener),), name="hub", daemon=True).start()
 
     def wait_for_the_others(self, secs: float) -> None:
-        """Wait until all but process 0 have disconnected: JAX's coordinator ends with process 0, and would end them."""
+        """Wait until all others have disconnected: JAX's coordinator ends with process 0, and would end them."""
         self._others_gone.wait(secs)
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -107,7 +110,7 @@ class Hub:
             await asyncio.sleep(CLOCK_SECS)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection to its end."""
+        """Serve a connection until it ends."""
         self._strangers[writer] = None
         if len(self._strangers) > MOST_STRANGERS:
             self._hang_up_on_the_oldest()
@@ -123,13 +126,13 @@ class Hub:
                         patience.reschedule(None)
                     else:
                         self._hear(rank, message)
-                    await asyncio.sleep(0)  # who says much at once does not keep others waiting
+                    await asyncio.sleep(0)  # a process that sends many messages must not delay others
         except ConfigError as refusal:
             self._send(writer, _refusal(str(refusal)))
         except ValueError:
             why = "it has sent what no process of the job sends"
         except OSError:
-            pass  # the connection is over, or a stranger has had its time
+            pass  # the connection has ended, or a stranger's time is over
         self._strangers.pop(writer, None)
         writer.close()
         if rank is not None:
@@ -146,26 +149,26 @@ class Hub:
         oldest.close()
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Where no more files may be opened, a stranger has to go; the connection is then accepted a second later."""
+        """If no more files can be opened, drop a stranger; the new connection is then accepted a second later."""
         if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
         elif self._strangers:
             self._hang_up_on_the_oldest()
 
     def _welcome(self, writer: asyncio.StreamWriter, hello: Message) -> int:
-        """Accept a process of the job, and return its rank; ConfigError says why it is refused."""
+        """Accept a process of the job and return its rank; ConfigError says why it is refused."""
         if not _is_same(hello.get("token"), self._token):
-            raise ConfigError("this coordinator port belongs to another job; give each job a port of its own")
+            raise ConfigError("this coordinator port belongs to another job; give each job its own port")
         rank, processes, host, seconds = said = [hello.get(name) for name in ("hello", "of", "host", "clock")]
         is_ours = [type(each) for each in said] == [int, int, str, float] and math.isfinite(seconds)
         if not is_ours or len(host) > LONGEST_HOST or not host.isprintable():
-            raise ConfigError("this is not how a process of the job begins; is another program using its token?")
+            raise ConfigError("the first message is not that of a job's process; is another program using its token?")
         if processes != self._processes:
             counts = f"{self._processes} in process 0, {processes} in process {rank}"
             raise self._for_all(f"the processes disagree: distributed.num-processes is {counts}")
         if not 0 <= rank < processes:
             raise ConfigError(
-                f"distributed.process-id={rank} is none of {processes} processes; use 0 to {processes - 1}"
+                f"distributed.process-id={rank} is not one of {processes} processes; use 0 to {processes - 1}"
             )
         if rank in self._members:
             other = self._members[rank].host
@@ -185,14 +188,14 @@ class Hub:
         return rank
 
     def _for_all(self, why: str) -> ConfigError:
-        """A refusal of which all members are told, too: the job cannot start."""
+        """A refusal that is also sent to all members, since the job cannot start."""
         self._tell(_refusal(why))
         return ConfigError(why)
 
     # ---- what processes say
 
     def _hear(self, rank: int, message: Message) -> None:
-        """Do what a process asks for; ValueError where it makes no sense."""
+        """Handle a message of a process; ValueError if it is invalid."""
         member = self._members[rank]
         member.heard = time.monotonic()
         match message:
@@ -214,7 +217,7 @@ class Hub:
                 raise ValueError(message)
 
     def _pass(self, what: str) -> None:
-        """Let all go on from `what` once all have reached it; they hear what process 0 has, and what differs."""
+        """When all processes have reached `what`, let them continue, with process 0's values and all differences."""
         if not all(what in member.reached for member in self._members.values()):
             return
         values = {rank: member.reached.pop(what) for rank, member in sorted(self._members.items())}
@@ -251,7 +254,7 @@ class Hub:
     def _gone(self, rank: int, why: str) -> None:
         if self._members[rank].status is None:
             self._lose(rank, why, None)
-        self._members[rank].heard = NEVER  # gone, and lost no more
+        self._members[rank].heard = NEVER  # it is gone and cannot be lost any more
         if all(member.heard == NEVER for other, member in self._members.items() if other):
             self._others_gone.set()
 
@@ -265,7 +268,7 @@ class Hub:
                 self._send(member.writer, message)
 
     def _send(self, writer: asyncio.StreamWriter, message: Message) -> None:
-        """Send without waiting; who has too much left to read is cut off."""
+        """Send without waiting; a process with too much unread data is disconnected."""
         if not writer.is_closing():
             writer.write(_as_line(message))
             if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
@@ -288,34 +291,34 @@ def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:
 def _time(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a year that no calendar has
+    except (OverflowError, ValueError, OSError):  # a year out of the calendar's range
         return f"{seconds:g} s since 1970"
 
 
 class ControlLine:
-    """A process's connection to the hub. One thread listens; another one sends signs of life and enforces time limits.
+    """A process's connection to the hub. One thread listens; another sends signs of life and enforces time limits.
 
-    When a process is lost, or a wait takes too long, they say so and end this process, whatever its main thread is
-    doing: a collective that waits for a dead peer would not come back.
+    If a process is lost or a wait takes too long, they report it and end this process, whatever its main thread is
+    doing: a collective that waits for a dead peer would not return.
 
     Args:
-        hub: where this is process 0, which goes last.
+        hub: only in process 0, which ends last.
 
     Raises:
-        LostError: the hub does not answer within start_secs, or not all processes are there then.
+        LostError: the hub does not answer within start_secs, or not all processes have connected by then.
         ConfigError: the processes disagree about who they are.
     """
 
     def __init__(self, address: tuple[str, int], hello: Message, config: DistributedConfig, hub: Hub | None = None):
         self.doing = "starting"
-        self.is_leaving = False  # the main thread has said goodbye
-        self.log: Callable[[str], None] = lambda text: None  # gets last words, too, besides stderr
+        self.is_leaving = False  # the main thread has announced the end
+        self.log: Callable[[str], None] = lambda text: None  # gets the last message in addition to stderr
         self._rank, self._hub, self._config = hello["hello"], hub, config
-        self._limit = (NEVER, "")  # until when, by which setting of how many seconds
+        self._limit = (NEVER, "")  # deadline, and the setting that limits the wait
         self._answers: queue.Queue[Message] = queue.Queue()
         self._places: queue.Queue[Mapping[str, list]] = queue.Queue()
         self._heard, self._is_ending, self._lost = time.monotonic(), False, False
-        self._dismissed = threading.Event()  # the hub has heard the goodbye, or will say nothing more
+        self._dismissed = threading.Event()  # the hub has confirmed the end, or will not answer any more
         self._sending = threading.Lock()
         self._socket = _connect(address, config.start_secs)
         self._send(hello | {"clock": time.time()})
@@ -324,26 +327,26 @@ class ControlLine:
         self._answer("the other processes to start", "start_secs")
 
     def set_phase(self, what: str, setting: str) -> None:
-        """From now on this process is at `what`, for at most as many seconds as a setting of `distributed` says."""
+        """Set the phase of this process to `what`, limited by a setting of `distributed` in seconds."""
         self.doing, self._limit = what, (time.monotonic() + getattr(self._config, setting), setting)
         self._send({"doing": what})
 
     def meet(self, what: str, values: Mapping[str, Any], setting: str) -> Message:
-        """Wait until all processes have come as far as `what`; returns process 0's values, and what differs."""
+        """Wait until all processes have reached `what`; returns process 0's values and all differences."""
         before, (until, limit_setting) = self.doing, self._limit
         left = until - time.monotonic()
         self.set_phase(what, setting)
         self._send({"reached": what, "values": dict(values)})
         answer = self._answer(what, setting)
-        # Back to where it was, whose limit the meeting has not used up.
+        # Return to the previous phase, whose limit does not include the meeting.
         self.doing, self._limit = before, (time.monotonic() + left, limit_setting)
         self._send({"doing": before})
         return answer
 
     def leave(self, status: int, why: str) -> None:
-        """Tell the others that this process ends; they have heard it when this returns, if they still can.
+        """Tell the others that this process ends; when this returns, they have received it, if they still can.
 
-        With an error process 0 waits until they have gone.
+        After an error process 0 waits until they have ended.
         """
         self.is_leaving = True
         self._limit = (NEVER, "")
@@ -353,13 +356,13 @@ class ControlLine:
             self._go_last()
 
     def wait_for_word(self) -> None:
-        """After an error that a lost process may have caused: if one is, this does not return."""
+        """Call after an error that a lost process may have caused: if one is lost, this does not return."""
         time.sleep(GRACE_SECS)
         if self._is_ending:
             threading.Event().wait()
 
     def _send(self, message: Message) -> None:
-        # Where it cannot be sent the connection is over, as reading will show.
+        # If it cannot be sent, the connection has ended, which reading will show.
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_as_line(message))
 
@@ -386,7 +389,7 @@ class ControlLine:
 
     def _hear(self, message: Message) -> None:
         if "lost" in message:
-            # Beside this thread, which goes on listening.
+            # In another thread, since this one must continue to listen.
             who = f"process {message['lost']} on {message['host']}"
             about = (who, message["why"], message["status"], message["doing"])
             threading.Thread(target=self._lose, args=about, daemon=True).start()
@@ -396,7 +399,7 @@ class ControlLine:
             self._dismissed.set()
         elif "sign" not in message:
             if "refused" in message:
-                self.is_leaving = True  # the main thread says why, and ends
+                self.is_leaving = True  # the main thread reports the reason and ends
             self._answers.put(message)
 
     def _keep_time(self) -> None:
@@ -406,7 +409,7 @@ class ControlLine:
             if now > signed + sign_secs:
                 signed = now
                 self._send({"sign": "of life"})
-            # Process 0 does not watch itself: with it the hub stands still, and wakes.
+            # Process 0 does not watch itself: if it is suspended, so is the hub.
             if self._rank and now > self._heard + self._config.heartbeat_secs:
                 return self._lose("process 0", _silent(self._config))
             if now > self._limit[0]:
@@ -414,11 +417,11 @@ class ControlLine:
             time.sleep(min(CLOCK_SECS, sign_secs))
 
     def _lose(self, who: str, why: str, status: int | None = None, doing: str = "") -> None:
-        """Another process is gone: end this one, after a while where it may come to the same end by itself."""
-        # Where this one's work is over, it does not matter who is gone; and without process 0 nobody answers.
+        """End this process because another one is gone; with a delay if it may end in the same way by itself."""
+        # If the work here is done, it does not matter; and without process 0 there are no answers.
         self._dismissed.set()
         if self.is_leaving or self._lost:
-            return None  # who follows the first to go is no news
+            return None  # only the first lost process is reported
         self._lost = True
         here = f"this process was at {self.doing!r}"
         if status is None:
@@ -428,7 +431,7 @@ class ControlLine:
         return self._end(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
 
     def _name_the_late(self) -> None:
-        """A wait has taken too long: end this process, and say who has not come."""
+        """End this process because a wait has taken too long, and name the missing processes."""
         end_within(NAMING_SECS, EXIT_RESTART)
         doing, (_, setting) = self.doing, self._limit
         self._send({"where": True})
@@ -447,12 +450,12 @@ class ControlLine:
         end_within(grace_secs + LAST_WORDS_SECS, status)
         time.sleep(grace_secs)
         self._is_ending = True
-        hint = "; start the same command again to go on from the last checkpoint" if status == EXIT_RESTART else ""
+        hint = "; start the same command again to resume from the last checkpoint" if status == EXIT_RESTART else ""
         line = f"{LostError.__name__}: {text}{hint}"
         for write in (say_last, self.log):
             with nothing_in_the_way():
                 write(line)
-        # The others know as much: this end is no news to them.
+        # The others know it already, so this end is not reported to them.
         self._send({"bye": 0, "why": ""})
         self._go_last()
         end_now(status)
@@ -472,7 +475,7 @@ def end_now(status: int) -> NoReturn:
 
 
 def end_within(secs: float, status: int) -> None:
-    """End the process after so long, even if a disk or a pipe blocks it."""
+    """End the process after this time, even if a disk or a pipe blocks it."""
     late = threading.Timer(secs, os._exit, (status,))
     late.daemon = True
     late.start()
@@ -494,7 +497,7 @@ def _connect(address: tuple[str, int], secs: float) -> socket.socket:
     while True:
         try:
             connected = socket.create_connection(address, timeout=max(deadline - time.monotonic(), CONNECT_SECS))
-            # Where nobody listens yet on a port of this host that is free, TCP may connect it with itself.
+            # If nothing listens yet on a free port of this host, TCP may connect the socket with itself.
             if connected.getsockname() != connected.getpeername():
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connected.settimeout(None)

@@ -1,8 +1,8 @@
-"""Sums between CPU processes that are right: a way around one collective of old jaxlibs.
+"""A workaround for incorrect sums between CPU processes in old jaxlibs.
 
-Up to jaxlib 0.11, a reduce_scatter of CPU devices of several processes is Gloo's own, which reuses a buffer that is
-still being sent: some results are wrong, in silence (https://github.com/jax-ml/jax/issues/40830). From 0.12 on it is
-XLA's.
+Up to jaxlib 0.11, a reduce_scatter between CPU devices of several processes is that of Gloo, which reuses a buffer that
+is still being sent: some results are silently wrong (https://github.com/jax-ml/jax/issues/40830). Since 0.12 it is that
+of XLA.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ OLDEST_SOUND = (0, 12)
 
 
 def needs_detour(jaxlib_version: str = jaxlib.__version__) -> bool:
-    """Whether this jaxlib has Gloo's reduce_scatter.
+    """Whether this jaxlib uses Gloo's reduce_scatter.
 
     >>> needs_detour("0.10.2"), needs_detour("0.12.0.1")
     (True, False)
@@ -26,17 +26,18 @@ def needs_detour(jaxlib_version: str = jaxlib.__version__) -> bool:
 
 
 def avoid_reduce_scatter() -> None:
-    """From now on every reduce_scatter of CPU devices in this process is compiled as an all_to_all and a sum.
+    """Compile every later reduce_scatter of CPU devices in this process as an all_to_all and a sum.
 
-    That sends as many bytes, and adds in the order of the ranks. To JAX it stays a reduce_scatter; what the program
-    says, and its transposes, are the same.
+    It sends the same number of bytes and adds in the order of the ranks. In JAX it remains a reduce_scatter; traced
+    programs and transposes do not change.
     """
     mlir.register_lowering(_primitive(), mlir.lower_fun(_exchanged_and_added, multiple_results=False), platform="cpu")
 
 
 def _primitive() -> Any:
-    """What psum_scatter binds, for which JAX has no public name."""
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)  # no array: JAX must connect the processes before it has devices
+    """The primitive of psum_scatter, for which JAX has no public name."""
+    # Not an array, which would initialise the devices before JAX connects the processes.
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
     traced = jax.make_jaxpr(lambda x: lax.psum_scatter(x, "i", tiled=True), axis_env=[("i", 1)])(one)
     (primitive,) = {equation.primitive for equation in traced.eqns if "scatter" in equation.primitive.name}
     return primitive

@@ -1,4 +1,4 @@
-"""The job that this process belongs to. With one process all functions return at once."""
+"""The job to which this process belongs. With one process all functions return immediately."""
 
 import contextlib
 import itertools
@@ -30,16 +30,16 @@ from parallax.runtime.multihost.control_line import ControlLine, Hub
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
 from parallax.runtime.progress import waiting
 
-# JAX's own limits come after ours, which say more: they end a process only where ours could not.
+# JAX's own limits are longer than ours, which are more informative: they end a process only if ours could not.
 BEHIND_SECS = 15
-# What the runtime says where another process is gone, or does not come: Gloo, JAX's coordination service, NCCL.
-STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls from one process to another
+# Messages of the runtime if another process is gone or missing: Gloo, JAX's coordination service, NCCL.
+STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls between processes
 OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
-# Searched for in the first line alone: what follows are names of operations, and "optimization_barrier" is one.
+# Searched only in the first line: later lines have names of operations, such as "optimization_barrier".
 SAYINGS = re.compile(
     r"\bgloo .*\bfailed"
     r"|coordination ?service|GetKeyValue|heartbeats?\b|\bbarrier (timed out|failed)|shutdown barrier"
-    # Of NCCL's errors those of its network, not of a device, nor of what it was asked for.
+    # NCCL's network errors, not those of devices or of invalid arguments.
     r"|nccl.*(remote process|network error|system error|remote ?error|abort|timed? ?out)",
     re.IGNORECASE,
 )
@@ -58,13 +58,13 @@ def several() -> bool:
 
 
 def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate: int) -> None:
-    """Become one of the processes of a job: at a given place, or where JAX itself finds a cluster.
+    """Join the processes of a job: at a given address, or in a cluster that JAX detects.
 
-    `simulate` is a number of CPU devices to simulate in all processes together, 0 for none.
+    `simulate` is the number of CPU devices to simulate in all processes together, 0 for none.
 
     Raises:
         ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
-        LostError: not all processes are there in time.
+        LostError: not all processes have connected in time.
     """
     global _line
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -83,7 +83,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
                 num_processes=address.processes,
                 process_id=address.process,
                 coordinator_bind_address=f"127.0.0.1:{address.port}" if address.is_loopback else None,
-                # It would take a device for each process from the scheduler in which a launcher happens to run.
+                # JAX would assign one device per process if a launcher runs inside a scheduler's job.
                 cluster_detection_method="deactivate",
             )
     elif address is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
@@ -92,16 +92,16 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
 
 
 def set_phase(what: str, *, compiling: bool = False) -> None:
-    """Say where this process is; with several, it may be there for distributed.wait_secs, or compile_secs."""
+    """Set the phase of this process; with several processes it is limited by distributed.wait_secs or compile_secs."""
     if _line is not None:
         _line.set_phase(what, "compile_secs" if compiling else "wait_secs")
 
 
 def connect(mesh: Mesh) -> None:
-    """Bring the processes together for their first collective, along each of the mesh's axes and all their products.
+    """Run a first collective along each of the mesh's axes and along all their products.
 
-    Gloo connects a group of devices when it first sends, and waits half a minute for a process that is not there yet;
-    a group that is connected has the limit of its collectives.
+    Gloo connects a group of devices at its first collective and waits only half a minute for a missing process; in a
+    connected group the limit of collectives applies.
     """
     if _line is None:
         return
@@ -109,7 +109,7 @@ def connect(mesh: Mesh) -> None:
     set_phase("connecting the devices", compiling=True)
     if mesh.devices.flat[0].platform != "cpu":
         return
-    multihost_utils.sync_global_devices("the first collective")  # between the processes, as checkpoints have it
+    multihost_utils.sync_global_devices("the first collective")  # between processes, as for checkpoints
     wide = [axis for axis, size in mesh.shape.items() if size > 1]
     for count in range(1, len(wide) + 1):
         for axes in itertools.permutations(wide, count):  # the same devices in another order are another group
@@ -117,21 +117,21 @@ def connect(mesh: Mesh) -> None:
 
 
 def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
-    """Go on when every process has come as far as `what`."""
+    """Return when every process has reached `what`."""
     if _line is not None:
         with waiting(f"waiting for the other processes to reach {what!r}"):
             _line.meet(what, {}, setting)
 
 
 def agree(what: str, text: str) -> str:
-    """The first process's text, in all of them."""
+    """The first process's text, in all processes."""
     if _line is None:
         return text
     return _line.meet(what, {"text": text}, "wait_secs")["values"]["text"]
 
 
-def compare(what: str, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless all processes have the same values, which JSON can hold; it shows those that differ."""
+def check_equal(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless all processes have the same values (JSON); the error shows differences."""
     if _line is None:
         return
     answer = _line.meet(what, values, "wait_secs")
@@ -145,11 +145,11 @@ def compare(what: str, values: Mapping[str, Any]) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
+    """Raise ConfigError unless all processes see the same folder, which process 0 has created."""
     if _line is None:
         return
     word = agree("a word in a folder", secrets.token_hex(8))
-    mark = folder / f".seen-by-all-{word}"  # another job may look at the folder, too
+    mark = folder / f".seen-by-all-{word}"  # unique, since another job may check the folder, too
     if is_first():
         files.write_whole(mark, word)
     wait_for_all("the run folder")
@@ -158,14 +158,14 @@ def check_shared(folder: Path) -> None:
     except OSError as error:
         found = f"{os.strerror(error.errno)}: {mark}"
     try:
-        compare("the run folder, which all hosts must share", {"the file of process 0": found})
+        check_equal("the run folder, which all hosts must share", {"the file of process 0": found})
     finally:
         if is_first():
             files.remove(mark)
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether all processes see one and the same folder, in which process 0 can write."""
+    """Whether all processes see the same folder and process 0 can write in it."""
     try:
         check_shared(folder)
     except ConfigError:
@@ -174,7 +174,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def prepare_once(act: Callable[[], Any], what: str) -> Any:
-    """Let process 0 do something first, and the others once it is done, who then find its results."""
+    """Run `act` in process 0 first, then in the others, which find its results."""
     if _line is None:
         return act()
     if is_first():
@@ -189,9 +189,9 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
 def tried_by_all(
     act: Callable[[], Any], kind: type[Exception], code_of: Callable[[Any], int] = lambda error: 1
 ) -> tuple[Any, Any, np.ndarray]:
-    """What `act` returns and None, or else None and its error of this kind; and the code of each process's error.
+    """The result of `act` and None, or None and its error of this kind; and the error code of each process.
 
-    All processes come here together, and none goes on alone: a code is 0 where there was no error.
+    All processes call this together, and none continues alone; a code is 0 if there was no error.
     """
     result = error = None
     try:
@@ -203,14 +203,14 @@ def tried_by_all(
 
 
 def log_to(log: Callable[[str], None]) -> None:
-    """Where process 0 writes why it ended, besides stderr."""
+    """Set where process 0 writes the reason of its end, in addition to stderr."""
     if _line is not None and is_first():
         _line.log = log
 
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
-    """Tell the others of an error in here, as it leaves; if it is one of them who caused it, that is said instead."""
+    """Report an error in the block to the other processes; if another process caused it, report that instead."""
     try:
         yield
     except BaseException as error:
@@ -225,7 +225,7 @@ def reporting() -> Iterator[None]:
 
 
 def leave(command: Callable[[], int]) -> int:
-    """Run a command to its exit status, and go: with the others where all is well, else at once."""
+    """Run a command to its exit status and end: together with the others after success, otherwise at once."""
     try:
         status = command()
     except Exception:
@@ -243,12 +243,12 @@ def leave(command: Callable[[], int]) -> int:
     try:
         jax.distributed.shutdown()
     except JaxRuntimeError:
-        control_line.end_now(status)  # who is lost now has nothing left to do
+        control_line.end_now(status)  # a process that is lost now has finished its work
     return status
 
 
 def _as_lost(error: BaseException) -> BaseException:
-    """A LostError where the runtime says that a process is lost, or else the error itself."""
+    """A LostError if the runtime says that a process is lost, otherwise the error itself."""
     if not isinstance(error, Exception) or isinstance(error, LostError) or not jax.distributed.is_initialized():
         return error
     said = lost_process(error)
@@ -256,8 +256,8 @@ def _as_lost(error: BaseException) -> BaseException:
         return error
     where = f"; this process was at {_line.doing!r}" if _line is not None else ""
     return LostError(
-        f"another process is gone, or does not come: {said}{where}; "
-        "start the same command again to go on from the last checkpoint"
+        f"another process is gone or missing: {said}{where}; "
+        "start the same command again to resume from the last checkpoint"
     )
 
 
@@ -265,7 +265,7 @@ def _as_lost(error: BaseException) -> BaseException:
 
 
 def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
-    """Meet on the coordinator's own port, which is free again when JAX wants it."""
+    """Connect on the coordinator's own port, which is free again when JAX needs it."""
     listener = None
     if address.process == 0:
         try:
@@ -279,7 +279,7 @@ def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
 
 
 def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
-    """Meet where process 0 says over JAX's collectives, which are there first; None where this process is alone."""
+    """Connect to the address that process 0 sends by JAX's collectives, which exist already; None with one process."""
     with _ending_after(config.start_secs):
         _initialize(config)
         processes = jax.process_count()
@@ -296,21 +296,21 @@ def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; without a host, on every address."""
+    """A listening socket; without a host, on every address."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server((host, port))
 
 
 def _connect(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> ControlLine:
-    """Connect to process 0, which is this one where it has the `listener`."""
+    """Connect to process 0; it is this process if it has the `listener`."""
     hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
     hub = Hub(listener, address.processes, address.token, config) if listener else None
     return ControlLine((address.host, address.port), hello, config, hub)
 
 
 def _own_address() -> str:
-    """The address of this host on the network that leads out of it; nothing is sent."""
+    """The address of this host on its outgoing network; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -320,7 +320,7 @@ def _own_address() -> str:
 
 
 def _initialize(config: DistributedConfig, **address: Any) -> None:
-    """Let JAX connect the processes; its own limits lie behind ours, for it aborts."""
+    """Let JAX connect the processes; its own limits are longer than ours, since it aborts the process."""
     try:
         jax.distributed.initialize(
             **address,
@@ -338,7 +338,7 @@ def _initialize(config: DistributedConfig, **address: Any) -> None:
 
 @contextlib.contextmanager
 def _ending_after(secs: float) -> Iterator[None]:
-    """End the process where JAX takes longer to connect the processes, and to send between them for the first time."""
+    """End the process if JAX takes longer to connect the processes and to run their first collective."""
     late = threading.Timer(secs, _started_too_late, (secs,))
     late.daemon = True
     late.start()
@@ -349,7 +349,7 @@ def _ending_after(secs: float) -> Iterator[None]:
 
 
 def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    """A sum of next to nothing in each group of devices along these axes."""
+    """A tiny sum in each group of devices along these axes."""
     others = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in axes))
     everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     one_each = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
@@ -369,11 +369,11 @@ def _started_too_late(secs: float) -> None:
     control_line.end_now(EXIT_RESTART)
 
 
-# ---- what the runtime and the environment say
+# ---- messages of the runtime, and the environment
 
 
 def lost_process(error: BaseException | None) -> str | None:
-    """What the runtime says of a lost process, in an error or in what that came of; None where it does not.
+    """The runtime's message about a lost process, in an error or its causes; None if there is none.
 
     >>> lost_process(JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234"))
     'UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234'
@@ -391,13 +391,13 @@ def lost_process(error: BaseException | None) -> str | None:
 
 
 def started_by_scheduler(environment: Mapping[str, str]) -> int:
-    """The processes that SLURM or Open MPI has started, of which this is one; 1 where neither has.
+    """Number of processes that SLURM or Open MPI has started together with this one; 1 if neither has.
 
     >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
     4
     """
     schedulers = {
-        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is the batch script alone
+        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is only the batch script
         "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
     }
     for count, needed in schedulers.items():
@@ -407,7 +407,7 @@ def started_by_scheduler(environment: Mapping[str, str]) -> int:
 
 
 def has_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether this host has TPU chips, and may be one of a pod's."""
+    """Whether this host has TPU chips and may be part of a pod."""
     wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
     chips = any((ROOT / name).exists() for name in TPU_FILES)
     return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
