@@ -1,8 +1,8 @@
-"""Published steps on GPUs, beside what the same layouts are predicted to take: compiled, on a machine without GPUs.
+"""Published steps on GPUs, and the predicted times of the same layouts, compiled on a machine without GPUs.
 
     python benchmarks/published.py [--rows 0 3]
 
-Needs XLA's compiler for GPUs, pip install -e '.[gpu-compiler]'. *predicted* is what the compiled program takes by
+Needs XLA's compiler for GPUs, pip install -e '.[gpu-compiler]'. *predicted* is the time of the compiled program by
 parallax.analysis (docs/gpus.md says what that rests on), and the last column is its share of the published time. A
 published rate of tokens a GPU is taken as the time of a step.
 """
@@ -48,7 +48,7 @@ ROWS = [
               LLAMA_8B | FLOAT8 | {"data.global_batch": 256}),
     Published("this project, 1.2B on one H100", 4.02, HERE, "gpu_80gb", "H100:1"),
 ]  # fmt: skip
-# Of no time that anyone published: it says that the benchmark runs.
+# Nobody published a time of it: it shows that the benchmark runs.
 SMALL = {"mesh.simulate": 0, "mesh.dp": 8, "model.dtype": "bfloat16", "pipeline.microbatches": 1}
 SMALLEST = [Published("tiny_gqa", 1.0, "nowhere", "tiny_gqa", "H100:1x8", SMALL)]
 

@@ -12,6 +12,8 @@ from unittest import mock
 import jax
 import pytest
 
+from parallax.analysis.topology import CUDA_PLUGINS
+
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 # All but what they share and the models that they compare with, so that none is forgotten.
@@ -36,6 +38,7 @@ RUNS = {
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
     "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
+    "published.py": r"\| \[tiny_gqa\]\(nowhere\) \| 1\.00 s \| \d+\.\d{3} s \| \d+\.\d\d \|",
     "schedules.py memory": r"one_f_one_b +\d+\.\d / \d+\.\d .*",
     "schedules.py time": r"one_f_one_b +\d+\.\d\d +\d+\.\d\d",
     "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
@@ -45,6 +48,7 @@ RUNS = {
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
 }
 NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py")
+NEED_CUDA = ("published.py",)
 PROCESSES = ("curves.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
@@ -118,7 +122,7 @@ def test_every_command_has_a_smallest_size(monkeypatch, capsys):
     [
         pytest.param(line, marks=pytest.mark.slow) if line in SECONDS else line
         for line in RUNS
-        if line not in (*NEED_LIBTPU, *PROCESSES, "hf_table.py")
+        if line not in (*NEED_LIBTPU, *NEED_CUDA, *PROCESSES, "hf_table.py")
     ],
 )
 def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
@@ -128,10 +132,12 @@ def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("line", (*NEED_LIBTPU, *PROCESSES))
-def test_a_benchmark_of_processes_or_of_tpus_prints_its_figures(line):
+@pytest.mark.parametrize("line", (*NEED_LIBTPU, *NEED_CUDA, *PROCESSES))
+def test_a_benchmark_of_processes_or_of_absent_chips_prints_its_figures(line):
     if line in NEED_LIBTPU and find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler, libtpu")
+    if line in NEED_CUDA and not any(map(find_spec, CUDA_PLUGINS)):
+        pytest.skip("needs XLA's compiler for GPUs, the extra gpu-compiler")
     done = run_apart(f"{line} --smoke")
     assert done.returncode == 0 and has_figures(line, done.stdout), done.stdout + done.stderr[-3000:]
 
