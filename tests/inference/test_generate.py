@@ -215,7 +215,7 @@ def unflatten(tree, value):
 def test_a_prompt_has_no_square_of_scores(name):
     """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
     model, prompt = model_on(name), 4 * LONGEST_SIDE
-    decoder = Decoder(model.model, model.layouts, model.mesh)
+    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
     shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
     pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
     write = functools.partial(decoder.write, pick=pick, tokens=3, end=-1)
