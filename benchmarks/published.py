@@ -30,7 +30,7 @@ class Published(NamedTuple):
     changes: Mapping[str, Any] = {}  # of the config, by "section.key"
 
 
-MAXTEXT = "https://github.com/NVIDIA/dgxc-benchmarking/blob/main/maxtext/README_70b.md"
+MAXTEXT = "https://github.com/NVIDIA/dgxc-benchmarking/blob/v25.02/maxtext/README_70b.md"
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 LLAMA_8B = {"model.vocab": 128_256, "model.d_ff": 14_336, "model.kv_heads": 8, "model.rope_theta": 500_000.0}
 LLAMA_8B |= {"data.seq": 8192, "data.global_batch": 16, "pipeline.microbatches": 1, "loss.chunk_tokens": 4096}
@@ -38,7 +38,7 @@ FLOAT8 = {"model.matmul": "float8"}
 TOKENS = 2 * 8192  # of a GPU in a step of torchtitan's
 HERE = "docs/hardware.md"
 ROWS = [
-    Published("MaxText, Llama-3-70B on 128 H100", 15.57, MAXTEXT, "gpu_80gb_16x8", "H100:16x8"),
+    Published("MaxText, Llama-3-70B on 128 H100", 15.563, MAXTEXT, "gpu_80gb_16x8", "H100:16x8"),
     Published("the same in FP8", 9.074, MAXTEXT, "gpu_80gb_16x8", "H100:16x8", FLOAT8),
     Published("torchtitan, Llama-3.1-8B on 8 H100", TOKENS / 6667, TORCHTITAN, "gpu_80gb_x8", "H100:1x8", LLAMA_8B),
     Published("the same in FP8", TOKENS / 8532, TORCHTITAN, "gpu_80gb_x8", "H100:1x8", LLAMA_8B | FLOAT8),

@@ -7,8 +7,8 @@ Command:  python train.py --config=configs/gpu_80gb_x8.py --config.data.path=FIL
 Hardware: eight NVIDIA GPUs of 80 GB, as A100 or H100; or 16 or 32 of them, on two or four machines.
 Memory:   40.8 GiB of 80 on each of eight, as planned (python -m parallax.plan --topology=H100:8); JAX reserves
           60 by default. On each of 32 it is 11.1 GiB.
-Time:     planned, not yet run: 8.8 s a step on eight H100 (MFU 65 %), 26.8 on eight A100 (67 %), 6.3 on 32 H100, of
-          which 4.1 wait for the network between machines. One H100 took 1.4 times its plan (configs/gpu_80gb.py).
+Time:     planned, not yet run: 8.8 s a step on eight H100 (MFU 65 %), 26.8 on eight A100 (67 %), 3.0 on 32 H100, of
+          which 0.8 wait for the network between machines. One H100 took 1.4 times its plan (configs/gpu_80gb.py).
 Loss:     not yet run.
 """
 

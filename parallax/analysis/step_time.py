@@ -338,9 +338,15 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    compiled: Compiled, chip: Chip, model_flops: float, *, dtype: str = "bfloat16", kernel_efficiency: float = 1.0
+    compiled: Compiled,
+    chip: Chip,
+    model_flops: float,
+    *,
+    dtype: str = "bfloat16",
+    matmul: str = "compute",
+    kernel_efficiency: float = 1.0,
 ) -> StepTime:
-    """The time of one step with `model_flops` on a device.
+    """The time of one step with `model_flops` on a device, whose products are in `dtype`, or as `matmul` says.
 
     Compute takes the compiler's estimated cycles over the clock, with all iterations of loops and with branches as the
     schedule takes them; on GPUs the time of the roofline (parallax/analysis/roofline.py).
@@ -359,7 +365,9 @@ def step_time(
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNEL_PARTS)}
     used = mfu(model_flops, total, chip.peak(dtype))
-    assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    assert used < max(1, chip.matmul_speed(matmul)), (
+        f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    )
     kernels, bubble = sum(critical[name] for name in KERNEL_PARTS), 1 - sum(own.values()) / total
     return StepTime(critical["compute"], exposed, kernels, total, bubble, used, critical[GROUPED_PRODUCTS])
 
@@ -468,7 +476,7 @@ def compile_and_read(
     if found.cycles is None:
         return CompiledStep("", found.arguments, found.temporaries, peak)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
-    how = dict(dtype=settings.model.dtype, kernel_efficiency=kernel_efficiency)
+    how = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
     time = step_time(found, topology.chip, flops, **how)
     return CompiledStep("", found.arguments, found.temporaries, peak, time, overlaps(found, topology.chip))
 

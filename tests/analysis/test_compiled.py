@@ -313,6 +313,14 @@ def test_of_gpus_that_are_here_a_slice_is_a_host_also_with_a_process_for_each():
     assert one_way(two_hosts, [(7, 8)], H100) == H100.dcn_bandwidth
 
 
+def test_products_in_8_bits_may_take_less_than_the_peak_of_wider_ones():
+    read, v5e = read_hlo_text(with_cycles(CHAIN), small_mesh(2, 4, 1)), chip("v5e")
+    flops = 1.3 * v5e.peak("bfloat16") * 6 * 4750 / v5e.clock_hz
+    assert step_time(read, v5e, flops, matmul="int8").mfu == pytest.approx(1.3)
+    with pytest.raises(AssertionError, match="more than TPU v5e can do"):
+        step_time(read, v5e, flops)
+
+
 def test_step_time_adds_compute_what_is_exposed_and_kernels():
     v5e, mesh = chip("v5e"), small_mesh(2, 4, 1)
     hidden = step_time(read_hlo_text(with_cycles(CHAIN), mesh), v5e, 1e6)

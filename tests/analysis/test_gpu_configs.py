@@ -35,6 +35,34 @@ def test_a_small_step_compiles_for_gpus_that_are_not_here(where, kernel):
     assert f"| tiny_gqa | {where} | fits |" in printed
 
 
+FLOAT8_PRODUCTS = """
+from configs.tiny_gqa import get_config
+from parallax.analysis.hlo import parse_hlo
+from parallax.analysis.topology import devices_of, without_chips
+from parallax.config.settings import read_settings
+from parallax.sharding.mesh import make_mesh
+from parallax.training.step import step_of
+
+without_chips(["--topology"])
+config = get_config()
+config.mesh.update(simulate=0, pp=1, dp=1, tp=1)
+config.model.update(vocab=256, dtype="bfloat16", matmul="float8")
+settings = read_settings(config.to_dict())
+step = step_of(settings, make_mesh(settings.mesh, devices_of("H100:1")))
+module = parse_hlo(step.lower(settings.data.global_batch, settings.data.seq).compile().as_text())
+dots = [(one, home) for home in module.computations.values() for one in home.instructions if one.kind == "dot"]
+left = [home.find(one.operands[0]).shape for one, home in dots]
+print(sum(shape.startswith("f8e4m3") for shape in left), sum(shape.startswith("f8e5m2") for shape in left))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_products_in_float8_are_compiled_as_such():
+    forward, of_inputs = map(int, run_beside("-c", FLOAT8_PRODUCTS).split())
+    assert forward >= 7 and of_inputs >= 7  # of a layer's four projections and three matrices of the MLP
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
