@@ -11,8 +11,10 @@ The second is a training step of configs/bench_small.py at --seq, with as many t
 --ranks simulated devices along mesh.cp, in one process and in turns. CPU seconds, over all threads, and ratios are
 medians over rounds. All losses must agree, or the benchmark fails.
 
-With --topology there is one table: the same passes in bfloat16 (16 query heads, 4 key heads of 128) on one TPU chip, in
-milliseconds as its compiler estimates the cycles. It needs pip install -e '.[tpu]'.
+With --topology there is one table: the same passes in bfloat16 (16 query heads, 4 key heads of 128) on one chip, in
+milliseconds as parallax.analysis estimates its compiled program. *saved* is the plain form with its softmax saved
+between the passes, as in a training step; for *plain* the compiler may share it within one program. It needs the chip's
+compiler, pip install -e '.[tpu]' or '.[gpu-compiler]'.
 """
 
 import argparse
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=whole_number, default=4)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--rounds", type=whole_number, default=5)
-    parser.add_argument("--topology", default="", help="TPU chips that need not be present, as v5e:4x4")
+    parser.add_argument("--topology", default="", help="chips that need not be present, as v5e:4x4 or H100:1")
     args = parser.parse_args()
     if args.topology:
         compiled(args.topology, args.seqs)
@@ -91,6 +93,8 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     import jax
     import jax.numpy as jnp
     from arguments import absent_devices
+    from einops import rearrange
+    from jax import lax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -111,6 +115,30 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     def blocks(q, k, v, segments):
         return blockwise_attention(q, k, v, segments, scale=scale)
 
+    @jax.custom_vjp
+    def saved(q, k, v, segments):
+        return forward(q, k, v, segments)[0]
+
+    def forward(q, k, v, segments):
+        grouped = rearrange(q, "B S (G H) J -> B S G H J", G=k.shape[2])
+        scores = scale * jnp.einsum("BSGHJ,BTGJ->BGHST", grouped, k, preferred_element_type=jnp.float32)
+        hidden = jnp.where(causal_mask(segments)[:, None], scores, -jnp.inf)
+        weights = lax.optimization_barrier(jax.nn.softmax(hidden, axis=-1).astype(v.dtype))
+        out = jnp.einsum("BGHST,BTGK->BSGHK", weights, v)
+        return rearrange(out, "B S G H K -> B S (G H) K"), (grouped, k, v, weights)
+
+    def backward(kept, dy):
+        q, k, v, weights = kept
+        dy = rearrange(dy, "B S (G H) K -> B S G H K", G=k.shape[2])
+        d_weights = jnp.einsum("BSGHK,BTGK->BGHST", dy, v, preferred_element_type=jnp.float32)
+        own = (d_weights * weights).sum(axis=-1, keepdims=True)
+        d_scores = (scale * weights * (d_weights - own)).astype(q.dtype)
+        dq = rearrange(jnp.einsum("BGHST,BTGJ->BSGHJ", d_scores, k), "B S G H J -> B S (G H) J")
+        dk = jnp.einsum("BGHST,BSGHJ->BTGJ", d_scores, q)
+        return dq, dk, jnp.einsum("BGHST,BSGHK->BTGK", weights, dy), None
+
+    saved.defvjp(forward, backward)
+
     def millis(form, seq):
         rows = max(TOKENS // seq, 1)
         shapes = [
@@ -126,10 +154,10 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
         program = mapped.lower(*shapes, segments).compile()
         return 1e3 * read_compiled(program, mesh).cycles / chip(topology).clock_hz
 
-    print("seq     plain ms  blocks ms  / plain")
+    print("seq     plain ms   saved ms  blocks ms  / saved")
     for seq in seqs:
-        one, other = millis(plain, seq), millis(blocks, seq)
-        print(f"{seq:<8}{one:8.2f}{other:11.2f}{other / one:9.2f}", flush=True)
+        one, kept, own = (millis(form, seq) for form in (plain, saved, blocks))
+        print(f"{seq:<8}{one:8.2f}{kept:11.2f}{own:11.2f}{own / kept:9.2f}", flush=True)
 
 
 def steps(args: argparse.Namespace) -> None:

@@ -21,9 +21,10 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.zigzag import context_ranks, order_of
 
-# Most tokens on a side of a block of scores. TPU prefers larger blocks, except for rows of two: most of what the larger
-# blocks add is masked (docs/cp.md has the figures).
-LONGEST_SIDE, LONGEST_SIDE_ON_TPU = 256, 512
+# Most tokens on a side of a block of scores, by platform; docs/cp.md has the figures. Rows of two such blocks are a
+# special case: on TPU smaller blocks are faster, since less of them is masked, and on GPU one block of all.
+LONGEST_SIDE = {"cpu": 256, "gpu": 512, "tpu": 512}
+TWO_BLOCKS = {"gpu": 1024, "tpu": 256}
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 # Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
@@ -61,14 +62,16 @@ def blockwise_attention(
 
 
 def tokens_of_block(tokens: int) -> int:
-    """Tokens on a side of a block: the same in each block, at most LONGEST_SIDE, or LONGEST_SIDE_ON_TPU where the
-    program is for TPU. The last block may be padded.
+    """Tokens on a side of a block: the same in each block, at most what LONGEST_SIDE and TWO_BLOCKS have for the
+    platform of the program. The last block may be padded.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
     """
-    is_few = LONGEST_SIDE_ON_TPU < tokens <= 2 * LONGEST_SIDE_ON_TPU
-    longest = LONGEST_SIDE_ON_TPU if platform_traced() == "tpu" and not is_few else LONGEST_SIDE
+    platform = platform_traced() or "tpu"
+    longest = LONGEST_SIDE[platform]
+    if longest < tokens <= 2 * longest:
+        longest = TWO_BLOCKS.get(platform, longest)
     return -(-tokens // -(-tokens // longest))
 
 

@@ -214,14 +214,14 @@ def unflatten(tree, value):
 @pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_a_prompt_has_no_square_of_scores(name):
     """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
-    model, prompt = model_on(name), 4 * LONGEST_SIDE
+    model, prompt = model_on(name), 4 * LONGEST_SIDE["cpu"]
     decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
     shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
     pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
     write = functools.partial(decoder.write, pick=pick, tokens=3, end=-1)
     made = [var.aval.shape for one in equations(write, model.shapes, shapes, jax.random.key(0)) for var in one.outvars]
     assert not [shape for shape in made if sum(size >= prompt for size in shape) > 1]
-    assert any(sum(size == LONGEST_SIDE for size in shape) > 1 for shape in made)  # blocks
+    assert any(sum(size == LONGEST_SIDE["cpu"] for size in shape) > 1 for shape in made)  # blocks
 
 
 def test_bfloat16_caches_are_bfloat16():

@@ -17,6 +17,7 @@ from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.sharding.zigzag import own_tokens, to_order
 
+SIDE = LONGEST_SIDE["cpu"]
 ROWS, SCALE = 2, 0.3
 # Sums over up to 600 float32 terms in another order.
 ERROR = 2e-6
@@ -141,7 +142,7 @@ def test_queries_keys_values_the_output_and_one_number_a_query_are_kept(heads):
 
 
 def test_the_largest_array_is_a_block_of_scores():
-    seq = 4 * LONGEST_SIDE
+    seq = 4 * SIDE
     q, k, v, dy = arrays("gqa", seq)
     segments = jnp.asarray(documents(seq))
 
@@ -150,7 +151,7 @@ def test_the_largest_array_is_a_block_of_scores():
         return pull(dy)
 
     largest = max(var.aval.size for equation in equations(run, q, k, v) for var in equation.outvars)
-    assert largest == ROWS * 4 * LONGEST_SIDE**2
+    assert largest == ROWS * 4 * SIDE**2
 
 
 def temporaries(seq):
@@ -173,8 +174,8 @@ def test_memory_grows_with_seq_and_not_with_its_square():
 
 def test_only_blocks_that_some_query_sees_are_computed():
     """With n blocks on a side, n (n + 1) / 2 of n * n."""
-    q, k, v, _ = arrays("mha", 4 * LONGEST_SIDE)
-    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * LONGEST_SIDE), jnp.int32), scale=SCALE)  # noqa: E731
+    q, k, v, _ = arrays("mha", 4 * SIDE)
+    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * SIDE), jnp.int32), scale=SCALE)  # noqa: E731
     assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 * 5 // 2]
 
 
@@ -182,7 +183,7 @@ def test_only_blocks_that_some_query_sees_are_computed():
 def test_blocks_are_of_one_size_and_filled_up_by_few_tokens(tokens):
     size = tokens_of_block(tokens)
     blocks = -(-tokens // size)
-    assert size <= LONGEST_SIDE and blocks == -(-tokens // LONGEST_SIDE) and blocks * size - tokens < blocks
+    assert size <= SIDE and blocks == -(-tokens // SIDE) and blocks * size - tokens < blocks
 
 
 # ---- on context ranks
@@ -232,6 +233,10 @@ def test_ranks_compute_as_many_blocks_together_as_one_device_alone(ranks):
     assert turns("ring") == ([3, 2] if ranks == 2 else [3, ranks - 2, 2, 2])  # a loop over the hops between
 
 
-def test_blocks_are_larger_on_tpu_where_a_row_has_many(monkeypatch):
-    monkeypatch.setattr(blockwise_module, "platform_traced", lambda: "tpu")
-    assert [tokens_of_block(tokens) for tokens in (256, 512, 1024, 2048, 8192)] == [256, 512, 256, 512, 512]
+@pytest.mark.parametrize(
+    ("platform", "sides"),
+    [("cpu", [256, 256, 256, 256]), ("gpu", [512, 1024, 512, 512]), ("tpu", [512, 256, 512, 512])],
+)
+def test_a_platform_has_the_blocks_that_are_fast_on_it(platform, sides, monkeypatch):
+    monkeypatch.setattr(blockwise_module, "platform_traced", lambda: platform)
+    assert [tokens_of_block(tokens) for tokens in (512, 1024, 2048, 8192)] == sides
