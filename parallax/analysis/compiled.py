@@ -396,7 +396,9 @@ class TimelineReader:
             used = lambda shape: shape_bytes(shape) * (self.load if _has_rows(shape) else 1)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
             flops = round(self.load * flops)
-        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), _matmul(shapes))
+        # Attention kernels multiply in the model's dtype; 8-bit operands of theirs are tables of masks.
+        matmul = _matmul(shapes) if _is_grouped(one) else "compute"
+        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), matmul)
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
@@ -663,7 +665,7 @@ def _is_grouped(one: Instruction) -> bool:
 
 
 def _matmul(shapes: Sequence[str]) -> str:
-    """The 8-bit dtype of a kernel's operands, or "compute"."""
+    """The 8-bit dtype of a grouped product's operands, or "compute"."""
     kinds = (EIGHT_BIT_OPERANDS.get(dtype) for shape in shapes for dtype, _ in arrays_of(shape))
     return next(filter(None, kinds), "compute")
 

@@ -335,6 +335,7 @@ def test_step_time_adds_compute_what_is_exposed_and_kernels():
 
 def test_kernels_are_priced_apart_and_idle_ranks_are_the_bubble():
     read = read_hlo_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(own=0.5, lockstep=1.0)})
+    assert [one.matmul for one in read.pallas_calls] == ["compute"]  # though its tables of masks are int8
     v5e = chip("v5e")._replace(ici_bandwidth=1e30)
     times = step_time(read, v5e, 1.0)
     assert times.pallas_secs == pytest.approx((1280 + 3 * 2 * 128 * 64 * 2 + 2) / 819e9)
