@@ -10,7 +10,7 @@ Hardware: 16 TPU v5e chips (16 GB each), or 64.
 Memory:   9.5 GiB a chip as compiled for TPU (python -m parallax.plan).
 Time:     estimated from the compiled program with attention kernels at 70 % of peak, 14.1 s a step (MFU 38.4 %, waits
           0.4 %), 16 hours in all; with mesh.dp=1, mesh.cp=16, pipeline.microbatches=4 and pipeline.remat="elementwise"
-          12.7 s (MFU 42.8 %, waits 1.1 %) and 10.2 GiB. On 64 chips 14.8 s (MFU 36.6 %, waits 4.3 %). Not yet run.
+          12.6 s (MFU 43.2 %, waits 1.1 %) and 10.0 GiB. On 64 chips 14.9 s (MFU 36.3 %, waits 4.3 %). Not yet run.
 Loss:     not yet run.
 """
 
