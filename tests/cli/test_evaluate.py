@@ -27,7 +27,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.run import build, train
 
-ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "ep": 1}
+ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
@@ -86,7 +86,9 @@ def test_loss_and_bits_per_byte_are_those_of_a_direct_computation(observed_run, 
     assert on_one_device.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [dict(pp=2, dp=2, tp=2), dict(pp=2, dp=1, ep=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [dict(pp=2, dp=2, tp=2), dict(pp=2, dp=1, ep=2, tp=2), dict(pp=1, dp=2, cp=4, tp=1)], ids=str
+)
 def test_every_mesh_gives_the_same_loss_and_counts_the_same_tokens(observed_run, text_file, on_one_device, mesh):
     cut = evaluate(observed_run, on(observed_run, **mesh), data=str(text_file[0]))
     assert cut.mesh == mesh and cut.tokens == on_one_device.tokens

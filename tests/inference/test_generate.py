@@ -311,7 +311,8 @@ def test_the_command_goes_on_from_a_prompt_on_any_mesh(whole_run, capsys):
     single = capsys.readouterr()
     assert main([*common, "--pp", "2", "--dp", "1", "--ep", "2", "--tp", "2", "--step", "8"]) == 0
     cut = capsys.readouterr()
-    assert single.out == cut.out
+    assert main([*common, "--pp", "1", "--dp", "2", "--cp", "4", "--tp", "1"]) == 0
+    assert single.out == cut.out == capsys.readouterr().out
     assert single.out.startswith("It is") and len(single.out) > len("It is\n")
     assert f"step 8 of {whole_run} on pp2·dp1·ep2·tp2" in cut.err and "tokens/s" in cut.err
 

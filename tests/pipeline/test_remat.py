@@ -44,6 +44,8 @@ DENSE = {
     "no heads' norms": dict(mesh=(1, 1, 2), attention="gqa", qk_norm=True, residual=SEQ_CUT, remat="qk core"),
     "ahead": dict(mesh=(1, 4, 1), attention="gqa", prefetch=1, reduce="compute", remat="elementwise ffn"),
     "context": dict(mesh=(1, 1, 1, 1, 4), attention="gqa", context="ring", remat="out core"),
+    "context, divided": dict(mesh=(2, 1, 1, 1, 2), attention="mla", schedule="zero_bubble", remat="elementwise kv"),
+    "context of heads": dict(mesh=(2, 1, 2, 1, 2), attention="gqa", context="ulysses", remat="norm qkv"),
     "scatter": dict(mesh=(1, 2, 2), attention="mla", tensor_parallel="scatter", policy="zero1", remat="latent norm"),
 }
 

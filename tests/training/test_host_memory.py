@@ -261,6 +261,7 @@ RESIDUALS = {
     "inputs": dict(mesh=(2, 1, 1), schedule="gpipe", remat="layer", residuals_on="host"),
     "a set": dict(mesh=(1, 2, 1), remat="elementwise", residuals_on="input ffn"),
     "all, split": dict(mesh=(2, 1, 1), schedule="zero_bubble", remat="none", residuals_on="host"),
+    "context": dict(mesh=(1, 1, 1, 1, 2), context="ring", remat="attention", residuals_on="host"),
     "stage": dict(mesh=(2, 1, 1), schedule="interleaved", virtual=2, remat="stage", residuals_on="input"),
     "kinds": dict(
         mesh=(2, 1, 1),
