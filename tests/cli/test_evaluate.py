@@ -86,6 +86,7 @@ def test_loss_and_bits_per_byte_are_those_of_a_direct_computation(observed_run, 
     assert on_one_device.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "mesh", [dict(pp=2, dp=2, tp=2), dict(pp=2, dp=1, ep=2, tp=2), dict(pp=1, dp=2, cp=4, tp=1)], ids=str
 )
