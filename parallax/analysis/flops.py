@@ -19,7 +19,7 @@ from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
 from parallax.model.moe import MIXTURE_PARTS
 from parallax.model.norm import SCALE
-from parallax.model.products import is_scale
+from parallax.model.products import is_amax_name
 from parallax.model.transformer import LAYER_PARTS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -41,7 +41,7 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in named_leaves(shapes).items():
-        if is_scale(path):
+        if is_amax_name(path):
             continue
         component = component_of(path)
         counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
@@ -94,7 +94,7 @@ def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int
     for path, leaf in named_leaves(shapes).items():
         first, second, *_ = path.split("/")
         component = component_of(path)
-        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_scale(path)):
+        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_amax_name(path)):
             found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 

@@ -20,7 +20,7 @@ from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import FusedTensor, ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
-from parallax.model.products import is_scale
+from parallax.model.products import is_amax_name
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.runtime.run_files import RECORD
@@ -240,7 +240,7 @@ def to_hf(
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.kinds).values():
-            if is_scale(here.name):
+            if is_amax_name(here.name):
                 collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue
             view = views[here.name]

@@ -7,6 +7,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -84,12 +85,12 @@ def attend_over_context(
 def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:
     """Key or value heads, each repeated until they divide over `ranks`."""
     heads = kv_BTGK.shape[2]
-    return jnp.repeat(kv_BTGK, ranks // math.gcd(heads, ranks), axis=2)
+    return repeat(kv_BTGK, "B T G K -> B T (G times) K", times=ranks // math.gcd(heads, ranks))
 
 
 def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
     """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1. No communication."""
-    k_BTHJ = jnp.repeat(k_BTGJ, q_BSHJ.shape[2] // k_BTGJ.shape[2], axis=2)
+    k_BTHJ = repeat(k_BTGJ, "B T G J -> B T (G times) J", times=q_BSHJ.shape[2] // k_BTGJ.shape[2])
     scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
     return jax.nn.softmax(jnp.where(causal_mask(context.segments_BN), scores_BHST, -jnp.inf), axis=-1)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
@@ -79,9 +80,9 @@ def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, segments_BS: A
     The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
     are summed over that dim. `S` is a multiple of 32.
     """
-    q_MBSGJ = jnp.moveaxis(_by_group(q_BSHJ * scale, k_BSGJ.shape[2]), 3, 0)
+    q_MBSGJ = rearrange(q_BSHJ * scale, "B S (G M) J -> M B S G J", G=k_BSGJ.shape[2])
     out = _attention(_triton_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, segments_BS)))
-    return jnp.moveaxis(out, 0, 3).reshape(q_BSHJ.shape)
+    return rearrange(out, "M B S G J -> B S (G M) J")
 
 
 def cudnn_attention(
@@ -372,7 +373,7 @@ def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Arr
         dv_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", weights.astype(v.dtype), dy)
         dweights = jnp.einsum("BSGHJ,BTGJ->BGHST", dy, v, preferred_element_type=jnp.float32)
         own = (dy.astype(jnp.float32) * _by_group(out_ref[...], k.shape[2])).sum(axis=-1)
-        dscores = (scale * weights * (dweights - own.transpose(0, 2, 3, 1)[..., None])).astype(q.dtype)
+        dscores = (scale * weights * (dweights - rearrange(own, "B S G H -> B G H S 1"))).astype(q.dtype)
         dq_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", dscores, k).reshape(dq_ref.shape)
         dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
 
@@ -394,8 +395,7 @@ def _described_call(name: str, kernel: Callable, shapes: list[jax.ShapeDtypeStru
 
 def _by_group(x_BSHJ: Array, groups: int) -> Array:
     """Query heads by group, [B, S, G, H / G, J]."""
-    rows, seq, heads, width = x_BSHJ.shape
-    return x_BSHJ.reshape(rows, seq, groups, heads // groups, width)
+    return rearrange(x_BSHJ, "B S (G H) J -> B S G H J", G=groups)
 
 
 def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import LossConfig
@@ -94,7 +95,7 @@ def chunked_loss_and_grads(
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
-    return losses.sum(axis=0), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
+    return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
 
 
 def _logits(hidden_CD: Array, table_VD: Array) -> Array:
@@ -110,4 +111,4 @@ def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Arra
     fill = count * size - tokens
     hidden_ND = jnp.pad(hidden_ND, ((0, fill), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, fill), constant_values=IGNORED)
-    return hidden_ND.reshape(count, size, -1), labels_N.reshape(count, size)
+    return rearrange(hidden_ND, "(count C) D -> count C D", C=size), rearrange(labels_N, "(count C) -> count C", C=size)

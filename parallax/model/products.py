@@ -186,10 +186,10 @@ def kernels_of(weights: Mapping[str, Any]) -> list[str]:
     return [name for name in weights if amax_of(name) in weights]
 
 
-def is_scale(name: str) -> bool:
+def is_amax_name(name: str) -> bool:
     """Whether a parameter of this name in a checkpoint holds the scales of an 8-bit product.
 
-    >>> [is_scale(f"blocks.mlp.{name}") for name in ("gate.amax", "gate.kernel", "experts.gate_amax")]
+    >>> [is_amax_name(f"blocks.mlp.{name}") for name in ("gate.amax", "gate.kernel", "experts.gate_amax")]
     [True, False, True]
     """
     return name.endswith(AMAX)

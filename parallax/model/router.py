@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -87,17 +88,17 @@ def chosen_experts(scores_BSE: Array, model: ModelConfig) -> Array:
 
 def _in_best_groups(scores_BSE: Array, model: ModelConfig) -> Array:
     """The scores, with -inf outside of a token's best groups."""
-    groups_BSGE = scores_BSE.reshape(*scores_BSE.shape[:2], model.router_groups, -1)
+    groups_BSGE = rearrange(scores_BSE, "B S (G E) -> B S G E", G=model.router_groups)
     counting = min(2 if model.router_score == "sigmoid" else 1, groups_BSGE.shape[-1])
     best_BSG = lax.top_k(groups_BSGE, counting)[0].sum(axis=-1)
     chosen = lax.top_k(best_BSG, model.router_groups_chosen)[1]
-    is_chosen_BSG = (chosen[..., None] == jnp.arange(model.router_groups).reshape(1, 1, 1, -1)).any(axis=2)
-    return jnp.where(is_chosen_BSG[..., None], groups_BSGE, -jnp.inf).reshape(scores_BSE.shape)
+    is_chosen_BSG = jax.nn.one_hot(chosen, model.router_groups, dtype=bool).any(axis=2)
+    return rearrange(jnp.where(is_chosen_BSG[..., None], groups_BSGE, -jnp.inf), "B S G E -> B S (G E)")
 
 
 def _counts(ids_BSK: Array, experts: int) -> Array:
     """Number of tokens of each row for each expert, float32, in which integers are exact up to 2^24."""
-    return (ids_BSK[..., None] == jnp.arange(experts).reshape(1, 1, 1, -1)).sum(axis=(1, 2)).astype(jnp.float32)
+    return jax.nn.one_hot(ids_BSK, experts, dtype=bool).sum(axis=(1, 2)).astype(jnp.float32)
 
 
 def with_gradients(y: Array, given: Any, gradients: Any) -> Array:

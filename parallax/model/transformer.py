@@ -27,7 +27,7 @@ from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
 
-# With these begin the names of all modules of a layer, its norms too.
+# The name of each module of a layer must begin with one of these, that of a norm too.
 LAYER_PARTS = ATTENTION, MLP = ("attention", "mlp")
 
 

@@ -287,7 +287,7 @@ class LayerStack:
         self.vjp = SplitVjp()
 
     def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
-        """The output of one layer, and the arrays that its backward pass reads."""
+        """The output of one layer, and the arrays that its backward pass reads; traced to plan pools."""
         y, pull = jax.vjp(*self.for_vjp(weights, x, context))
         return y, self.vjp.saved(pull, weights, context)
 

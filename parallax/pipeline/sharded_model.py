@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -346,8 +347,8 @@ class ShardedModel:
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
         rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
         own, segments = _in_context_order(batch)
-        cut = {name: array.reshape(microbatches, -1, array.shape[-1]) for name, array in own.items()}
-        cut["segments"] = segments.reshape(microbatches, -1, segments.shape[-1])
+        own["segments"] = segments
+        cut = {name: rearrange(x, "(M B) S -> M B S", M=microbatches) for name, x in own.items()}
         key = None
         if noise is not None and self.model.dropout > 0:
             root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)

@@ -521,7 +521,8 @@ def largest_entry(layout: Layout, weights: Array) -> Array:
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:
-    """The move in the notation; an array of one layer has no dim "layers"."""
+    """The move in the notation; an array of one layer has no dim "layers". Partial sums may be left out: axes that
+    a `reduce_scatter` brings are theirs."""
     skip = len(before.names) - x.ndim
     one = lambda layout: Layout(layout.names[skip:], layout.axes[skip:])  # noqa: E731
     return f"{one(before)} -> {one(after)}"

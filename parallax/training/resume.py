@@ -15,7 +15,7 @@ from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, 
 from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings
-from parallax.model.products import is_scale
+from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
@@ -131,11 +131,11 @@ def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
     found = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
         for name, leaf in flatten(wanted).items()
-        if not is_scale(name)
+        if not is_amax_name(name)
     }
     whole = NamedSharding(next(iter(found.values())).sharding.mesh, PartitionSpec())
     for name, about in stored.items():
-        if is_scale(name):
+        if is_amax_name(name):
             found[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
     return found
 
