@@ -68,10 +68,11 @@ def get_config() -> ConfigDict:
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     # "float32" | "bfloat16": dtype of compute; optimizer.weights_dtype is that of parameters
     config.model.dtype = "float32"
-    # "xla" | "cudnn" | "splash" | "triton": kernel of softmax attention; none stores heads x seq x seq scores. xla runs
-    # everywhere, block by block; splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for
-    # GPU (bfloat16), triton for GPU (data.seq a multiple of 32; interpreted on CPU)
-    config.model.kernel = "xla"
+    # "auto" | "xla" | "cudnn" | "splash" | "triton": kernel of softmax attention; none stores heads x seq x seq scores.
+    # xla runs everywhere, block by block; splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly),
+    # cudnn for GPU (bfloat16), triton for GPU (data.seq a multiple of 32; interpreted on CPU); auto is splash on TPU
+    # and cudnn on GPU where these support the model and its rows, else xla
+    config.model.kernel = "auto"
     # "compute" | "int8" | "float8": dtype of products of projections and MLPs and of gradients of their inputs; compute
     # is model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200
     config.model.matmul = "compute"

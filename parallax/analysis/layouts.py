@@ -18,7 +18,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.training.step import abstract_state, model_and_optimizer
+from parallax.training.step import abstract_state, model_and_optimizer, with_kernel_on
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages per rank that are tried with "interleaved"; more stages send more and gain little.
@@ -162,9 +162,11 @@ def _context_fits(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
 
 
 def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
-    """The settings with a number for every mesh axis; ConfigError if these do not fit the topology's devices."""
-    simulate = topology.devices if topology.shared else 0
-    return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate)
+    """The settings with a number for every mesh axis, and with the attention kernel for its chips where it is "auto";
+    ConfigError if the sizes do not fit the topology's devices."""
+    sizes, simulate = sizes_on(settings.mesh, topology), topology.devices if topology.shared else 0
+    settings = with_kernel_on(settings, sizes, topology.chip.platform, topology.chip.name)
+    return with_changes(settings, "mesh", **sizes, simulate=simulate)
 
 
 def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:

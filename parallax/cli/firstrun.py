@@ -47,7 +47,7 @@ with loading(__name__, sys.stderr):
     from parallax.sharding.compiler import compiler_options
     from parallax.sharding.mesh import make_mesh, resolve_sizes
     from parallax.training.batches import own_part, put_on
-    from parallax.training.step import TrainState, TrainStep, model_of, step_of
+    from parallax.training.step import TrainState, TrainStep, model_of, step_of, with_kernel_on
 
 WARM_UP = 2  # steps that are excluded from times
 USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
@@ -155,9 +155,11 @@ def choose(rest: Sequence[str]) -> list[str]:
 
 
 def placed(settings: Settings) -> Settings:
-    """The settings on this machine's devices, with a number for every mesh axis and for the vocab."""
-    sizes = resolve_sizes(settings.mesh, jax.device_count())
-    return with_likely_vocab(read_settings(settings, mesh=sizes))
+    """The settings on this machine's devices, with a number for every mesh axis and for the vocab, and with the
+    attention kernel for these devices where it is "auto"."""
+    sizes, device = resolve_sizes(settings.mesh, jax.device_count()), jax.devices()[0]
+    settings = with_kernel_on(read_settings(settings, mesh=sizes), sizes, device.platform, device.device_kind)
+    return with_likely_vocab(settings)
 
 
 def planned_memory(settings: Settings) -> int:

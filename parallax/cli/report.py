@@ -26,12 +26,13 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path, write_output
     from parallax.cli.command import Flag, read_command, run_command, written
-    from parallax.config.sections import MeshConfig
+    from parallax.config.sections import AUTO, MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import ATTENTION_KERNELS
     from parallax.runtime.devices import simulate_devices
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
+    from parallax.training.step import with_kernel_on
 
 USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
 FLAGS = {
@@ -65,7 +66,9 @@ def act(argv: Sequence[str]) -> None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
         topology = read_topology(values["topology"])
-        check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
+        sizes, chip = sizes_on(settings.mesh, topology), topology.chip
+        settings = with_kernel_on(settings, sizes, chip.platform, chip.name)
+        check_kernel_on(settings.model, chip.platform, chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config")).stem
     found = report_settings(settings, mesh, name=name)
@@ -89,7 +92,8 @@ def report_trace(arguments: Sequence[str]) -> None:
 
 def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
     """The mesh of a config; if nothing is compiled, an abstract one and the reason."""
-    config, runs_on_cpu = settings.mesh, "cpu" in ATTENTION_KERNELS[settings.model.kernel].platforms
+    config, kernel = settings.mesh, settings.model.kernel
+    runs_on_cpu = kernel == AUTO or "cpu" in ATTENTION_KERNELS[kernel].platforms
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
         simulate_devices(config.simulate)

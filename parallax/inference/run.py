@@ -13,7 +13,7 @@ import numpy as np
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
+from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
 from parallax.config.settings import Settings, load_settings, read_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -162,7 +162,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
-    """A run's model on another mesh than that of training."""
+    """A run's model on another mesh than that of training. "auto" is "xla" here, which takes rows of any length."""
     if mesh.simulate:
         simulate_devices(mesh.simulate)
     devices = jax.devices()
@@ -175,7 +175,9 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
     # Schedules are for training, and some require a certain number of stages.
-    return model_of(read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1}), laid_out)
+    pipeline = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}
+    kernel = "xla" if settings.model.kernel == AUTO else settings.model.kernel
+    return model_of(read_settings(settings, pipeline=pipeline, model={"kernel": kernel}), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

@@ -1,5 +1,6 @@
 """Checks that a model, a mesh and a schedule fit together."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +8,19 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
-from parallax.config.sections import LayoutConfig, ModelConfig
+from parallax.config.sections import AUTO, LayoutConfig, ModelConfig
 from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
-from parallax.model.kernels import ATTENTION_KERNELS, LANES, TRITON_BACKWARD_BLOCK, TRITON_WIDEST, widest_head
+from parallax.model.kernels import (
+    ATTENTION_KERNELS,
+    BEFORE_AMPERE,
+    FASTEST_KERNEL,
+    LANES,
+    LONGEST_BIAS,
+    TRITON_BACKWARD_BLOCK,
+    TRITON_WIDEST,
+    widest_head,
+)
 from parallax.runtime.errors import ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -42,7 +52,7 @@ def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int
     if axis_sizes.get(CONTEXT_AXIS, 1) == 1:
         return
     form = CONTEXTS[context]
-    if model.kernel not in ("xla", *KERNELS_OF[form.meets]):
+    if model.kernel not in (AUTO, "xla", *KERNELS_OF[form.meets]):
         others = ", ".join(repr(name) for name, other in CONTEXTS.items() if model.kernel in KERNELS_OF[other.meets])
         how = "sends keys from rank to rank" if form.meets == RING else "splits the queries of a row over ranks"
         raise ConfigError(
@@ -126,23 +136,46 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
         )
 
 
+def with_kernel(
+    model: ModelConfig, seq: int, context: str, axis_sizes: Mapping[str, int], platform: str, kind: str
+) -> ModelConfig:
+    """The model with the attention kernel that "auto" stands for on devices of this kind: the fastest one if it
+    supports the model and rows of `seq` tokens in this form of context parallelism, otherwise "xla"."""
+    if model.kernel != AUTO:
+        return model
+    fastest = dataclasses.replace(model, kernel=FASTEST_KERNEL.get(platform, "xla"))
+    try:
+        check_context(fastest, context, axis_sizes)
+        check_kernel_on(fastest, platform, kind)
+        check_kernel_seq(fastest, seq, context, axis_sizes.get(CONTEXT_AXIS, 1))
+        unfit = platform == "gpu" and (seq > LONGEST_BIAS or any(name in kind for name in BEFORE_AMPERE))
+    except ConfigError:
+        unfit = True
+    return dataclasses.replace(model, kernel="xla") if unfit else fastest
+
+
 def check_kernel(model: ModelConfig, mesh: Any) -> None:
     """Raise ConfigError if the devices lack the attention kernel, or it does not support the dtype or head width.
     Abstract meshes pass; see `check_kernel_on`."""
-    if model.kernel == "cudnn" and model.dtype != "bfloat16":
-        raise ConfigError(
-            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
-        )
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    device = device_of(mesh)
     if device is not None:
         check_kernel_on(model, device.platform, device.device_kind)
     else:
         check_kernel_on(model, ATTENTION_KERNELS[model.kernel].native[0], "")
 
 
+def device_of(mesh: Any) -> Any:
+    """A device of a mesh, None if it is abstract and for devices of no kind."""
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+
+
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
-    """Raise ConfigError if devices of this kind lack the attention kernel, or it does not support the head width. For
-    an unknown kind, "", the widest limit applies."""
+    """Raise ConfigError if devices of this kind lack the attention kernel, or it does not support the dtype or head
+    width. For an unknown kind, "", the widest limit applies."""
+    if model.kernel == "cudnn" and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
+        )
     runs = ATTENTION_KERNELS[model.kernel]
     if platform not in runs.platforms:
         needs = " or ".join(f"{name.upper()}s" for name in runs.native)

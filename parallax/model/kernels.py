@@ -48,10 +48,15 @@ ATTENTION_KERNELS = {
     "splash": Runs(("tpu",), interpreted=("cpu",)),
     "triton": Runs(("gpu",), interpreted=("cpu",)),
 }
+# What model.kernel="auto" stands for on each platform, where it supports the model and its rows; elsewhere "xla". The
+# kernel for Triton has not been timed on a GPU.
+FASTEST_KERNEL = {"gpu": "cudnn", "tpu": "splash"}
+LONGEST_BIAS = 16_384  # tokens of a row for which "auto" is cuDNN: its mask of documents is then 0.5 GiB in bfloat16
 # Largest head width of cuDNN's attention, as limited by JAX. The limit depends on the compute capability, which is only
 # known for a GPU that is present; so GPUs with 9.0 or more are listed by name.
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
+BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")  # GPUs without this attention
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
 # Tokens on a side of a block of the kernels for Triton: the most for the forward pass, and for the backward pass JAX's
 # default. Blocks are in shared memory: float32 blocks with twice as many entries did not compile for H100.

@@ -1,5 +1,6 @@
 """ShardedModel: a model sharded over a mesh by layout strings; results are the same on every mesh, up to rounding."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config import sections
 from parallax.config.remat import check_residuals_on
-from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
+from parallax.config.sections import AUTO, BLOCKS, EMBEDDING, HEAD
 from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.context import Context, training_context
@@ -70,6 +71,8 @@ class ShardedModel:
         states_on: str = DEVICE,
         measures: bool = False,
     ):
+        if model.kernel == AUTO:  # of rows of any length
+            model = dataclasses.replace(model, kernel="xla")
         given = dict(model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss)
         kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on)
         self._arguments = {**given, "mesh": mesh, "measures": measures, **kept}

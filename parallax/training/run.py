@@ -307,6 +307,8 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
     ]
+    if settings.model.kernel == AUTO and jax.default_backend() != "cpu":
+        lines.append(f"attention by {model.model.kernel} (model.kernel={AUTO!r})")
     with contextlib.suppress(ConfigError):  # an unknown chip
         lines += matmul_lines(settings.model, chip(jax.devices()[0].device_kind))
     if not settings.mesh.simulate:

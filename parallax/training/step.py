@@ -1,7 +1,8 @@
 """The compiled, pure functions of training: one training step and one evaluation step; and their construction."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.checks import device_of, with_kernel
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -236,9 +238,18 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     Without a mesh, on that of the settings, over all devices that are here.
     """
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
+    device = device_of(mesh)
+    if device is not None:
+        settings = with_kernel_on(settings, mesh.shape, device.platform, device.device_kind)
     sections = settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss
     optimizer = settings.optimizer
     return ShardedModel(*sections, mesh, optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on)
+
+
+def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:
+    """The settings with the attention kernel that model.kernel="auto" stands for on devices of this kind."""
+    context, seq = settings.layout.context, settings.data.seq
+    return dataclasses.replace(settings, model=with_kernel(settings.model, seq, context, axis_sizes, platform, kind))
 
 
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:

@@ -67,7 +67,7 @@ def get_config():
     config = get_base()
     config.mesh.update(pp=1, dp=2, tp=2)
     config.model.update(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=4, d_head=8, d_latent=16, d_rope=4)
-    config.model.update(attention="gqa", dtype="bfloat16")
+    config.model.update(attention="gqa", dtype="bfloat16", kernel="xla")
     config.pipeline.microbatches = 2
     config.data.update(seq=16, global_batch=4)
     return config

@@ -20,12 +20,16 @@ from jaxprs import equations, inside
 from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
+from configs.base import get_config
 from parallax.analysis.flops import product_flops
+from parallax.analysis.layouts import settings_on_topology
+from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES
+from parallax.config.settings import read_settings
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
-from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
+from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq, with_kernel
 from parallax.model.context import Context, causal_mask, training_context
 from parallax.model.kernels import (
     attention_flops,
@@ -39,6 +43,7 @@ from parallax.model.rope import Rope
 from parallax.pipeline.executor import LayerStack
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
+from parallax.training.step import model_of
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
 MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)
@@ -598,6 +603,45 @@ def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole
     )
     odd = model_config(kernel="cudnn", dtype="bfloat16", attention="gqa", d_head=12)
     assert "these are 12 wide (model.d_head=12)" in refused(check_kernel_on, odd, "gpu", "NVIDIA H100")
+
+
+A_TPU, A_GPU = ("tpu", "TPU v5e"), ("gpu", "NVIDIA H100")
+
+
+@pytest.mark.parametrize(
+    "device, changes, seq, context, cp, expected",
+    [
+        (A_TPU, {}, 256, "all_gather", 1, "splash"),
+        (A_TPU, {}, 200, "all_gather", 1, "xla"),  # no whole blocks
+        (A_TPU, {}, 512, "all_gather", 2, "splash"),
+        (A_TPU, {}, 256, "all_gather", 2, "xla"),  # chunks of a context rank have no whole blocks
+        (A_TPU, {}, 512, "ring", 2, "xla"),
+        (A_TPU, {}, 512, "ring", 1, "splash"),  # nothing to send
+        (A_GPU, {"dtype": "bfloat16"}, 256, "all_gather", 1, "cudnn"),
+        (A_GPU, {"dtype": "bfloat16"}, 256, "ulysses", 2, "cudnn"),
+        (A_GPU, {"dtype": "bfloat16"}, 255, "all_gather", 1, "xla"),
+        (A_GPU, {"dtype": "bfloat16"}, 32_768, "all_gather", 1, "xla"),  # a bias of 2 GiB
+        (A_GPU, {"dtype": "bfloat16", "d_head": 12}, 256, "all_gather", 1, "xla"),
+        (A_GPU, {}, 256, "all_gather", 1, "xla"),  # float32
+        (("gpu", "Tesla V100-SXM2-16GB"), {"dtype": "bfloat16"}, 256, "all_gather", 1, "xla"),
+        (("cpu", "cpu"), {}, 256, "all_gather", 1, "xla"),
+    ],
+)
+def test_auto_is_the_fastest_kernel_that_takes_the_model(device, changes, seq, context, cp, expected):
+    model = model_config(**GQA | {"d_head": 64, "kernel": "auto"} | changes)
+    assert with_kernel(model, seq, context, dict(tp=1, cp=cp), *device) == dataclasses.replace(model, kernel=expected)
+    named = dataclasses.replace(model, kernel="triton")
+    assert with_kernel(named, seq, context, dict(tp=1, cp=cp), *device) == named
+
+
+def test_auto_is_decided_before_anything_reads_it():
+    changes = dict(mesh={"dp": -1, "simulate": 0}, data={"seq": 256}, model={"vocab": 64, "dtype": "bfloat16"})
+    auto = read_settings(get_config(), **changes)
+    assert auto.model.kernel == "auto"
+    found = [settings_on_topology(auto, read_topology(name)).model.kernel for name in ("v5e:2x2", "H100:1x8")]
+    assert found == ["splash", "cudnn"]
+    assert model_of(auto, mesh_of(1, 1, 1)).model.kernel == "xla"  # of CPUs
+    assert build((1, 1, 1), kernel="auto").model.kernel == "xla"  # of rows of any length
 
 
 # ---- the compiler for TPU
