@@ -30,6 +30,7 @@ RUNS = {
     "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
+    "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
@@ -48,7 +49,7 @@ RUNS = {
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
 }
 NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py")
-NEED_CUDA = ("published.py",)
+NEED_CUDA = ("gpus.py", "published.py")
 PROCESSES = ("curves.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
