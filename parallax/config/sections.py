@@ -215,6 +215,14 @@ class ModelConfig(Section, most=2**24):
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
             )
+        # Of a mixture the router reads its input, too.
+        saving = {"attention", *(["mlp"] if "dense" in self.kinds else [])}
+        if self.matmul != "compute" != self.matmul_residuals and not saving & {*self.matmul_parts.split()}:
+            raise ConfigError(
+                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul_parts="
+                f"{quoted(self.matmul_parts)}: what experts and shared experts read is saved for the router; "
+                "use matmul_residuals='compute', or 8-bit products of attention or of dense layers."
+            )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
         widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import rms_norm
 from run_examples import tiny_config
 from tiny import build, make_batch, optimizer_config
 
@@ -14,13 +15,15 @@ from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
+from parallax.config.settings import read_settings
 from parallax.interop.safetensors import read_model
 from parallax.model.products import is_amax_name, latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.training.folder import RunFolder
 from parallax.training.optimizer import make_optimizer
 from parallax.training.resume import is_fixed, step_to_resume
-from parallax.training.run import train
+from parallax.training.run import begin, train
+from parallax.training.run import build as build_run
 from parallax.training.step import make_train_step
 
 SHAPE = dict(layers=2, attention="gqa", microbatches=2)
@@ -145,6 +148,36 @@ def test_a_run_goes_on_with_other_names_of_the_same_products(parts, goes_on, run
     refused = contextlib.nullcontext() if goes_on else pytest.raises(CheckpointError, match="model.matmul_parts=")
     with refused:
         assert step_to_resume(folder, settings, "must", print) == 8
+
+
+@pytest.mark.slow
+def test_first_scales_are_those_of_imported_weights(corpus, run_8bit, tmp_path):
+    """What Hugging Face has is without scales. Weights are measured as they were imported, and the first layer's inputs
+    are what NumPy makes of the first batch with them."""
+    hf, imported = tmp_path / "hf", tmp_path / "imported"
+    assert convert(["to-hf", str(run_8bit), str(hf)]) == 0
+    assert convert(["from-hf", str(hf), "--workdir", str(imported)]) == 0
+    folder = RunFolder(tmp_path / "run")
+    changes = EIGHT_BIT | {"train.init_from": str(imported), "model.dropout": 0.0}
+    parts = build_run(read_settings(tiny_config(corpus, **changes)), folder)
+    state, _ = begin(parts, folder, 0, print)
+    params, first = jax.tree.map(np.asarray, state.params), scales(state.params)
+    assert len(first) == 7
+    of_run = {name: tensor.whole() for name, tensor in read_model(hf).items()}
+    np.testing.assert_array_equal(params["embedding"]["table"], of_run["model.embed_tokens.weight"])
+    for name, amax in first.items():
+        kernel = flatten(params)[name.replace("amax", "kernel")]
+        np.testing.assert_array_equal(amax[:, 1], rounded_up(np.abs(kernel).reshape(len(kernel), -1).max(1)))
+        assert (amax > 0).all()
+    x = params["embedding"]["table"][parts.train_data.batch(0)["tokens"]]
+    normed = rms_norm(x, params["blocks"]["attention_norm"]["scale"][0], parts.settings.model.norm_eps)
+    assert first["blocks.attention.q.amax"][0, 0] == rounded_up(np.abs(normed).max())
+
+
+def rounded_up(x):
+    """To 4 bits of mantissa behind the first."""
+    fraction, exponent = np.frexp(x)
+    return np.float32(np.ldexp(np.ceil(fraction * 32) / 32, exponent))
 
 
 MIXTURE = {"model.layers_of": "dense moe", "model.experts": 4, "model.d_expert": 16}
