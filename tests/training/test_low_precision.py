@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from emulated import as_float32, kept, neighbours, stored
 from run_examples import tiny_config
 from tiny import AS_WRITTEN, build, make_batch, optimizer_config
 
@@ -25,8 +26,6 @@ from parallax.sharding.layout import named_leaves
 from parallax.training.load import COUNTS
 from parallax.training.low_precision import (
     WEIGHTS_FIELD,
-    Blocks,
-    block_of,
     from_float8,
     random_bits,
     to_bfloat16,
@@ -42,18 +41,6 @@ NARROW = {
     "bfloat16": (to_bfloat16, ml_dtypes.bfloat16, 16, 16),
     "float8": (to_e4m3, ml_dtypes.float8_e4m3fn, 20, 12),
 }
-
-
-def neighbours(values, dtype):
-    """The numbers of a dtype next to each value, nearer to 0 and farther; the same one twice where it is one."""
-    finite = np.arange(1 << 8 * np.dtype(dtype).itemsize, dtype=f"u{np.dtype(dtype).itemsize}").view(dtype)
-    with np.errstate(invalid="ignore"):
-        finite = np.unique(np.abs(finite.astype(np.float64)))  # infinity and NaN come last
-    size = np.abs(values.astype(np.float64))
-    at = np.searchsorted(finite, size, side="right") - 1
-    below = finite[at]
-    above = np.where(below == size, below, finite[np.minimum(at + 1, len(finite) - 1)])
-    return np.copysign(below, values), np.copysign(above, values)
 
 
 def some_values(name):
@@ -248,44 +235,6 @@ def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(tmp_pat
 # ---- what float32 computes
 
 
-def rounded(x, bits, dtype, drawn):
-    """The oracle: away from 0 where a random number below 1 is above what the value lacks of the farther neighbour."""
-    below, above = neighbours(x, dtype)
-    place = np.where(above == below, 0, (x - below) / np.where(above == below, 1, above - below))
-    return np.where(place + (bits >> (32 - drawn)) / 2.0**drawn >= 1, above, below)
-
-
-def expected_of(field, name, x, dtype, layout, noise):
-    """An array as it is stored, in float64, by NumPy."""
-    bits = np.asarray(random_bits(noise, field, name, x.shape)).astype(np.int64)
-    if dtype == "bfloat16":
-        return rounded(x, bits, ml_dtypes.bfloat16, 16)
-    block = block_of(layout, x.shape) if dtype == "float8" else ()
-    if not block:
-        return x.astype(np.float64)
-    x = np.sqrt(x) if field == "nu" else x
-    parts = x.reshape([part for size, own in zip(x.shape, block) for part in (size // own, own)])
-    largest = np.abs(parts).max(axis=tuple(range(1, parts.ndim, 2)), keepdims=True).astype(np.float64)
-    scale = 2.0 ** np.ceil(np.log2(np.where(largest, largest, 1) / 448))
-    scale = np.broadcast_to(scale, parts.shape).reshape(x.shape)
-    found = rounded(x / scale, bits, ml_dtypes.float8_e4m3fn, 20)
-    if field == "nu":
-        return np.square(np.where((found == 0) & (x > 0), 2.0**-9, found) * scale)
-    return found * scale
-
-
-def kept(state, of):
-    """Arrays of an optimizer's field by the parameter's name, in float64."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, Blocks)):
-        fields = [at for at, key in enumerate(path) if getattr(key, "name", "") == of]
-        if fields:
-            name = jax.tree_util.keystr(path[fields[0] + 1 :], simple=True, separator="/")
-            wide = from_float8(leaf, root=of == "nu") if isinstance(leaf, Blocks) else leaf
-            found[name] = np.asarray(wide, np.float64)
-    return found
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("name", "dtypes"),
@@ -301,7 +250,7 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
         after_updates(mesh, number, False, tuple(dtypes.items()), name, as_written=True) for number in (1, 2)
     )
     model = build((1, 1, 1), **SHAPE)
-    plain, noise, layouts = optimizer(model, name=name), jnp.int32([5, 1]), named_leaves(model.layouts)
+    plain, layouts = optimizer(model, name=name), named_leaves(model.layouts)
     whole = jax.tree.map(np.asarray, before)
     wide = as_float32(whole.opt_state, jax.eval_shape(plain.init, model.shapes))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), whole.params)
@@ -319,20 +268,8 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
     for field, (key, computed, found) in wanted.items():
         assert computed.keys() == found.keys() and computed
         for leaf, x in computed.items():
-            expected = expected_of(field, leaf, np.asarray(x, np.float32), dtypes[key], layouts[leaf], noise)
+            expected = stored(field, leaf, np.asarray(x, np.float32), dtypes[key], layouts[leaf], (5, 1))
             np.testing.assert_array_equal(found[leaf].astype(np.float64), expected, err_msg=f"{field} {leaf}")
-
-
-def as_float32(stored_state, plain_state):
-    """A state that is stored in any dtypes as the plain optimizer has it."""
-    leaves = jax.tree_util.tree_leaves_with_path(stored_state, is_leaf=lambda x: isinstance(x, Blocks))
-    wide = []
-    for path, leaf in leaves:
-        root = any(getattr(key, "name", "") == "nu" for key in path)
-        wide.append(from_float8(leaf, root=root) if isinstance(leaf, Blocks) else leaf)
-    like = jax.tree.leaves(plain_state)
-    assert len(like) == len(wide)
-    return jax.tree.unflatten(jax.tree.structure(plain_state), [jnp.asarray(x, y.dtype) for x, y in zip(wide, like)])
 
 
 def test_the_wrapper_takes_any_transformation():
@@ -344,7 +281,7 @@ def test_the_wrapper_takes_any_transformation():
     _, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=noise))(params, grads)
     for name, grad in named_leaves(grads).items():
         found = kept(state, "trace")[name]
-        expected = expected_of("trace", name, np.asarray(grad), "bfloat16", None, noise)
+        expected = stored("trace", name, np.asarray(grad), "bfloat16", None, (0, 0))
         np.testing.assert_array_equal(found, expected)
 
 
