@@ -26,7 +26,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state
+from parallax.training.step import TrainState, abstract_state
 
 # fmt: off
 SAME_BYTES = {
@@ -98,22 +98,22 @@ class HostMemory(NamedTuple):
 
 def predicted_host_memory(model: ShardedModel, settings: Settings) -> HostMemory:
     """Bytes of host memory of a device."""
-    pairs = zip(jax.tree.leaves(model.shapes), jax.tree.leaves(model.shardings), strict=True)
-    params = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape, sharding in pairs]
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
-    kept = abstract_state(model, tx).opt_state if model.plan.uses_host else []
-    residuals = 0
+    kept, residuals = predicted_state(model, settings), 0
     if settings.pipeline.residuals_on != DEVICE:
         state = tick_state(model, settings.data.global_batch, settings.data.seq)
         residuals = sum(size for _, component, size in state if component == WAITING)
-    return HostMemory(*(bytes_on_device(tree, memory=HOST) for tree in (params, kept)), residuals)
+    return HostMemory(*(bytes_on_device(tree, memory=HOST) for tree in (kept.params, kept.opt_state)), residuals)
 
 
 def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
     """Bytes of a device, by component."""
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
-    data = settings.data
-    return memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+    data, kept = settings.data, predicted_state(model, settings)
+    return memory(model, kept.opt_state, global_batch=data.global_batch, seq=data.seq)
+
+
+def predicted_state(model: ShardedModel, settings: Settings) -> TrainState:
+    """Shapes and shardings of the state that training these settings would keep."""
+    return abstract_state(model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts))
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:

@@ -485,7 +485,7 @@ def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[
 
 def passed_over_line(search: Sweep) -> str:
     """Number of layouts that were priced, and the reasons why others were not."""
-    passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())
+    passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items() if number)
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
 
 

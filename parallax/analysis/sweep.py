@@ -10,10 +10,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
@@ -27,7 +28,7 @@ from parallax.analysis.flops import (
     scores_flops,
 )
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
-from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
+from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory, predicted_state
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.step_time import (
     CompiledStep,
@@ -52,8 +53,9 @@ from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
-from parallax.schedules import Costs, by_name, figures
+from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS
+from parallax.sharding.host import DEVICE, rests_on_host
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward: the number that read attention weights or their
@@ -73,14 +75,33 @@ class LeastWork:
         self.parameters = layer_parameters(parameters_by_component(model.shapes))
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
+        self.narrow = {settings.fsdp.gather_dtype, settings.model.matmul} != {"compute"}
+        self.hidden = 2 * settings.model.kinds.count("dense") * settings.model.d_ff
+        kept = predicted_state(model, settings)
+        arrays = jax.tree.leaves([kept.params, kept.opt_state])
+        self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))
 
     def bound(self, choice: Choice) -> float:
         """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
-        sizes = choice.pp, choice.microbatches, choice.virtual
-        bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, choice.remat, seq=self.seq))
+        costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
+        bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
         traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
+
+    def held(self, choice: Choice) -> float:
+        """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, gathered weights that
+        stay for the step, and residuals; of those from B to W, the gradients of dense layers' `gate` and `up`."""
+        stay, pieces = layouts_of_policy(choice.policy), choice.pp * choice.tp * choice.ep
+        cut = stay.at_rest != stay.compute
+        held = self.state / pieces / (choice.data_ranks / choice.ep if cut else 1)
+        if cut and stay.resident == stay.compute:
+            held += sum(self.parameters.values()) * (1 if self.narrow else self.itemsize) / pieces
+        if self.settings.pipeline.residuals_on == DEVICE:
+            until_b, until_w = least_held(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
+            width = until_b * self._width_kept(choice.remat) + until_w * self.hidden
+            held += width * self.itemsize * self.tokens / self.devices / choice.microbatches
+        return held
 
     def _products(self, choice: Choice) -> list[OpCost]:
         """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
@@ -124,8 +145,7 @@ class LeastWork:
         of_experts = tuple(axis for axis in data if axis != EXPERT_AXIS)
         tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
         scatter = "all-to-all" if exchange else "reduce-scatter"
-        narrow = {self.settings.fsdp.gather_dtype, model.matmul} != {"compute"}
-        gathers *= 1 / self.itemsize if narrow else 1
+        gathers *= 1 / self.itemsize if self.narrow else 1
         calls = [
             (kind, axes, entries, count)
             for axes, entries in ((data, layers), (of_experts, experts))
@@ -155,11 +175,6 @@ class LeastWork:
         costs = part_costs(model, seq=self.seq)
         widths = (costs[part].width for part in saved if part in costs and part not in in_chunks)
         return model.layers * model.d_model + sum(widths)
-
-
-@cache
-def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
-    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
 
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -231,8 +246,11 @@ class Sweep:
 
         `progress` is called with the number done and the number of all. Results survive an interruption.
         """
-        bound_of = {choice: self.least.bound(choice) for choice in choices(self.settings, self.topology.devices)}
+        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.own]
+        room = self.topology.chip.usable_bytes
+        bound_of = {choice: self.least.bound(choice) for choice in others if self.least.held(choice) <= room}
         waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
+        self.passed["too large"] += len(others) - len(waiting)
         self._look_at(self.own)
         for done, choice in enumerate(waiting):
             progress(done, len(waiting))
@@ -242,8 +260,7 @@ class Sweep:
             if self.most and done >= self.most:
                 self.passed["beyond --most"] += len(waiting) - done
                 break
-            if choice != self.own:
-                self._look_at(choice)
+            self._look_at(choice)
         progress(len(waiting), len(waiting))
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:

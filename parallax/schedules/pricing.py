@@ -39,6 +39,7 @@ class Costs(NamedTuple):
 
 
 USUAL = Costs()
+ZERO_BUBBLE = {"zero_bubble": 1, "zero_bubble_v": 2}  # the schedules with W, and their stages on each rank
 
 
 class Figures(NamedTuple):
@@ -65,6 +66,28 @@ def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
     free = max(start + time_of[action.kind] for action, start in starts.items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
+
+
+def least_bubble(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: Costs = USUAL) -> float:
+    """Lower bound of the lockstep bubble of the schedule called `name`, without building it.
+
+    The last rank waits for the first forward pass, the first rank for the last backward pass, unless W fills that wait.
+    """
+    passes = costs.forward + (0 if name in ZERO_BUBBLE else costs.backward)
+    wait = (ranks - 1) * passes / (ZERO_BUBBLE.get(name) or virtual)
+    return wait / (wait + microbatches * (costs.forward + costs.backward))
+
+
+def least_held(name: str, ranks: int, microbatches: int, virtual: int = 1) -> tuple[float, float]:
+    """Lower bounds of the microbatches for which each rank has slots: from F to B, and from B to W."""
+    if ranks == 1:
+        return 1, 0
+    if name == "gpipe":
+        return microbatches, 0
+    if name == "zero_bubble_v":
+        return min(microbatches, ranks), min(microbatches, (ranks + 1) / 2)
+    held = (2 * (ranks - 1) + (virtual - 1) * ranks + 1) / virtual
+    return min(microbatches, held), min(microbatches, ranks) if name in ZERO_BUBBLE else 0
 
 
 def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:

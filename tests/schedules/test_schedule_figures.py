@@ -1,5 +1,6 @@
 """What the named schedules cost: the closed forms of their papers, and our own for what papers leave out."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -22,7 +23,7 @@ from parallax.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from parallax.schedules.pricing import start_times
+from parallax.schedules.pricing import least_bubble, least_held, start_times
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRID = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 21)]
@@ -51,6 +52,22 @@ def test_gpipe_and_1f1b_have_the_bubble_of_the_papers_in_lockstep_too(build):
         priced = figures(build(ranks, microbatches))
         assert priced.asynchronous_bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
         assert priced.lockstep_bubble == pytest.approx(priced.asynchronous_bubble)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_closed_forms_are_lower_bounds_of_the_bubble_and_of_the_slots(name):
+    """Those of GPipe and 1F1B are exact, as are the slots of both zero bubbles."""
+    for ranks, microbatches in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5, 8, 17)):
+        for virtual in (2, 4) if name == "interleaved" else (1,):
+            sizes = name, ranks, microbatches, virtual
+            schedule = by_name(*sizes)
+            held = [schedule.slots.get(pool, 0) / schedule.virtual for pool in ("FB", "BW")]
+            bounds = least_held(*sizes)
+            assert bounds[1] <= held[1] and (bounds[0] <= held[0] if name == "interleaved" else bounds[0] == held[0])
+            for costs in (Costs(), EQUAL, Costs(1, 3, 1.2), Costs(3, 2, 2), Costs(1, 2, 0)):
+                found, bound = figures(schedule, costs).lockstep_bubble, least_bubble(*sizes, costs)
+                exact = name in ("gpipe", "one_f_one_b") or ranks == 1
+                assert bound == pytest.approx(found, abs=1e-12) if exact else bound <= found + 1e-12
 
 
 @pytest.mark.parametrize("virtual", VIRTUAL)
