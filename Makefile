@@ -13,8 +13,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 TPU_STAMP := $(VENV)/.installed-tpu
+GPU_STAMP := $(VENV)/.installed-gpu
 
-.PHONY: setup train test test-all soak golden docs lint format clean
+.PHONY: setup train test test-all test-gpu soak golden docs lint format clean
 
 setup: $(STAMP)
 
@@ -24,8 +25,12 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-all: $(TPU_STAMP)
+test-all: $(TPU_STAMP) $(GPU_STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "slow or not slow" $(ARGS)
+
+# Small models, compiled for GPUs that are not here.
+test-gpu: $(GPU_STAMP)
+	$(BIN)/python -m pytest -m slow tests/analysis/test_gpu_configs.py $(ARGS)
 
 # About 7 minutes on 2 cores.
 soak: $(STAMP)
@@ -65,6 +70,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(TPU_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[tests,tpu]' -c constraints.txt
 	@touch $(TPU_STAMP)
+
+# XLA's compiler for GPUs, about 5 GB; nothing where the system is not Linux.
+$(GPU_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[tests,gpu-compiler]' -c constraints.txt
+	@touch $(GPU_STAMP)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]' -c constraints.txt

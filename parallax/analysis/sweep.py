@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -90,13 +91,15 @@ class LeastWork:
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def held(self, choice: Choice) -> float:
-        """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, gathered weights that
-        stay for the step, and residuals; of those from B to W, the gradients of dense layers' `gate` and `up`."""
+        """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
+        gathered weights that stay for the step, and residuals. Of residuals from B to W only the gradients of dense
+        layers' `gate` and `up` are counted."""
         stay, pieces = layouts_of_policy(choice.policy), choice.pp * choice.tp * choice.ep
-        cut = stay.at_rest != stay.compute
-        held = self.state / pieces / (choice.data_ranks / choice.ep if cut else 1)
-        if cut and stay.resident == stay.compute:
-            held += sum(self.parameters.values()) * (1 if self.narrow else self.itemsize) / pieces
+        over = lambda layout: choice.data_ranks / choice.ep if layout != stay.compute else 1  # noqa: E731
+        layers = sum(self.parameters.values()) / pieces
+        held = self.state / pieces / over(stay.at_rest) + layers * FLOAT32_BYTES / over(stay.summed)
+        if stay.at_rest != stay.resident == stay.compute:
+            held += layers * (1 if self.narrow else self.itemsize)
         if self.settings.pipeline.residuals_on == DEVICE:
             until_b, until_w = least_held(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
             width = until_b * self._width_kept(choice.remat) + until_w * self.hidden
@@ -244,24 +247,28 @@ class Sweep:
         """Price layouts in the order of their bounds until no other can be among the best, or until `most` were looked
         at.
 
-        `progress` is called with the number done and the number of all. Results survive an interruption.
+        `progress` is called with the number done and the number that may have to be looked at, which falls as faster
+        layouts are found. Results survive an interruption.
         """
         others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.own]
         room = self.topology.chip.usable_bytes
         bound_of = {choice: self.least.bound(choice) for choice in others if self.least.held(choice) <= room}
         waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
+        bounds = [bound_of[choice] for choice in waiting]
         self.passed["too large"] += len(others) - len(waiting)
         self._look_at(self.own)
-        for done, choice in enumerate(waiting):
-            progress(done, len(waiting))
-            if len(self.rows) >= self.keep and bound_of[choice] > self.rows[self.keep - 1].estimate.secs:
-                self.passed["slower"] += len(waiting) - done
-                break
+        done, end = 0, len(waiting)
+        while done < end:
+            progress(done, min(end, self.most or end))
             if self.most and done >= self.most:
-                self.passed["beyond --most"] += len(waiting) - done
+                self.passed["beyond --most"] += end - done
                 break
-            self._look_at(choice)
-        progress(len(waiting), len(waiting))
+            self._look_at(waiting[done])
+            done += 1
+            if len(self.rows) >= self.keep:
+                end = max(done, bisect_right(bounds, self.rows[self.keep - 1].estimate.secs))
+        self.passed["slower"] += len(waiting) - end
+        progress(done, done)
 
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price the settings' own layout with each set of recomputed parts, for `sets`; sets that do not fit are left

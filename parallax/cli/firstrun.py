@@ -373,20 +373,20 @@ def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str]
 def compared(found: Found) -> Iterator[str]:
     """A table of plan, compiler's figures and measurement."""
     held, most, planned = found.planned_bytes, found.most_bytes, found.planned
-    memory = (known(in_bytes, size) for size in (held, found.compiled_bytes, most))
-    secs = planned and planned.secs
+    compiled, secs = found.compiled_bytes, planned and planned.secs
+    memory = (known(in_bytes, size) for size in (held, compiled, most))
     times = (known(in_secs, each) for each in (secs, found.compiled_step_secs, found.median_secs))
     rows = [
-        ["memory of a device", *memory, ratio(most or found.compiled_bytes, held)],
-        ["time of a step", *times, ratio(found.median_secs, secs)],
-        ["MFU", known(percent, planned and planned.mfu), "", known(percent, found.mfu), ""],
-        ["compilation", "", "", known(in_secs, found.compile_secs), ""],
+        ["memory of a device", *memory, ratio(most or compiled, held), ratio(most, compiled)],
+        ["time of a step", *times, ratio(found.median_secs, secs), ratio(found.median_secs, found.compiled_step_secs)],
+        ["MFU", known(percent, planned and planned.mfu), "", known(percent, found.mfu), "", ""],
+        ["compilation", "", "", known(in_secs, found.compile_secs), "", ""],
     ]
-    yield from table(["", "planned", "compiled", "measured", "measured / planned"], rows)
+    yield from table(["", "planned", "compiled", "measured", "measured / planned", "measured / compiled"], rows)
     yield ""
     yield (
         f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
-        "allocator's peak on process 0's devices if the backend reports it; else the ratio is the compiler's."
+        "allocator's peak on process 0's devices if the backend reports it; else the ratio to the plan is the compiler's."
     )
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"

@@ -463,9 +463,8 @@ def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, m
 def test_a_bounded_search_looks_at_the_layouts_that_may_be_fastest_and_counts_the_others(few, tmp_path):
     search, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), []
     search.run(lambda done, total: totals.append(total))
-    others = search.passed.pop("beyond --most")
-    assert others == totals[0] - 3
-    assert len(search.rows) + search.passed.total() == 4  # with the config's own
+    assert set(totals) == {3} and search.passed["beyond --most"] > 0
+    assert len(search.rows) + search.passed.total() == len([*sweep_module.choices(tiny(), 2)])
 
 
 class SlowerThan:
