@@ -18,7 +18,7 @@ from parallax.analysis.flops import Flops, flops_breakdown
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
 from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page, section_html, section_text, time_parts
-from parallax.analysis.step_time import StepTime, compiled_parts, step_time
+from parallax.analysis.step_time import StepTime, compiled_parts, overlaps, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import likely_entries, with_likely_vocab
@@ -370,8 +370,10 @@ def memory_section(report: Report) -> TitledTables:
 
 def collectives_section(report: Report) -> TitledTables:
     """The compiled collectives beside the traced ones by axis and kind, those of the update last."""
-    timed = report.compiled.cycles is not None
+    timed, gpu = report.compiled.cycles is not None, gpu_of(report.compiled.mesh)
+    hidden = {(row.axes, row.kind): row.hidden for row in overlaps(report.compiled, gpu)} if gpu else {}
     head = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
+    head += ["hidden"] if gpu else ["cycles\nbetween"] * timed
     found = traced_beside_compiled(report.sent_on_average, report.compiled.collectives)
     rows, before = [], None
     for row in found:
@@ -385,9 +387,13 @@ def collectives_section(report: Report) -> TitledTables:
             in_bytes(row.bytes) if row.calls else "-",
             percent(row.asynchronous_bytes / row.bytes) if row.calls else "-",
         ]
-        rows.append([*cells, f"{row.cycles_between:,.0f}"] if timed else cells)
+        if gpu:
+            cells.append(percent(hidden["+".join(row.axes), row.kind]) if row.calls else "-")
+        elif timed:
+            cells.append(f"{row.cycles_between:,.0f}")
+        rows.append(cells)
         before = axes
-    table = Table([*head, "cycles\nbetween"] if timed else head, rows, 1)
+    table = Table(head, rows, 1)
     title = f"Compiled collectives beside the traced ones, for {report.compiled_for}"
     return TitledTables("collectives", title, [table, *collective_notes(report, found)])
 

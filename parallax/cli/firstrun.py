@@ -126,7 +126,13 @@ def say(text: str) -> None:
 ALL_ALONG_DP = "--config.mesh.dp=-1"
 # By platform, largest first: a config, and changes to it.
 CANDIDATES = {
-    "gpu": [("gpu_80gb_x8",), ("gpu_80gb", ALL_ALONG_DP), ("gpu_24gb_x8",), ("gpu_24gb", ALL_ALONG_DP)],
+    "gpu": [
+        ("gpu_80gb_16x8",),
+        ("gpu_80gb_x8",),
+        ("gpu_80gb", ALL_ALONG_DP),
+        ("gpu_24gb_x8",),
+        ("gpu_24gb", ALL_ALONG_DP),
+    ],
     "tpu": [
         ("llama2_7b_64", ALL_ALONG_DP),
         ("llama_1b_16", ALL_ALONG_DP),
@@ -386,7 +392,7 @@ def compared(found: Found) -> Iterator[str]:
     yield ""
     yield (
         f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
-        "allocator's peak on process 0's devices if the backend reports it; else the ratio to the plan is the compiler's."
+        "allocator's peak on process 0's devices if the backend reports it; else the first ratio is the compiler's."
     )
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,4 @@ def test_plan_and_report_say_what_was_compiled():
     assert "(compiled)" in planned and "a GPU sends" in planned and "450 GB/s within a host" in planned
     reported = run_beside("-m", "parallax.report", *small, "--topology=H100:1x8")
     assert "for 8 x NVIDIA H100" in " ".join(reported.split()) and "by a roofline over its fusions" in reported
+    assert re.search(r"async +hidden$", reported, re.M)
