@@ -198,8 +198,11 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
-    if settings.fsdp.reduce == "float32" != settings.model.dtype and own.data_ranks > 1:
-        yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
+    if settings.model.dtype != "float32" and own.data_ranks > 1:
+        # Sums in float32 are rings, which use the network interfaces of all GPUs of a host; exchanges use each its own.
+        reduce = "compute" if settings.fsdp.reduce == "float32" else "float32" if has_gpu_hosts(topology) else ""
+        if reduce:
+            yield f"--config.fsdp.reduce={reduce}", with_changes(settings, "fsdp", reduce=reduce)
     now = _exchange(settings, topology)
     for exchange in EXCHANGES if now else ():
         if exchange != now:
@@ -210,6 +213,11 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str
         flags = shlex.join(f"--config.{section}.{name}={value}" for name, value in values.items())
         with contextlib.suppress(ConfigError):  # a value may not be allowed with others of the section
             yield flags, with_changes(settings, section, **values)
+
+
+def has_gpu_hosts(topology: Topology) -> bool:
+    """Whether these are GPUs on several hosts."""
+    return topology.chip.platform == "gpu" and topology.devices > topology.shape[-1]
 
 
 Values = tuple[str, dict[str, Any]]  # a section, and other values of keys in it
@@ -404,12 +412,13 @@ def rests_on(topology: Topology) -> dict[str, str]:
     """How each figure of a step that was compiled for GPUs is determined."""
     chip = topology.chip
     links = f"{chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host"
-    network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * (topology.devices > topology.shape[-1])
+    network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
+    sent = f"their bytes at {links}{network}; hidden: as far as there is compute between start and done"
     return {
         "memory": "the buffers that XLA assigned",
         "compute": "for each fusion of the program the longer of its products at the chip's peak and its bytes at "
         f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
-        "messages": f"their bytes at {links}{network}; hidden: as far as there is compute between start and done",
+        **({"messages": sent} if topology.devices > 1 else {}),
         "not counted": "launches, latency, caches, tiles that do not fill the GPU: most steps take longer",
     }
 

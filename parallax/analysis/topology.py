@@ -21,7 +21,7 @@ from parallax.runtime.errors import ConfigError, how_to_install
 from parallax.sharding.mesh import resolve_sizes
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
-GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin, is not installed: {how_to_install('gpu-compiler')}"
+GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin for Linux, is not installed: {how_to_install('gpu-compiler')}"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 CUDNN_VERSION = "major: 9 minor: 10"  # assumed for GPUs that are not present
 # The driver's name of a GPU, which JAX looks up, if this project uses a shorter one.

@@ -295,6 +295,17 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
     assert kernels_of(topology) == kernels
 
 
+@pytest.mark.parametrize(
+    ("topology", "now", "offered"),
+    [("H100:2x2", "compute", "float32"), ("H100:4", "compute", ""), ("v5e:2x2", "compute", "")]
+    + [(where, "float32", "compute") for where in ("H100:2x2", "H100:4", "v5e:2x2")],
+)
+def test_sums_by_rings_are_offered_to_gpus_on_several_hosts(topology, now, offered):
+    settings = tiny(mesh_dp=4, model_dtype="bfloat16", fsdp_reduce=now)
+    flags = [flag for flag, _ in single_changes(settings, read_topology(topology)) if "fsdp.reduce" in flag]
+    assert flags == ([f"--config.fsdp.reduce={offered}"] if offered else [])
+
+
 def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
     wide = dict(model_d_head=192, model_d_model=384)
     assert kernels_of(read_topology("A100:2"), **wide) == ["triton"]
