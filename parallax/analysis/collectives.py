@@ -109,7 +109,7 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
 
 def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
     """`collectives` of a traced program."""
-    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
+    counted = walk(program, at=at, count=functools.partial(sent_in_equation, at=at, sizes=sizes))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
 
@@ -117,7 +117,8 @@ def _counted(rank: list[Sent]) -> Counter:
     return Counter({sent._replace(count=0): sent.count for sent in rank})
 
 
-def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+def sent_in_equation(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+    """The collective that an equation is, for a device at these coordinates of a mesh of these sizes, or nothing."""
     kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
         return Counter()

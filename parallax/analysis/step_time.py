@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
-from parallax.analysis.collectives import Sent, program_collectives
+from parallax.analysis.collectives import Sent, sent_in_equation
 from parallax.analysis.compiled import (
     BranchEvent,
     Compiled,
@@ -153,14 +153,21 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
-    found = walk(program, at=first, count=functools.partial(_product, load=model.load))
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        sent = sent_in_equation(equation, origin, at=first, sizes=model.axis_sizes)
+        return sent or _product(equation, origin, load=model.load) or moved_by_passes(equation, origin)
+
+    found: dict[type, list[tuple[Any, int]]] = defaultdict(list)
+    for what, times in walk(program, at=first, count=count).items():
+        found[type(what)].append((what, times))
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
     return TracedWork(
-        [product._replace(count=count) for product, count in found.items()],
-        program_collectives(program, at=first, sizes=model.axis_sizes),
+        [product._replace(count=times) for product, times in found[OpCost]],
+        sorted(sent._replace(count=times) for sent, times in found[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
-        walk(program, at=first, count=moved_by_passes) if settings.pipeline.residuals_on != DEVICE else {},
+        dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
     )
 
 
