@@ -47,8 +47,9 @@ RUNS = {
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
+    "updates.py": r"\| float8, float8, bfloat16 \| \d+\.\d\d \|( \d\.\d{3} GiB \|){2} \d+\.\d\d, \d\.\d{3} GiB \|",
 }
-NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py")
+NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py", "updates.py")
 NEED_CUDA = ("gpus.py", "published.py")
 PROCESSES = ("curves.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.

@@ -54,7 +54,8 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
 
     Args:
         dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}.
-        layouts: the tree of the parameters' layouts, which determines blocks: see `block_of`.
+        layouts: the tree of the parameters' layouts, which determines blocks: see `block_of`. A training step updates
+            states in float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
     Returns:
         An optax transformation whose `update` takes `noise`, int32 [2], (seed, step), and, if arrays hold only some of
         the layers, `layers`: see `random_bits`.
@@ -68,6 +69,8 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
             dtype = dtypes.get(field, "float32")
             if dtype == "float32" or x.dtype != jnp.float32:
                 return x
+            if not x.size:  # of layers of another turn: see update_by_layer
+                return before
             block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
             block = shape_of_blocks(before) if isinstance(before, Blocks) else block
             if dtype == "float8" and not block:
@@ -121,6 +124,8 @@ def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) 
     def leaf(path: Any, x: Array, old: Array) -> Array:
         if x.dtype == old.dtype:
             return x
+        if not x.size:
+            return old
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return to_bfloat16(x, random_bits(noise, WEIGHTS_FIELD, name, x.shape, layers))
 
@@ -274,6 +279,11 @@ def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     if entries(best) < LEAST_BLOCK:
         return ()
     return tuple(entries(dim) if dim == best else 1 for dim in range(len(shape)))
+
+
+def has_blocks(opt_state: Any) -> bool:
+    """Whether a state has arrays in float8."""
+    return any(isinstance(x, Blocks) for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Blocks)))
 
 
 def check_blocks(opt_state: Any, shardings: Any) -> None:

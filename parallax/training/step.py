@@ -26,7 +26,7 @@ from parallax.sharding.mesh import make_mesh
 from parallax.sharding.parameter import is_amax
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
-from parallax.training.low_precision import Blocks, check_blocks, narrowed, widened
+from parallax.training.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
 from parallax.training.optimizer import global_norm, make_optimizer
 from parallax.training.streaming import check_streams, map_kept, update_by_layer
 
@@ -207,7 +207,7 @@ class TrainStep:
             return narrowed(optax.apply_updates(wide, updates), params, noise, layers), opt_state
 
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
-            if self.model.plan.uses_host:
+            if self.model.plan.uses_host or has_blocks(opt_state):
                 params, opt_state = in_their_memory((params, opt_state), self.shardings[1:3])
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads)
             else:

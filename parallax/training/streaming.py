@@ -1,6 +1,7 @@
-"""Updates parameters or optimizer states in host memory layer by layer.
+"""Updates parameters or optimizer states in host memory, and states in float8, layer by layer.
 
-Moved as a whole, they would need more device memory than if they had stayed there. The optimizer gets its usual trees,
+Moved as a whole, they would need more device memory than if they had stayed there; widened as a whole, float8 saves
+nothing during the update. The optimizer gets its usual trees,
 in which arrays of other layers have no rows; so it must work by entry or by a layer's matrix.
 """
 
@@ -59,7 +60,7 @@ def check_streams(model: ShardedModel, opt_state: Any) -> None:
 
 
 def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-    """The result of `update` for the whole trees; of arrays in host memory, one layer at a time is on the device."""
+    """The result of `update` for the whole trees; one layer at a time is widened, and on the device."""
     of_params = jax.tree_util.tree_map_with_path(partial(_stack_of, model.plan.orders), params)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
     labels = of_params, map_kept(labelled, lambda _: SHARED, opt_state, of_params), of_params

@@ -19,6 +19,7 @@ from parallax.analysis.compiled import (
     BranchEvent,
     LoopEvent,
     Share,
+    device_peak,
     name_of,
     read_compiled,
     read_hlo_text,
@@ -54,6 +55,19 @@ def every_kind(x, w):
 
     x, _ = lax.scan(turn, lax.pcast(x, ("tp",), to="varying"), w)
     return lax.psum(lax.all_to_all(x, "tp", 0, 1, tiled=True).sum(), ("pp", "dp", "tp"))
+
+
+def test_the_peak_of_a_device_excludes_host_memory():
+    """In KiB, as libtpu has it of a step with states, masters and residuals on the host, and of one without: its peak
+    of the first is more than all that is on the device."""
+    kinds = ("argument", "output", "alias", "temp")
+    sizes = lambda peak, device, host: SimpleNamespace(  # noqa: E731
+        peak_memory_in_bytes=peak,
+        **{f"{kind}_size_in_bytes": size for kind, size in zip(kinds, device)},
+        **{f"host_{kind}_size_in_bytes": size for kind, size in zip(kinds, host)},
+    )
+    assert device_peak(sizes(72_335, (61, 61, 61, 20_992), (38_400, 38_400, 38_400, 256))) == 61 + 20_992
+    assert device_peak(sizes(84_070, (38_461, 38_461, 38_461, 4_762), (0, 0, 0, 0))) == 84_070
 
 
 def compiled_on(mesh, function, specs, *shapes):

@@ -294,7 +294,7 @@ class Program:
 
     def __init__(self, text):
         self.as_text = lambda: text
-        sizes = ("argument", "temp", "output", "alias")
+        sizes = ("argument", "temp", "output", "alias", "host_argument", "host_output", "host_temp")
         self.memory_analysis = lambda: SimpleNamespace(
             peak_memory_in_bytes=0, **{f"{name}_size_in_bytes": 0 for name in sizes}
         )
