@@ -1,11 +1,15 @@
 """A training step with experts, compared with that of a dense model with the same FLOPs per token.
 
     python benchmarks/experts.py [--mesh 2,2,2] [--rows 32] [--rounds 5]
+    python benchmarks/experts.py --products [--rounds 5]
 
 The work is configs/tiny_moe.py with --rows rows of 256 tokens on simulated devices, --mesh of PP,EP,TP; *dense* is the
 same with all layers dense, whose MLP is as wide as a token's experts and the shared ones together. Both take their
 steps in one process and in turns. CPU seconds, over all threads, and ratios are medians over rounds. FLOPs are the
 model's, of a token; the router's are the mixture's own.
+
+With --products the work is 2,048 rows of 512, which go to 8 groups of 512, forward and backward in float32: as a scan
+over blocks of rows, as a ragged_dot, and with one matrix for all, *dense*.
 """
 
 import math
@@ -18,6 +22,7 @@ from bare import packed_batch, stepper
 from context import in_turns
 
 VOCAB = 1024
+ROWS, WIDTH, GROUPS, REPEATS = 2048, 512, 8, 10  # of --products
 
 
 def main() -> None:
@@ -27,7 +32,11 @@ def main() -> None:
     parser.add_argument("--rows", type=whole_number, default=32, help="in a step, over all devices")
     parser.add_argument("--seq", type=whole_number, default=256)
     parser.add_argument("--rounds", type=whole_number, default=5)
+    parser.add_argument("--products", action="store_true", help="the grouped products alone")
     args = parser.parse_args()
+    if args.products:
+        products(args.rounds)
+        return
     import jax
 
     import parallax as px
@@ -53,11 +62,42 @@ def main() -> None:
         flops[name] = flops_per_token(settings.model, step.model.shapes, seq=args.seq)
     microbatches = mixture.pipeline.microbatches
     print(f"{args.rows * args.seq // microbatches // sizes['ep']:,} tokens of a microbatch on a device")
-    secs = in_turns(takes, args.rounds)
     print("step          CPU s   / dense  MFLOP a token")
-    for name, own in secs.items():
-        ratio = statistics.median(one / other for one, other in zip(own, secs["dense"]))
-        print(f"{name:8}{statistics.median(own):11.2f}{ratio:10.3f}{flops[name] / 1e6:15.2f}")
+    for name, cells in timed(takes, args.rounds).items():
+        print(f"{name:8}{cells}{flops[name] / 1e6:15.2f}")
+
+
+def products(rounds: int) -> None:
+    """Print the times of grouped products and their gradients in each form, and of products with one matrix."""
+    import jax
+    import jax.numpy as jnp
+
+    from parallax.model.grouped import FORMS, grouped_dot, grouped_sums
+
+    x, dy = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH))
+    w, sizes = jax.random.normal(jax.random.key(1), (GROUPS, WIDTH, WIDTH)), jnp.full(GROUPS, ROWS // GROUPS)
+    passes = {
+        form: lambda x, w, dy, form=form: (
+            grouped_dot(x, w, sizes, form=form),
+            grouped_dot(dy, w, sizes, transposed=True, form=form),
+            grouped_sums(x, dy, sizes, form=form),
+        )
+        for form in FORMS
+    } | {"dense": lambda x, w, dy: (x @ w[0], dy @ w[0].T, x.T @ dy)}
+    compiled = {name: jax.jit(run) for name, run in passes.items()}
+    takes = {name: lambda run=run: jax.block_until_ready([run(x, w, dy) for _ in range(REPEATS)])
+             for name, run in compiled.items()}  # fmt: skip
+    print(f"{ROWS:,} rows of {WIDTH} to {GROUPS} groups, forward and backward, {REPEATS} times")
+    print("products         CPU s   / dense")
+    for name, cells in timed(takes, rounds).items():
+        print(f"{name:11}{cells}")
+
+
+def timed(takes: dict[str, Callable[[], Any]], rounds: int) -> dict[str, str]:
+    """Median CPU seconds of each, taken in turns, and their ratio to those of "dense"."""
+    secs = in_turns(takes, rounds)
+    ratio = lambda own: statistics.median(one / other for one, other in zip(own, secs["dense"]))  # noqa: E731
+    return {name: f"{statistics.median(own):11.2f}{ratio(own):10.3f}" for name, own in secs.items()}
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ RUNS = {
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
+    "experts.py --products": r"blocks +\d+\.\d\d +\d+\.\d{3}",
     "compile_time.py": r" +1 +\d+\.\d",
     "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
@@ -56,6 +57,7 @@ PROCESSES = ("curves.py", "soak.py", "step.py")
 SECONDS = (
     "compile_time.py",
     "experts.py",
+    "experts.py --products",
     "meshes.py",
     "plan.py",
     "schedules.py time",
