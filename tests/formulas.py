@@ -210,8 +210,9 @@ class Step:
         token, where rows of d_model have r bytes and a token's weights and ids 4 K each:
 
         gather  (n-1) T (r + 8 K) of tokens and (n-1) T r / tp of results forward; backward the same, without the ids
-        ragged  (n-1)/n K T 2 r of tokens and results, and (n-1) 4 (K T + E) of weights and counts forward; backward the
-                same of tokens and results, and (n-1) 4 of each row of the room, 5/4 K T, or all that may come if less
+        ragged  (n-1)/n K T 2 r of tokens and results, and (n-1) 4 (R + E) of weights and counts forward, R being K T
+                and up to 8 for each expert; backward the same of tokens and results, and (n-1) 4 of each row of
+                the room, 5/4 K T, or all that may come if less. Rooms are filled up to eights; 4/5 of them are sent.
         """
         m, n, times = self.model, self.ep, self.microbatches * self.moe
         places, row = m.experts_per_token * FLOAT32, m.d_model * self.bytes
@@ -225,14 +226,15 @@ class Step:
         if self.exchange == "ragged" and n > 1:
             self.there_and_back("tp", "reduce-scatter", tokens * row, times)
             there, back, choice = ["forward", *again], ["forward", "backward"], m.experts_per_token * tokens
-            for direction in [*there, *back]:
-                self.add("ep", "all-to-all", direction, choice * row, times)
-            self.add("ep", "all-to-all", "backward", choice * row, times)
+            rows = -(-(choice + 7 * m.experts) // 8) * 8
+            usual = -(-5 * choice // 4) if choice < 256 else -(-5 * choice // 1024) * 256
+            here = m.experts // n
+            room = min(-(-usual // 8) * 8, n * (tokens * min(m.experts_per_token, here) // 8 + here) * 8)
+            for direction in [*there, *back, "backward"]:
+                self.add("ep", "all-to-all", direction, min(rows * row, round(4 * room * row / 5)), times)
             for direction in there:
                 self.add("ep", "all-gather", direction, n * m.experts * FLOAT32, times)
-                self.add("ep", "all-gather", direction, n * choice * FLOAT32, times)
-            usual = -(-5 * choice // 4) if choice < 256 else -(-5 * choice // 1024) * 256
-            room = min(usual, n * tokens * min(m.experts_per_token, m.experts // n))
+                self.add("ep", "all-gather", direction, n * rows * FLOAT32, times)
             self.add("ep", "all-gather", "backward", n * room * FLOAT32, times)
             return
         for width in (row, places, places):

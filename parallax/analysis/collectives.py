@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
+from parallax.model.exchange import SENT
+from parallax.model.traffic import ROOM_OVER_EVEN
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -125,8 +127,11 @@ def sent_in_equation(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int
     named = equation.params["axes" if "axes" in equation.params else "axis_name"]
     axes = tuple(sorted((named,) if isinstance(named, str) else named, key=ALL_AXES.index))
     operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
-    # A ragged all-to-all takes its input and a padded output buffer, then offsets and sizes.
-    operand = min(operands[:2]) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
+    operand = sum(operands)
+    if equation.primitive.name == RAGGED_PRIMITIVE:
+        # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
+        own, of_experts = operands[:2] if SENT in origin.stack else operands[1::-1]
+        operand = min(own, round(of_experts / ROOM_OVER_EVEN))
     groups = equation.params.get("axis_index_groups")  # a step of a two-step gather
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)

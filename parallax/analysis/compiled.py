@@ -29,6 +29,7 @@ from parallax.analysis.hlo import (
 from parallax.analysis.recompute import forward_flops, recomputed_flops
 from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
+from parallax.model.exchange import SENT
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
 from parallax.model.transformer import Block
@@ -379,10 +380,12 @@ class TimelineReader:
 
     def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
         """Bytes of the operands that are sent; of a ragged exchange, only rows in use."""
+        sizes = [shape_bytes(_shape(home, name)) for name in piece.operands]
         if not piece.kind.startswith(RAGGED_EXCHANGE):
-            return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
-        # Input and output come first, then offsets and sizes. The smaller one has no more room than what is sent.
-        return min(shape_bytes(_shape(home, name)) for name in piece.operands[:2])
+            return sum(sizes)
+        # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
+        own, of_experts = sizes[:2] if SENT in piece.op_name else sizes[1::-1]
+        return min(own, round(self.load * of_experts))
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none and take that of their first operand."""
@@ -693,7 +696,7 @@ def _kernel_flops(one: Instruction, home: Computation) -> int:
     if _is_grouped(one):
         operands = [dims for name in one.operands for dims in _factors(_shape(home, name))]
         results = _factors(one.shape)  # empty if it only lists blocks
-        return grouped_flops(*operands, *results) if results else 0
+        return grouped_flops(*operands[:2], *results) if results else 0  # a third one is what the product is added to
     name = one.name
     if found := TRITON_CALL.search(one.op_name):
         name = found[0]

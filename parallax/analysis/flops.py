@@ -160,7 +160,8 @@ def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int
     """FLOPs of one equation's matrix products; `stack` is that of Origin. None if they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
-        rows, other = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)  # how many are whose aside
+        # Without how many rows each group has, and what a product is added to.
+        rows, other, *_ = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)
         return round(load * grouped_flops(rows, other, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]

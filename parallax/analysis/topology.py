@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.runtime.errors import ConfigError, how_to_install
-from parallax.sharding.mesh import resolve_sizes
+from parallax.sharding.mesh import resolve_sizes, torus_pieces
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin for Linux, is not installed: {how_to_install('gpu-compiler')}"
@@ -192,11 +192,11 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
     Chips on one switch have the same process index.
     """
     shape = *shape, cores
-    lengths = [n for _, n in sizes]
+    lengths = [n for _, n in torus_pieces(dict(sizes))]
     index = np.indices(lengths)
     places = np.zeros((*lengths, len(shape)), int)
     left, stride = list(shape), [1] * len(shape)
-    for axis in reversed(range(len(sizes))):
+    for axis in reversed(range(len(lengths))):
         n, at = lengths[axis], index[axis]
         for dim in sorted(range(len(shape)), key=lambda dim: (left[dim] != n, -left[dim])):
             part = math.gcd(n, left[dim])
@@ -207,6 +207,7 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
     for number, at in enumerate(np.ndindex(*lengths)):
         *coords, core = places[at]
         devices[at] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
+    devices = devices.reshape([n for _, n in sizes])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
 

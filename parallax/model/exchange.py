@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, gated, sort_rows
 from parallax.model.grouped import grouped_sums
-from parallax.model.kernels import LANES, platform_traced
+from parallax.model.kernels import platform_traced
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import (
@@ -46,9 +46,10 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
 def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
     """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
-    The all-to-alls are ragged: each rank sends each other rank as many rows as it has for it. A rank has room for a
-    quarter more than its share of all rows, `usual_rows`. If any rank would get more, the remaining rows are sent in
-    further rounds. So none is ever dropped, and only time depends on the load.
+    The all-to-alls are ragged: each rank sends each other rank as many rows as it has for it, in units of 8, which are
+    whole tiles of TPUs. A rank has room for a quarter more than its share of all rows, `usual_rows`, in two rounds if
+    these are many: the rows of one travel while those of the other are multiplied. If any rank would get more, the
+    remaining rows are sent in further rounds. So none is ever dropped, and only time depends on the load.
 
     Communication:
         forward   all_gather of the counts and weights over ep; all_to_all of x and the result over ep;
@@ -62,31 +63,39 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x, weights, ids, experts))))
     flat = _flat(x), _flat(weights), _flat(ids), experts
     x, weights, ids, experts = jax.tree.map(lambda array: as_varying(array, axes), flat)
-    rows = sort_rows(ids, ranks * experts.count, most=places)
-    counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None]), axes)
-    most = ranks * tokens * min(places, experts.count)
+    rows = sort_rows(ids, ranks * experts.count, most=places, unit=UNIT)
+    counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None] // UNIT), axes)
+    most = ranks * (tokens * min(places, experts.count) // UNIT + experts.count)
+    usual = -(-usual_rows(ranks * ids.size, UNIT * most, ranks) // UNIT)
+    rounds = 2 if usual >= LEAST_UNITS else 1
     # Collectives in branches could deadlock on simulated devices.
-    room = most if platform_traced() == "cpu" else usual_rows(ranks * ids.size, most, ranks)
-    y = _computed(Room(room, most), x, weights, experts, rows, counts_PE).reshape(shape)
+    room = Room(most, 1, most) if platform_traced() == "cpu" else Room(-(-usual // rounds), rounds, most)
+    y = _computed(room, x, weights, experts, rows, counts_PE).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
 
 
 EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
 
+SENT = "exchange.sent"  # the scope of exchanges to the experts' ranks; others go back
+UNIT = 8  # rows: each expert's rows of a rank are sent as a multiple
+LEAST_UNITS = 2048  # that are sent in two rounds
+
 
 class Room(NamedTuple):
-    """The number of rows for which a rank has room in a round, and the most that may arrive."""
+    """The number of units for which a rank has room in a round, the number of rounds of a usual load, and the most
+    units that may arrive."""
 
-    rows: int
+    units: int
+    rounds: int
     most: int
 
 
 class Round(NamedTuple):
-    """The slices of rows that one round sends, for each expert and each sending rank, [E, P]."""
+    """The slices of units that one round sends, for each expert and each sending rank, [E, P]."""
 
     size: Array
-    source: Array  # start of a slice among the sending rank's rows, which are sorted by expert
-    place: Array  # its start on the expert's rank, whose rows are sorted by expert, then by rank
+    source: Array  # start of a slice among the sending rank's units, which are sorted by expert
+    place: Array  # its start on the expert's rank, whose units are sorted by expert, then by rank
 
     def of_rank(self, rank: Array) -> "Round":
         """The slices for the experts of `rank`, from each rank: [P, experts of a rank]."""
@@ -95,8 +104,8 @@ class Round(NamedTuple):
 
 
 def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
-    """The slices sent in round `number`, if rank p has `counts_PE[p, e]` rows for expert e and each rank receives
-    `room` rows a round. No communication.
+    """The slices sent in round `number`, if rank p has `counts_PE[p, e]` units for expert e and each rank receives
+    `room` units a round. No communication.
 
     >>> counts = jnp.array([[3, 1], [2, 2]])
     >>> [round_of(counts, number, 4).size.tolist() for number in (0, 1)]
@@ -120,7 +129,7 @@ def _before(counts: Array) -> Array:
     return jnp.cumsum(counts, axis=1) - counts
 
 
-# A custom gradient, as for HeldExperts: it saves, by name, the received rows and the two products of the first round.
+# A custom gradient, as for HeldExperts: it saves, by name, the received rows and the two products of the usual rounds.
 # Nothing else is saved; further rounds are recomputed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _computed(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array) -> Array:
@@ -131,19 +140,22 @@ def _forward(
     room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array
 ) -> tuple[Array, tuple[Any, ...]]:
     def run(number: Array | int, y: Array, name: Callable = lambda x, _: x) -> tuple[Array, Arrived]:
-        way = round_of(counts, number, room.rows)
-        arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows, name)
+        way = round_of(counts, number, room.units)
+        arrived = _arrived(way, room.units, x_ND, weights_NK, experts, rows, name)
         hidden = gated(arrived.gate, arrived.up, arrived.weights).astype(x_ND.dtype)
         result = experts.down.times(experts.down.input(hidden), _sizes(way))
-        return _returned(_packed(result), way, y), arrived
+        return _returned(_in_units(result), way, y), arrived
 
-    y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
+    y, arrived = _unset(x_ND, len(rows.choice_R) // UNIT), []
+    for number in range(room.rounds):
+        y, own = run(number, y, checkpoint_name)
+        arrived.append(own)
     y = _remaining_rounds(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
     return y, (x_ND, weights_NK, experts, rows, counts, experts.gate.most(x_ND), arrived)
 
 
 class Arrived(NamedTuple):
-    """The rows that a rank receives in a round, and their products with gate and up: [room, ...]."""
+    """The rows that a rank receives in a round, and their products with gate and up: [rows, ...]."""
 
     x: Array
     weights: Array
@@ -161,59 +173,60 @@ def _arrived(
     name: Callable = lambda x, _: x,
 ) -> Arrived:
     weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
-    weights = _taken(weights_RI, *_arrivals(way, room, len(weights_RI)))
-    x = name(_sent(dispatch(_packed(x_ND), rows), way, room).reshape(room, -1), "dispatch")
+    sent = _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_RI, 0))
+    weights = _as_rows(_taken(sent, *_arrivals(way, room, len(sent))))
+    x = name(_as_rows(_sent(_in_units(dispatch(x_ND, rows)), way, room)), "dispatch")
     operand = experts.gate.input(x)  # shared with up
     products = (one.times(operand, _sizes(way)) for one in (experts.gate, experts.up))
     return Arrived(x, weights, *(name(array, "experts") for array in products))
 
 
 def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ...]:
-    x_ND, weights_NK, experts, rows, counts, of_x, first = saved
+    x_ND, weights_NK, experts, rows, counts, of_x, arrived = saved
     gate, up, down = experts
 
     def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
         """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
         back."""
-        dy = _sent(dispatch(_packed(dy_ND), rows), way, room.rows).reshape(room.rows, -1)
+        dy = _as_rows(_sent(_in_units(dispatch(dy_ND, rows)), way, room.units))
         d_hidden = down.times(down.gradient(dy), _sizes(way), transposed=True)
         hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
         return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
 
     def recomputed(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
-        way = round_of(counts, number, room.rows)
-        arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows)
+        way = round_of(counts, number, room.units)
+        arrived = _arrived(way, room.units, x_ND, weights_NK, experts, rows)
         return way, arrived, gradients(way, arrived)
 
-    def of_tokens(way: Round, found: tuple[Array, ...], dx_R: Array, dweights_R: Array) -> tuple[Array, Array, list]:
+    def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         d_gate, d_up, d_weights, hidden, _ = found
+        dx_R, dweights_R, most = sums
         pairs = (gate, d_gate), (up, d_up)
         dx, other = (one.times(one.gradient(d), _sizes(way), transposed=True) for one, d in pairs)
         dx = (dx.astype(jnp.float32) + other).astype(dx.dtype)
-        most = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
-        dweights_R = _taken(d_weights, *_own_results(way, len(dx_R), room.rows), dweights_R)
-        return _returned(_packed(dx), way, dx_R), dweights_R, most
+        latest = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
+        dweights_R = _taken(_in_units(d_weights), *_own_results(way, len(dx_R), room.units), dweights_R)
+        return _returned(_in_units(dx), way, dx_R), dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
 
-    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> list[Array]:
+    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...], sums: list) -> list[Array]:
         d_gate, d_up, _, hidden, dy = found
         pairs = (arrived.x, d_gate), (arrived.x, d_up), (hidden, dy)
-        return [grouped_sums(left, right, _sizes(way)) for left, right in pairs]
+        return [grouped_sums(*pair, _sizes(way), others) for pair, others in zip(pairs, sums)]
 
     def more_of_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         way, _, found = recomputed(number)
-        *added_up, most = sums
-        dx, dweights, latest = of_tokens(way, found, *added_up)
-        return dx, dweights, jax.tree.map(jnp.maximum, most, latest)
+        return of_tokens(way, found, sums)
 
-    def more_of_kernels(number: Array, sums: list[Array]) -> list[Array]:
-        return [*map(jnp.add, sums, of_kernels(*recomputed(number)))]
-
-    way = round_of(counts, 0, room.rows)
-    found = gradients(way, first)
-    unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
-    end = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()), sums[2])  # noqa: E731
-    dx, dweights, of_rows = _remaining_rounds(room, counts, more_of_tokens, of_tokens(way, found, *unset), end)
-    kernels = _remaining_rounds(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
+    ways = [round_of(counts, number, room.units) for number in range(room.rounds)]
+    founds = [*map(gradients, ways, arrived)]
+    sums = (*(_unset(array, len(rows.choice_R) // UNIT) for array in (x_ND, weights_NK[:, :1])), [])
+    kernels = [None] * len(experts)
+    for way, own, found in zip(ways, arrived, founds):
+        sums, kernels = of_tokens(way, found, sums), of_kernels(way, own, found, kernels)
+    end = lambda sums: (_summed(sums[0], rows), _summed(sums[1], rows.of_choices()), sums[2])  # noqa: E731
+    dx, dweights, of_rows = _remaining_rounds(room, counts, more_of_tokens, sums, end)
+    more_of_kernels = lambda number, sums: of_kernels(*recomputed(number), sums)  # noqa: E731
+    kernels = _remaining_rounds(room, counts, more_of_kernels, kernels, lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = of_rows
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
     return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None
@@ -226,48 +239,54 @@ def _remaining_rounds(
     room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]
 ) -> Any:
     """Result of `end` on the state after the further rounds; a usual load needs none."""
-    if room.rows == room.most:
+    if room.units * room.rounds >= room.most:
         return end(state)
-    rounds = rounds_of(counts, room.rows)
+    rounds = rounds_of(counts, room.units)
     with jax.named_scope(USUAL_LOAD):
         # `end` runs inside the branch: a branch that returns its input copies it.
-        return lax.cond(rounds <= 1, lambda: end(state), lambda: end(lax.fori_loop(1, rounds, run, state)))
+        further = lambda: end(lax.fori_loop(room.rounds, rounds, run, state))  # noqa: E731
+        return lax.cond(rounds <= room.rounds, lambda: end(state), further)
 
 
 def _summed(y: Array, rows: Rows) -> Array:
-    """The sum of each token's rows, [N, D]. They are summed before the lanes are joined, which then takes one copy."""
-    return lax.optimization_barrier(collect(y, rows)).reshape(len(rows.row_NK), -1)
+    """The sum of each token's rows, [N, D]."""
+    return collect(_as_rows(y), rows)
 
 
 def _sizes(way: Round) -> Array:
     """Number of rows of each of this rank's experts."""
-    return way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
+    return UNIT * way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
 
 
-def _packed(x_ND: Array) -> Array:
-    """Reshape so that each row has its own tiles, if it fills them. On TPU a row of [N, D] shares tiles with seven
-    others, so that moving one row would rewrite them."""
-    return x_ND.reshape(len(x_ND), -1, LANES) if x_ND.shape[1] % (8 * LANES) == 0 else x_ND
+def _in_units(x_RD: Array) -> Array:
+    """Rows as units, [U, 8, D]. On TPU rows of [R, D] share tiles with seven others, so that moving one would rewrite
+    them; a unit has tiles of its own, and this changes nothing in memory."""
+    return x_RD.reshape(-1, UNIT, x_RD.shape[1])
 
 
-def _unset(like: Array, rows: int) -> Array:
-    """An uninitialised buffer for rows; each row will be written or is never read."""
-    return as_varying(lax.empty((rows, *like.shape[1:]), like.dtype), varying_axes(like))
+def _as_rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[2])
 
 
-def _sent(x_RD: Array, way: Round, room: int) -> Array:
-    """The received rows, sorted by expert: [room, ...]; rows after them are undefined.
+def _unset(like_ND: Array, units: int) -> Array:
+    """An uninitialised buffer for units; each will be written or is never read."""
+    return as_varying(lax.empty((units, UNIT, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
+
+
+def _sent(x: Array, way: Round, room: int) -> Array:
+    """The received units, sorted by expert: [room, ...]; units after them are undefined.
 
     Communication:
         forward   all_to_all of x over ep
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(x_RD, *_arrivals(way, room, len(x_RD)))
+        return _taken(x, *_arrivals(way, room, len(x)))
     me = lax.axis_index(EXPERT_AXIS)
     sent, got = (array[:, me] for array in way), (array.reshape(-1) for array in way.of_rank(me))
     (size, source, place), (got_size, _, _) = sent, got
-    return _all_to_all(x_RD, _unset(x_RD, room), source, size, place, got_size)
+    with jax.named_scope(SENT):
+        return _all_to_all(x, _unset(x, room), source, size, place, got_size)
 
 
 def _returned(y: Array, way: Round, others: Array) -> Array:
@@ -289,8 +308,8 @@ def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Ar
 
 
 def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) -> Array:
-    """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: rows of all ranks are
-    gathered, and each rank takes those at indices `at`, or rows of `others` where `is_there` is false.
+    """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: units of all ranks are
+    gathered, and each rank takes those at indices `at`, or units of `others` where `is_there` is false.
 
     Communication:
         forward   all_gather of x over ep
@@ -300,26 +319,26 @@ def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) ->
     return found if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), found, others)
 
 
-def _arrivals(way: Round, room: int, rows: int) -> tuple[Array, Array]:
-    """For each row received in a round, its index among the rows of all ranks, and whether it exists."""
+def _arrivals(way: Round, room: int, units: int) -> tuple[Array, Array]:
+    """For each unit received in a round, its index among the units of all ranks, and whether it exists."""
     size, source, place = (array.T.reshape(-1) for array in way.of_rank(lax.axis_index(EXPERT_AXIS)))
-    row, ranks = jnp.arange(room), way.size.shape[1]
-    at = _slice_of(row, place + size)
-    return at % ranks * rows + source[at] + row - place[at], row < (place + size)[-1]
+    unit, ranks = jnp.arange(room), way.size.shape[1]
+    at = _slice_of(unit, place + size)
+    return at % ranks * units + source[at] + unit - place[at], unit < (place + size)[-1]
 
 
-def _own_results(way: Round, rows: int, room: int) -> tuple[Array, Array]:
-    """For each row of this rank, the index of its result among those of all ranks, and whether it was sent."""
+def _own_results(way: Round, units: int, room: int) -> tuple[Array, Array]:
+    """For each unit of this rank, the index of its result among those of all ranks, and whether it was sent."""
     size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in way)
-    row, (experts, ranks) = jnp.arange(rows), way.size.shape
-    at = _slice_of(row, source + size)
-    is_sent = (row >= source[at]) & (row < (source + size)[at])
-    return at // (experts // ranks) * room + place[at] + row - source[at], is_sent
+    unit, (experts, ranks) = jnp.arange(units), way.size.shape
+    at = _slice_of(unit, source + size)
+    is_sent = (unit >= source[at]) & (unit < (source + size)[at])
+    return at // (experts // ranks) * room + place[at] + unit - source[at], is_sent
 
 
-def _slice_of(row: Array, ends: Array) -> Array:
-    """The first slice that ends after a row, or the last slice of all."""
-    return jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), len(ends) - 1)
+def _slice_of(unit: Array, ends: Array) -> Array:
+    """The first slice that ends after a unit, or the last slice of all."""
+    return jnp.minimum(jnp.searchsorted(ends, unit, side="right", method="compare_all"), len(ends) - 1)
 
 
 def _gathered(dims: str, x: Array) -> Array:

@@ -283,7 +283,7 @@ def _weights(weights_NK: Array, rows: "Rows") -> Array:
 class Rows(NamedTuple):
     """Choices, each of a token and one of its K places, in rows sorted by the chosen expert; `sizes_E` counts them."""
 
-    choice_R: Array  # token * K + place; arbitrary after the last row in use
+    choice_R: Array  # token * K + place, or N * K or more for none; arbitrary after the last row in use
     row_NK: Array  # row of each choice; R if it has none
     sizes_E: Array
 
@@ -292,16 +292,28 @@ class Rows(NamedTuple):
         return self._replace(row_NK=self.row_NK.reshape(-1, 1))
 
 
-def sort_rows(chosen_NK: Array, count: int, *, most: int) -> Rows:
+def sort_rows(chosen_NK: Array, count: int, *, most: int, unit: int = 1) -> Rows:
     """Rows of the choices from 0 to count - 1; rows of the same choice are in the order of the tokens. A token has at
-    most `most` of these choices."""
+    most `most` of these choices. The size of each expert is a multiple of `unit`: the last rows of some are of no
+    choice, their `choice_R` is N * K or more."""
     tokens, places = chosen_NK.shape
     chosen = jnp.where((chosen_NK >= 0) & (chosen_NK < count), chosen_NK, count).reshape(-1)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
-    row_NK = jnp.where(chosen < count, row, tokens * most).reshape(tokens, places)
     sizes_E = (chosen[:, None] == jnp.arange(count)[None]).sum(axis=0).astype(jnp.int32)
-    return Rows(order[: tokens * most], row_NK, sizes_E)
+    keys, sizes_E = (chosen, sizes_E) if unit == 1 else _filled_up(chosen, sizes_E, unit)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    rows = tokens * most + len(keys) - len(chosen)
+    row_NK = jnp.where(chosen < count, row[: len(chosen)], rows).reshape(tokens, places)
+    return Rows(order[:rows], row_NK, sizes_E)
+
+
+def _filled_up(chosen: Array, sizes_E: Array, unit: int) -> tuple[Array, Array]:
+    """The chosen experts, and further choices until the size of each expert is a multiple of `unit`; the sizes."""
+    count, spare_E = len(sizes_E), -sizes_E % unit
+    is_spare = jnp.arange(unit - 1)[None] < spare_E[:, None]
+    spare = jnp.where(is_spare, jnp.arange(count)[:, None], count).reshape(-1)
+    spare = jnp.pad(spare, (0, -(len(chosen) + len(spare)) % unit), constant_values=count)
+    return jnp.concatenate([chosen, spare]), sizes_E + spare_E
 
 
 @jax.custom_vjp

@@ -44,15 +44,18 @@ def grouped_dot(
     return _form(form).rows_times(x, w, sizes_E, transposed, dtype or x.values.dtype)
 
 
-def grouped_sums(x_NI: Array, y_NO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
+def grouped_sums(
+    x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None = None, *, form: str | None = None
+) -> Array:
     """Sum over each group's rows of their outer products, [E, I, O] in x's dtype: the gradient of `grouped_dot`'s
-    matrices. Sums are float32. No communication.
+    matrices. They are added to the `others`. Sums are float32. No communication.
 
     >>> x, y = jnp.ones((3, 1)), jnp.array([[1.0], [2.0], [4.0]])
     >>> grouped_sums(x, y, jnp.array([1, 1])).tolist()
     [[[1.0]], [[2.0]]]
     """
-    return _form(form).rows_with_rows(*vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32)))).astype(x_NI.dtype)
+    arrays = vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32), others_EIO))
+    return _form(form).rows_with_rows(*arrays).astype(x_NI.dtype)
 
 
 def _form(name: str | None) -> "Form":
@@ -94,8 +97,8 @@ def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype:
     return jnp.where((jnp.arange(rows) < sizes_E.sum())[:, None], y_NA[:rows], 0)
 
 
-def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
-    """Sum over each group's rows of their outer products, float32 [E, I, O]."""
+def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None) -> Array:
+    """Sum of the others and over each group's rows of their outer products, float32 [E, I, O]."""
     rows, size = len(x_NI), rows_of_block(len(x_NI), len(sizes_E))
     x_filled, y_filled = (jnp.pad(array, ((0, size), (0, 0))) for array in (x_NI, y_NO))
 
@@ -106,7 +109,8 @@ def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
         return sums_EIO.at[group].add(jnp.einsum("bI,bO->IO", x, y, preferred_element_type=jnp.float32)), None
 
     shape = len(sizes_E), x_NI.shape[1], y_NO.shape[1]
-    start = as_varying(jnp.zeros(shape, jnp.float32), varying_axes(x_NI))
+    start = jnp.zeros(shape, jnp.float32) if others_EIO is None else others_EIO.astype(jnp.float32)
+    start = as_varying(start, varying_axes(x_NI))
     return lax.scan(step, start, _blocks(sizes_E, rows, size))[0]
 
 
@@ -129,7 +133,7 @@ class Form(NamedTuple):
     """Functions that multiply rows with their group's matrices, and rows with rows."""
 
     rows_times: Callable[[Operand, Operand, Array, bool, Any], Array]
-    rows_with_rows: Callable[[Array, Array, Array], Array]
+    rows_with_rows: Callable[[Array, Array, Array, Array | None], Array]
 
 
 FORMS = {"blocks": Form(_rows_times, _rows_with_rows), "ragged_dot": Form(ragged_dot, ragged_sums)}

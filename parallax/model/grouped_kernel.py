@@ -34,12 +34,13 @@ def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: 
     return y.astype(dtype) if x.unit is None else in_units(y, x, w, dtype)
 
 
-def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:
-    """Sum of outer products of each group's rows: on TPU by the kernel, elsewhere by XLA."""
+def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None) -> Array:
+    """Sum of the others and of outer products of each group's rows: on TPU by the kernel, elsewhere by XLA."""
     if _has_kernel(x_NI):
-        return weights_by_group(x_NI, y_NO, sizes_E)
+        return weights_by_group(x_NI, y_NO, sizes_E, others_EIO)
     contracted = ([0], [0]), ([], [])
-    return lax.ragged_dot_general(x_NI, y_NO, sizes_E, lax.RaggedDotDimensionNumbers(contracted, [0], []))
+    sums_EIO = lax.ragged_dot_general(x_NI, y_NO, sizes_E, lax.RaggedDotDimensionNumbers(contracted, [0], []))
+    return sums_EIO if others_EIO is None else sums_EIO + others_EIO
 
 
 def transposed_by_group(x_NO: Array, w_EIO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
@@ -49,12 +50,15 @@ def transposed_by_group(x_NO: Array, w_EIO: Array, sizes_E: Array, *, interpret:
     return _by_group(gmm, x_NO, w_EIO, sizes_E, widths=widths, transpose_rhs=True, interpret=interpret)
 
 
-def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
-    """Sum over each group's rows of their outer products, [E, I, O] in x's dtype; sums are float32.
+def weights_by_group(
+    x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None = None, *, interpret: bool = False
+) -> Array:
+    """Sum of the others and over each group's rows of their outer products, [E, I, O] in x's dtype; sums are float32.
 
     `N` is a multiple of 128.
     """
-    return _by_group(tgmm, x_NI, y_NO, sizes_E, widths=(x_NI.shape[1], y_NO.shape[1]), interpret=interpret)
+    others = () if others_EIO is None else (others_EIO,)
+    return _by_group(tgmm, x_NI, y_NO, sizes_E, *others, widths=(x_NI.shape[1], y_NO.shape[1]), interpret=interpret)
 
 
 def _has_kernel(x_NA: Array) -> bool:
@@ -62,16 +66,18 @@ def _has_kernel(x_NA: Array) -> bool:
     return platform_traced() == "tpu" and len(x_NA) % LANES == 0
 
 
-def _by_group(kernel: Callable, x: Array, other: Array, sizes_E: Array, *, widths: Iterable[int], **how: Any) -> Array:
+def _by_group(
+    kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: Iterable[int], **how: Any
+) -> Array:
     rows = next(size for size in BLOCK_ROWS if len(x) % size == 0)
     tiling = rows, *map(width_of_block, widths)
 
-    def run(x: Array, other: Array, sizes_E: Array) -> Array:
-        left = x.T if kernel is tgmm else x
-        return kernel(left, other, sizes_E, preferred_element_type=x.dtype, tiling=tiling, **how)
+    def run(x: Array, other: Array, sizes_E: Array, *added: Array) -> Array:
+        left, more = (x.T if kernel is tgmm else x), dict(zip(["existing_out"], added))
+        return kernel(left, other, sizes_E, preferred_element_type=x.dtype, tiling=tiling, **more, **how)
 
     with jax.named_scope(GROUPED_SCOPE):
-        return unchecked(run, x, other, sizes_E)
+        return unchecked(run, x, other, sizes_E, *added)
 
 
 def width_of_block(width: int) -> int:

@@ -62,6 +62,15 @@ def test_each_group_is_multiplied_by_its_own_matrix(sizes, form):
         assert np.abs(a - e).max() <= ERROR * max(np.abs(e).max(), 1e-30)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_added_to_others(form):
+    x, w, dy = arrays()
+    sizes = jnp.array(SIZES["uneven"])
+    found = jax.jit(lambda w: grouped_sums(x, dy, sizes, w, form=form))(w)
+    expected = plain(x, w, dy, SIZES["uneven"])[2] + w
+    assert np.abs(found - expected).max() <= ERROR * np.abs(expected).max()
+
+
 def test_bfloat16_is_summed_in_float32():
     """Results are rounded to 8 bits, 2^-9; sums are not."""
     sizes = SIZES["uneven"]

@@ -385,30 +385,40 @@ def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_siz
     return jnp.where((sizes.reshape(-1) == recv_sizes).all(), output, jnp.nan)
 
 
-WIDE = 1024  # rows fill TPU's tiles
-
-
 @pytest.mark.fast(1)
+@pytest.mark.parametrize("rounds", ["several", "two at once", "one"])
 @pytest.mark.parametrize(
-    ("width", "to", "form"),
-    [(WIDTH, (5, 2), ""), (WIDTH, (), ""), (WIDE, (), ""), (WIDE, (5, 2), ""), (WIDTH, (5, 2), "int8")],
+    ("mesh", "to", "how"),
+    [
+        (dict(ep=4), (5, 2), {}),
+        (dict(ep=4), (), dict(matmul_of_experts="int8")),
+        (dict(ep=4, tp=2), (), {}),
+        (dict(ep=2, tp=2), (5, 2), dict(chunk_tokens=8)),
+        (dict(dp=2, ep=2), (), dict(chunk_tokens=8)),
+    ],
     ids=str,
 )
-def test_what_accelerators_send_is_what_cpus_gather(width, to, form, monkeypatch):
-    """In one round, and in several, which only accelerators have."""
-    model = ROUTERS["sigmoid"] | dict(d_model=width)
-    layer = mixture(model=model, exchange="ragged", matmul_of_experts=form or "compute")
-    layouts, params = declared(layer)
-    params["router"]["bias"][[*to]] = 100
-    if form:
-        params["experts"] |= {name: np.float32(amax) for name, amax in AMAXES.items()}
-    rng = np.random.default_rng(0)
-    args = params, *(rng.normal(size=(ROWS, SEQ, width)).astype(np.float32) for _ in range(2))
-    gathered = with_gradients(on_mesh(layer, layouts, dict(ep=4)), *args)
+def test_what_accelerators_send_is_what_cpus_gather(mesh, to, how, rounds, monkeypatch):
+    """And what the other exchange gives. Only accelerators have several rounds."""
+
+    def passes(exchange):
+        layer = mixture(model=ROUTERS["sigmoid"], exchange=exchange, **how)
+        layouts, params = declared(layer)
+        params["router"]["bias"][[*to]] = 100
+        if how.get("matmul_of_experts"):
+            params["experts"] |= {name: np.float32(amax) for name, amax in AMAXES.items()}
+        return with_gradients(on_mesh(layer, layouts, mesh), params, *arrays())
+
+    stand_in = passes("ragged")
+    if not how.get("matmul_of_experts"):  # of maxima a mesh would add up
+        check(stand_in, passes("gather"))
     monkeypatch.setattr(exchange_module, "platform_traced", lambda: "tpu")
     monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
-    sent = with_gradients(on_mesh(layer, layouts, dict(ep=4)), *args)
-    check(sent, gathered, ERROR if to else 0)
+    if rounds == "two at once":
+        monkeypatch.setattr(exchange_module, "LEAST_UNITS", 1)
+    if rounds == "one":
+        monkeypatch.setattr(exchange_module, "usual_rows", lambda choices, room, ranks: room)
+    check(passes("ragged"), stand_in, 0 if rounds == "one" else ERROR)
 
 
 def test_rounds_send_each_row_once_and_to_its_place():

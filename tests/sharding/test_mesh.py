@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallax.analysis.topology import read_topology
 from parallax.config.sections import AXES, MeshConfig
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import ConfigError
@@ -151,6 +152,23 @@ def test_replicas_or_else_stages_alone_go_from_slice_to_slice(axis, sizes):
         assert (slice_of == slice_of.take([0], other)).all()
     # The first half of the axis is in one slice, the second in the other: one step of it crosses the network.
     assert (np.diff(slice_of, axis=along) != 0).sum(along).max() == 1
+
+
+def test_expert_ranks_fill_a_cube_of_a_torus():
+    """Also in plans, whose chips are stand-ins: an all-to-all then has links of three dims, not of two."""
+    places = np.ndindex(4, 2, 2)
+    chips = [
+        SimpleNamespace(
+            id=at, platform="tpu", device_kind="TPU v5", coords=(x, y, z), core_on_chip=0, slice_index=0,
+            process_index=at // 4,
+        )
+        for at, (z, y, x) in enumerate(places)
+    ]  # fmt: skip
+    wanted = MeshConfig(pp=1, dp=2, ep=8, tp=1, simulate=0)
+    for cube in place_devices(wanted, chips).reshape(2, 8):
+        assert (np.ptp([chip.coords for chip in cube], axis=0) == 1).all()
+    topology = read_topology("v5p:2x2x4")
+    assert topology.route(wanted.sizes, ["ep"]).bandwidth == 3 * topology.chip.ici_bandwidth
 
 
 def test_in_one_slice_any_axes_will_do():
