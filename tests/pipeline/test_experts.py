@@ -355,7 +355,8 @@ def test_logits_activations_and_the_loss_of_an_evaluation_are_the_same(name, mes
     np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
 
 
-@pytest.mark.parametrize("name", ["late", pytest.param("alike", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["late", "alike"])
 def test_activations_are_captured_of_each_kind_of_layer(name):
     model, batch, (logits, _, losses) = mixture((1, 1, 1), name), batch_of(name), on_one_device(name)
     found = capture_activations(model, params_of(model), batch)

@@ -20,8 +20,8 @@ KEYS = {WEIGHTS_FIELD: "weights_dtype", "mu": "m_dtype", "nu": "v_dtype"}
 DENSE = SHAPE | dict(matmul="int8", matmul_parts="mlp", gather_dtype="float8", microbatches=2)
 WHOLE = SHAPE | dict(matmul="float8", microbatches=2)
 MIXTURE = EXPERTS | dict(matmul="float8", gather_dtype="int8", microbatches=2)
-FAST = {"dense 1·2·2": ((1, 2, 2), DENSE | dict(layers=2), HALF)}
-SLOW = {
+CASES = {
+    "dense 1·2·2": ((1, 2, 2), DENSE | dict(layers=2), HALF),
     "dense 2·2·2": ((2, 2, 2), DENSE, ALL),
     "dense 1·8·1": ((1, 8, 1), DENSE, HALF),
     "dense 4·2·1": ((4, 2, 1), DENSE | dict(schedule="zero_bubble", remat="layer"), ALL),
@@ -83,18 +83,9 @@ def share_of_other_bits(found, expected, dtypes):
     return sum((found[at] != expected[at]).sum() for at in rounded) / sum(expected[at].size for at in rounded)
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_steps_on_a_mesh_are_those_emulated_in_float32(name):
-    check(*FAST[name])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_steps_on_more_meshes_are_those_emulated_in_float32(name):
-    check(*SLOW[name])
-
-
-def check(mesh, case, dtypes):
+@pytest.mark.parametrize(("mesh", "case", "dtypes"), CASES.values(), ids=CASES)
+def test_steps_on_a_mesh_are_those_emulated_in_float32(mesh, case, dtypes):
     model = model_of(mesh, case, dtypes)
     step = make_train_step(model, optimizer(model, **dtypes), seed=SEED)
     emulated, scales = emulated_step(case, dtypes)

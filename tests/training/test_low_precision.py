@@ -235,10 +235,10 @@ def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(tmp_pat
 # ---- what float32 computes
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    [("adamw", ALL), ("adamw", HALF), ("muon", ALL), pytest.param("muon", HALF, marks=pytest.mark.slow)],
+    [("adamw", ALL), ("adamw", HALF), ("muon", ALL), ("muon", HALF)],
     ids=str,
 )
 def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
