@@ -523,10 +523,14 @@ def read_compiled(
 def device_peak(sizes: Any) -> int:
     """The compiler's peak of a device. It counts arrays in host memory, too: if there are any, this is the sum of what
     is on the device, which may be more than its peak."""
-    if any(getattr(sizes, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp")):
-        new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        return sizes.argument_size_in_bytes + new + sizes.temp_size_in_bytes
-    return sizes.peak_memory_in_bytes
+    on_host = any(getattr(sizes, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
+    return bytes_together(sizes) if on_host else sizes.peak_memory_in_bytes
+
+
+def bytes_together(sizes: Any) -> int:
+    """Arguments, results that do not reuse their buffers, and temporaries, from the compiler's figures for a device."""
+    new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
 
 
 def gpu_of(mesh: Mesh | None) -> Chip | None:

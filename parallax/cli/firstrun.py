@@ -26,7 +26,7 @@ with loading(__name__, sys.stderr):
     import numpy as np
     from jax.extend.backend import get_backend
 
-    from parallax.analysis.compiled import device_peak, read_step
+    from parallax.analysis.compiled import bytes_together, device_peak, read_step
     from parallax.analysis.devices import device_memory, local_topology, most_memory
     from parallax.analysis.flops import flops_per_token, mfu
     from parallax.analysis.memory import predicted_memory
@@ -294,9 +294,7 @@ def compile_step(found: Found) -> None:
     on_tpu, sizes = jax.default_backend() == "tpu", found.program.memory_analysis()
     if sizes is not None:
         # The peak of XLA for CPU excludes temporaries, and for GPU it may be missing.
-        new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        together = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
-        found.compiled_bytes = device_peak(sizes) if on_tpu else together
+        found.compiled_bytes = device_peak(sizes) if on_tpu else bytes_together(sizes)
     if jax.default_backend() != "cpu":  # the compiler for CPU estimates no cycles, and the peak of CPUs is not known
         price_program(found)
 
