@@ -201,7 +201,10 @@ CUT = [
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("mesh", "experts", "dtypes"), CUT, ids=str)
 def test_states_and_weights_have_the_same_bits_on_every_mesh(mesh, experts, dtypes):
-    (_, alone), (_, cut) = (after_updates(m, 2, experts, tuple(dtypes.items())) for m in ((1, 1, 1), mesh))
+    # Where XLA fuses the sum of a parameter and its update with the product by the rate, it rounds once for twice: of
+    # float32 parameters near 1 and updates near 0.01, about one in a hundred then differs in its last bit.
+    how = dict(as_written=dtypes["weights_dtype"] == "float32")
+    (_, alone), (_, cut) = (after_updates(m, 2, experts, tuple(dtypes.items()), **how) for m in ((1, 1, 1), mesh))
     assert held(alone) == held(cut)
     kinds = {kind for kind, _ in held(cut).values()}
     assert ("float8_e4m3fn" in kinds) == (dtypes["m_dtype"] == "float8") and "bfloat16" in kinds
