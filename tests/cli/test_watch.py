@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from rich.console import Console
 
+from parallax.cli import watch
 from parallax.cli.watch import Metrics, WatchedRun, follow, main, picture, plot, write_svg
 from parallax.runtime.errors import CheckpointError
 
@@ -220,7 +222,8 @@ def test_a_run_that_was_followed_leaves_one_shown_of(tmp_path, monkeypatch):
         if next(looks, "ended") == "ended":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(time, "sleep", look)
+    # Only its own: threads that other tests have left sleep, too.
+    monkeypatch.setattr(watch, "time", types.SimpleNamespace(sleep=look))
     console = Console(file=io.StringIO(), width=60, force_terminal=True)
     follow(runs, console)
     write_svg(runs, console.width, tmp_path / "watch.svg")

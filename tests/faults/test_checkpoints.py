@@ -399,8 +399,8 @@ sys.exit(exit_status(act))
 def test_a_quota_ends_a_run_with_one_line_and_status_3(tmp_path):
     root = pathlib.Path(parallax.__file__).parents[1]
     ended = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], cwd=root, capture_output=True, text=True)
-    (line,) = ended.stderr.splitlines()
-    assert ended.returncode == 3 and line.startswith("CheckpointError: cannot save step 2 in")
+    assert ended.returncode == 3 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("CheckpointError: cannot save step 2 in")
     assert latest_step(tmp_path) is None and not list(tmp_path.iterdir())
 
 
