@@ -197,6 +197,7 @@ def sent_in_step(**changes):
     return step_collectives(step(**changes), ROWS, SEQ)
 
 
+@pytest.mark.slow
 def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
     def by_module(remat, direction):
         return {
@@ -215,6 +216,7 @@ def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
         assert by_module("none", direction) == by_module("layer", direction) == by_module("stage", direction)
 
 
+@pytest.mark.slow
 def test_weights_gathered_ahead_are_the_same_messages_in_the_same_directions():
     plain, ahead = (
         bytes_by(sent_in_step(remat="layer", **changes), "axes", "kind", "direction")
@@ -284,6 +286,7 @@ def test_an_average_rank_sends_a_rank_s_share_of_what_all_send():
     assert sum(one.total_bytes for one in average) < sum(one.total_bytes for one in busiest(ranks))
 
 
+@pytest.mark.slow
 def test_a_mesh_without_devices_gives_the_report_of_one_with_them():
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     abstract = build((1, 1, 1), microbatches=4).replace(mesh=mesh)

@@ -243,6 +243,7 @@ def test_grouped_kernels_in_8_bits_are_priced_at_the_speed_of_these():
     assert slow / fast == pytest.approx(chip.matmul_speed("int8"))
 
 
+@pytest.mark.slow
 def test_a_plan_prices_grouped_products_in_8_bits_as_such():
     """Those of the forward pass and of gradients of rows, which are as many."""
 

@@ -68,6 +68,7 @@ def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
     assert all(part >= 0 for part in flops)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kernel", ["xla", "cudnn"])
 def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_model(kernel):
     dtype = {"dtype": "bfloat16"} if kernel == "cudnn" else {}
@@ -78,6 +79,7 @@ def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_m
     assert 0 <= flops.padding < 0.1 * flops.model  # at most positions are rotated by products
 
 
+@pytest.mark.slow
 def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
     flops = flops_breakdown(on((1, 1, 1), remat="none", kernel="splash"), 4, 384)
     scores = 4 * 4 * 8 * 384 * 384 * 6 / 9  # of layers, rows and heads; six of nine blocks of 128
@@ -88,6 +90,7 @@ def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
     assert flops.repeated == 0
 
 
+@pytest.mark.slow
 def test_the_kernel_for_triton_is_counted_by_its_blocks_and_its_wider_heads():
     flops = flops_breakdown(on((1, 1, 1), remat="none", kernel="triton"), 4, 384)
     pairs = 4 * 4 * 8 * 384 * 384  # of layers, rows and heads
@@ -108,6 +111,7 @@ def test_waiting_is_the_schedules_bubble(schedule):
     assert flops.waiting / (flops.waiting + blocks) == pytest.approx(bubble)
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_size_wait_for_the_largest():
     flops = flops_of((4, 1, 1), layers=5, remat="none")
     # Stages of 2, 1, 1, 1 layers, 4 microbatches: of 7 ticks the first one's 4 take 2 layers, the others 1.
@@ -116,6 +120,7 @@ def test_stages_of_unequal_size_wait_for_the_largest():
     assert flops.waiting == pytest.approx(waiting * (flops.executed - HEAD / 4))
 
 
+@pytest.mark.slow
 def test_vocab_that_is_no_token_is_padding():
     model = on((1, 1, 1), remat="none")
     all_tokens, some = (
@@ -238,7 +243,7 @@ def test_json_is_all_that_is_printed(in_root, capsys):
     assert found["compiled_for"] == "Nothing was compiled: --trace-only."
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["dp=8", "--trace-only"], ["dp=-1", "--trace-only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
 )

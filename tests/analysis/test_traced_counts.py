@@ -36,7 +36,7 @@ SLOW |= {"cp-gather", "cp-latent"}
 CALLS, AXES, KIND = -4, 1, 2  # words of a line
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_a_step_sends_what_it_did(name):
     kept, now = traced_counts.kept()[1][name].splitlines(), traced_counts.part(name).splitlines()

@@ -130,6 +130,7 @@ def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
 # ---- what fails
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("phase", "where"),
     [("compile", "step_of"), ("plan", "planned_memory"), ("first step", "counting_batch")],

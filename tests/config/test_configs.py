@@ -50,7 +50,7 @@ def build(name):
     return settings, model
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     settings, model = build(name)
@@ -61,7 +61,7 @@ def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", AT_SCALE)
 def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chips(name):
     devices, billions = AT_SCALE[name]

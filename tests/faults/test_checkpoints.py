@@ -380,6 +380,7 @@ LIMITED = """
 import resource, signal, sys, pathlib
 sys.path.insert(0, "tests")
 import conftest, numpy, jax
+jax.config.update("jax_enable_compilation_cache", False)  # the limit is for its files, too, and others write them
 from parallax.config.sections import CheckpointConfig
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.runtime.errors import exit_status

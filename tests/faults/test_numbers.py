@@ -186,6 +186,7 @@ def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(dive
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [5, *(pytest.param(start, marks=pytest.mark.slow) for start in (2, 0))])
 def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverged, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "copy"
@@ -257,7 +258,7 @@ CASES = {
 INTERLEAVED = ((2, 2, 2), "interleaved", 2)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("cut", [pytest.param(((1, 1, 1), "gpipe", 1), marks=pytest.mark.slow), INTERLEAVED], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_value_that_is_not_finite_is_named(cut, case):

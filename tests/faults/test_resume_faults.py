@@ -270,6 +270,7 @@ def kill_at(process, word, *, after_secs=0.0):
     return process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_kill_during_an_asynchronous_save_loses_nothing(corpus, never_stopped, tmp_path, capsys):
     process = start("tests/faults/stuck_save.py", "4", *as_command(corpus, tmp_path))
     assert kill_at(process, "saving step 4: arrays are written")

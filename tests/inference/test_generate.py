@@ -140,6 +140,7 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
     check_decoding(name, model_on(name, mesh, layout))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "name, mesh, schedule, virtual",
     [
@@ -161,6 +162,7 @@ def check_decoding(name, model):
     assert worst < 1e-5
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("matmul", ["int8", "float8"])
 def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
     """A sum in another order may round an entry to the other neighbour. Without rounding of latents and kernels, logits
@@ -182,6 +184,7 @@ def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
     np.testing.assert_array_equal(found_BSV.argmax(-1)[filled_BS], expected_BSV.argmax(-1)[filled_BS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh, schedule, virtual, kind",
     [

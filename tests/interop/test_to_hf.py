@@ -161,6 +161,7 @@ def tuned(corpus, folder, *, steps=4, **changes):
     return folder / "tuned"
 
 
+@pytest.mark.slow
 def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_path, capsys):
     config = imported(tmp_path)
     run = tuned(corpus, tmp_path)
@@ -183,6 +184,7 @@ def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, t
     assert exported(tuned(corpus, tmp_path), tmp_path / "out") == config
 
 
+@pytest.mark.slow
 def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_path):
     imported(tmp_path)
     run = tuned(corpus, tmp_path)
@@ -233,7 +235,6 @@ INSTANCES = ("a shorter one, stretched", "a longer one that llama3 takes for the
 
 
 @pytest.mark.fast(1)
-@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow) if what in INSTANCES else what for what in REACHES]
 )
@@ -251,6 +252,7 @@ def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path
     np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, tmp_path, capsys):
     imported(tmp_path)
     run = tuned(corpus, tmp_path, model__norm_eps=1e-5)

@@ -58,7 +58,7 @@ def meshes(all_of_them, *fast):
     return pytest.mark.parametrize("mesh", cases)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
@@ -75,7 +75,7 @@ def test_key_heads_that_are_fewer_than_ranks_are_sent_as_the_formula_says(family
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes([(2, 2, 2), (4, 2, 1), (8, 1, 1)], (4, 2, 1))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_sends_what_its_formula_says(schedule, mesh):
@@ -83,7 +83,7 @@ def test_every_schedule_sends_what_its_formula_says(schedule, mesh):
     assert measured == formula
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize(
     ("embedding", "tied"), [("all_to_all", False), ("all_to_all", True), ("vocab_parallel", False)]
@@ -95,7 +95,7 @@ def test_every_embedding_and_head_sends_what_its_formula_says(residual, embeddin
     assert measured == formula
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -104,7 +104,7 @@ def test_every_policy_sends_what_its_formula_says(policy, tied, mesh):
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("tables", POLICY_NAMES)
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, tables):
@@ -113,7 +113,7 @@ def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, 
     assert measured == formula
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("reduce", ["float32", "compute"])
@@ -128,7 +128,7 @@ def test_a_table_whose_rows_are_cut_over_pp_and_dp_is_moved_over_both_at_once(po
     assert (scatter in at_once) == (policy == "zero1")
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes([(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)], (2, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
@@ -141,7 +141,7 @@ def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
 CONTEXT_MESHES = [(1, 1, 2, 1, 4), (2, 1, 2, 1, 2), (1, 2, 1, 1, 4), (1, 1, 1, 2, 4), (1, 1, 1, 1, 8), (2, 1, 1, 1, 4)]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4), (2, 1, 2, 1, 2))
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
@@ -152,7 +152,7 @@ def test_every_form_of_context_parallelism_sends_what_its_formula_says(context, 
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes(CONTEXT_MESHES, (1, 1, 1, 2, 4))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
@@ -163,7 +163,7 @@ def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
 EXPERT_MESHES = [(1, 1, 1, 1, 2, 4), (1, 1, 2, 1, 1, 4), (2, 1, 1, 1, 1, 4), (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2)]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes(EXPERT_MESHES, (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
@@ -182,7 +182,7 @@ MIXTURE_MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes(MIXTURE_MESHES, (1, 1, 2, 1, 2, 2))
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
@@ -193,7 +193,7 @@ def test_a_mixture_sends_what_its_formula_says(shared_experts, family, residual,
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes([(1, 1, 1, 1, 1, 8), (1, 1, 2, 1, 1, 4), (1, 2, 2, 1, 1, 2), (1, 1, 2, 1, 2, 2)], (1, 1, 2, 1, 2, 2))
 @pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])
@@ -208,7 +208,7 @@ def test_each_exchange_sends_what_its_formula_says(residual, exchange, chunk, me
     assert any(direction == "recompute" for _, direction in over_ep) == (chunk > 0)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @meshes(MIXTURE_MESHES, (1, 2, 1, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_experts_are_cut_over_the_other_data_axes_as_their_formula_says(policy, mesh):
@@ -227,7 +227,7 @@ def test_layers_in_turn_send_what_their_formula_says(schedule, mesh):
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_with_context_ranks_sends_what_its_formula_says(schedule):
     changes = dict(embedding="all_to_all", context="ring", attention="gqa", **SCHEDULES[schedule])
@@ -235,7 +235,7 @@ def test_every_schedule_with_context_ranks_sends_what_its_formula_says(schedule)
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_activations_and_gathered_weights_travel_in_the_compute_dtype(attention, family):
@@ -282,7 +282,7 @@ def test_a_column_row_layer_sends_four_residuals_in_each_direction():
     assert bytes_by(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_microbatchs_activation_crosses_each_stage_boundary_each_way(ranks):
     """And once more in each tick of the bubble, where it is not read."""

@@ -110,7 +110,7 @@ CASES = [(causal_attention, name, shape) for name, shape in SHAPES.items()]
 CASES += [(in_triton, name, shape) for name, shape in IN_TRITON.items()]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "attention, shape", [(f, shape) for f, _, shape in CASES], ids=[f"{f.__name__}-{n}" for f, n, _ in CASES]
 )
@@ -142,6 +142,7 @@ def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
         assert error(actual, expected) < 1e-5
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(kv_heads=4, d_qk=24, d_v=24)])
 def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
     """So its operands, results and products are those of attention; a plan traces it, and nothing else does."""
@@ -178,6 +179,7 @@ def test_cudnn_is_told_what_is_causal_and_a_mask_says_the_rest(ranks, monkeypatc
     assert {(how["implementation"], how["is_causal"]) for how in calls} == {("cudnn", ranks == 1)}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("none", 1), ("attention", 2)])
 def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
     """A remat policy that keeps attention keeps each row's logsumexp, too."""

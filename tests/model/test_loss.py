@@ -160,7 +160,7 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
 @pytest.mark.parametrize("tied", [True, False])

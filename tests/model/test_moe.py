@@ -183,7 +183,7 @@ def of_router(router):
 # ---- one device
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_alone_it_is_a_loop_over_experts(router):
     layer = mixture(model=ROUTERS[router], **AUXILIARY)
@@ -221,7 +221,7 @@ def in_turn(*factors):
     ]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("cut", "exchange"), in_turn(CUTS, EXCHANGES), ids=str)
 def test_it_is_the_same_on_every_mesh(cut, exchange):
     mesh, residual = cut
@@ -231,7 +231,7 @@ def test_it_is_the_same_on_every_mesh(cut, exchange):
 TWO_MESHES = [dict(ep=4, tp=2), dict(ep=2, cp=2, tp=2)]
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("router", "mesh", "exchange"),
     in_turn([name for name in ROUTERS if name != "softmax"], TWO_MESHES, EXCHANGES),
@@ -241,7 +241,7 @@ def test_every_router_is_the_same_on_meshes(router, mesh, exchange):
     check_on_mesh(mesh, router=router, exchange=exchange)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
 @pytest.mark.parametrize("router", ["softmax", "shared"])
 def test_both_families_give_the_same(router, residual):
@@ -323,6 +323,7 @@ def check_in_8_bits(form, found, leave_out=()):
         assert np.linalg.norm(a - paths[path]) <= ROUNDING_ERROR * np.linalg.norm(paths[path]), path
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("chunk_tokens", [0, 8])
 @pytest.mark.parametrize("form", ["int8", "float8"])
 def test_experts_in_8_bits_are_products_of_rounded_operands(form, chunk_tokens):
@@ -336,7 +337,7 @@ def test_experts_in_8_bits_are_products_of_rounded_operands(form, chunk_tokens):
     assert np.linalg.norm(plain[0] - expected[0]) > 5 * ROUNDING_ERROR * np.linalg.norm(expected[0])
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "mesh", "exchange"), in_turn(["int8", "float8"], TWO_MESHES, EXCHANGES), ids=str)
 def test_experts_in_8_bits_are_the_same_on_meshes(form, mesh, exchange):
     """The maxima are left out: here they would be added up over the mesh."""
@@ -468,6 +469,7 @@ def test_the_bias_chooses_and_weighs_nothing():
     np.testing.assert_array_equal(layer.apply({"params": params}, x, None), before)
 
 
+@pytest.mark.slow
 def test_without_a_row_weight_there_are_no_gradients_but_those_of_the_output():
     layer = mixture(model=ROUTERS["sigmoid"], **AUXILIARY)
     layouts, params = declared(layer)
@@ -509,7 +511,7 @@ def test_microbatches_have_the_gradients_of_their_batch():
 # ---- numbers, and what is kept
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bfloat16_is_near_float32_where_the_choice_is_the_same(exchange):
     """Inputs, products and what travels are rounded to 8 bits, 2^-9 each; sums and the router are float32."""
@@ -555,6 +557,7 @@ def test_chunks_keep_what_comes_in():
     assert rows and max(rows) <= 8 * PLACES + 8  # of a chunk, filled up to a block
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_wide_products_are_kept_by_their_name(exchange):
     layer, x = mixture(exchange=exchange, **AUXILIARY), arrays()[0]
@@ -599,7 +602,7 @@ def promised(thing, variant="", **facts):
     return tuple(numbers(items, facts) for items in section)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
 @pytest.mark.parametrize("router", ["softmax", "shared"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -622,6 +625,7 @@ def test_the_stand_in_of_cpus_gathers():
 # ---- the backward pass in two
 
 
+@pytest.mark.slow
 def test_the_products_of_weights_are_left_for_later():
     """Those of experts are in loops; the counts, which cost no product, come with the gradient of the input."""
     layer = mixture(model=ROUTERS["shared"], **AUXILIARY)

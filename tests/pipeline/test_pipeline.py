@@ -77,7 +77,7 @@ def two_slots(stage, weights, x):
     return stage.empty(pools, dict.fromkeys(names, 2)), SlotIndex(chunk=0, slots=dict.fromkeys(names, 1))
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
 @pytest.mark.parametrize("split", [False, True], ids=["BW together", "BW apart"])
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], loss["loss"], rtol=1e-6)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "rows", "changes"),
     [

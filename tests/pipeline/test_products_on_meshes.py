@@ -149,6 +149,7 @@ def test_kernels_of_8_bit_products_travel_in_8_bits():
     assert [row.travels for row in rows].count("int8") == 7  # as the plan says
 
 
+@pytest.mark.slow
 def test_gather_dtype_is_for_the_kernels_that_no_8_bit_product_reads():
     """Of these alone it changes how they travel, and what is computed."""
 
@@ -217,7 +218,7 @@ def test_8_bit_residuals_save_each_input_once_in_a_byte_an_entry(remat):
     assert saved("compute", remat=remat) - saved("8bit", remat=remat) == layers * fewer
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sweep_counts_the_8_bits_of_a_part(name):
     def saved_of(remat):

@@ -90,7 +90,7 @@ def saved_bytes(remat, schedule, microbatches, **changes):
     return model, sum(map(int, sizes)), plan.saved_activations
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize("remat", SOME_SETS)
 def test_slots_hold_each_layers_input_and_the_parts_that_are_not_in_the_set(remat, schedule):
@@ -108,7 +108,7 @@ def test_the_plan_holds_what_w_reads_too(remat):
     assert planned == carried
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_widths_of_parts_are_those_of_the_slots(attention):
     """For each part alone: what a set saves less when it has this part."""
@@ -129,6 +129,7 @@ def test_widths_of_parts_are_those_of_the_slots(attention):
         assert saved([other for other in costs if other != part]) - everything == costs[part].width, part
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("remat", ["none", "elementwise"])
 def test_what_is_saved_fuses_with_what_reads_it(remat):
     """Behind a barrier, slices of slots would be copies: 8 % of the compute of configs/llama_1b_16.py on v5e."""
@@ -151,7 +152,7 @@ ROTATED = {"q": 8 * 8 * 8, "kv": 2 * 8 * 8}  # queries and keys by a product wit
 SCORES = MODEL["layers"] * blockwise_flops("fwd", rows=ROWS, heads=8, seq=SEQ, d_qk=8, d_v=8)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "remat", ["norm swiglu", "norm swiglu ffn", "qkv out", "q", "norm kv core", "attention", "layer"]
 )

@@ -18,7 +18,7 @@ from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
 from parallax.training.run import train
 
-MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
+MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2, "model.dropout": 0.0}
 # What a process whose peer is gone may take to end.
 SOON_SECS = 15
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, as IPv6 too
@@ -59,6 +59,7 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
     assert is_close(losses(tmp_path), alone)
 
 
+@pytest.mark.slow
 def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):
     with launched(FAULTY, "die", "1", "6", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
         job.wait_for("[launch] process 1 ended with SIGKILL")

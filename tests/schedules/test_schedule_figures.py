@@ -36,6 +36,7 @@ def idle(bubble: float, microbatches: int) -> float:
     return 3 * microbatches * bubble / (1 - bubble)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_exists_for_any_sizes(name):
     for ranks in RANKS:
@@ -70,6 +71,7 @@ def test_closed_forms_are_lower_bounds_of_the_bubble_and_of_the_slots(name):
                 assert bound == pytest.approx(found, abs=1e-12) if exact else bound <= found + 1e-12
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("virtual", VIRTUAL)
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(virtual):
     for ranks, microbatches in GRID:

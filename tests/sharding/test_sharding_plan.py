@@ -24,6 +24,7 @@ def test_every_policy_that_a_config_may_name_is_there():
     assert tuple(POLICIES) == POLICY_NAMES
 
 
+@pytest.mark.fast(15)
 @pytest.mark.parametrize("mesh", [*MESHES, (2, 2, 1, 2)], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_says_how_arrays_lie(policy, mesh):

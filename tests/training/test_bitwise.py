@@ -54,11 +54,6 @@ ALLOWED = 2e-7
 # of that, and the most of ten steps by three times as much, 3.4e-7. With "ddp", whose pieces are twice as large, it is
 # sqrt(2) of that, 4.8e-7.
 ALLOWED_OF_NORM = 5e-7
-FAST = ("`pipeline.remat=layer`",)
-
-
-def mostly_slow(names):
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def ten_steps(name="adamw", states_on="device", **changes):
@@ -83,13 +78,15 @@ def with_none(**base):
     return ten_steps(**base)
 
 
-@pytest.mark.parametrize("name", mostly_slow(SAME_BITS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_BITS)
 def test_ten_steps_have_the_same_bits(name):
     option, base = SAME_BITS[name]
     jax.tree.map(np.testing.assert_array_equal, ten_steps(**base | option), with_none(**base))
 
 
-@pytest.mark.parametrize("name", mostly_slow(OTHER_ORDER))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_ORDER)
 def test_ten_steps_differ_by_the_order_of_sums(name):
     (losses, norms, params), expected = ten_steps(**OTHER_ORDER[name]), with_none()
     np.testing.assert_allclose(losses, expected[0], rtol=ALLOWED)

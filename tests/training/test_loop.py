@@ -269,6 +269,7 @@ def test_curves_are_written_for_tensorboard(corpus, tmp_path):
     assert [path for path in (tmp_path / "tensorboard").iterdir() if "tfevents" in path.name]
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_less_than_was_asked_for_is_said(corpus, tmp_path, capsys):
     train(tiny_config(corpus, **{"train.steps": 3, "train.eval_batches": 1000}), tmp_path)
     assert "all that are held out; train.eval_batches=1000 is more" in capsys.readouterr().out

@@ -321,7 +321,7 @@ def assert_moved_alike(found, expected, before):
         assert off < 2e-4, f"{name} is off by {off:.1e} of its move"
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("attention", OPTIMIZER_MODELS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_leaf_is_updated_as_plain_numpy_does(optimizer, attention):
@@ -368,6 +368,7 @@ def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attent
     assert {"1.2.count", f"{adam}.nu.embedding.table"} < {*new}
 
 
+@pytest.mark.slow
 def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_right_update(tmp_path):
     model, config = optimizer_model("mla"), optimizer_config(name="muon", **HELD)
     old, params = as_runs_were_begun(config, model), random_leaves(model, 1.0, seed=99)

@@ -27,7 +27,7 @@ from parallax.training.run import build as build_run
 from parallax.training.step import make_train_step
 
 SHAPE = dict(layers=2, attention="gqa", microbatches=2)
-EIGHT_BIT = {"model.matmul": "int8", "sample.prompt": "It is", "sample.tokens": 4}
+EIGHT_BIT = {"model.matmul": "int8", "model.dropout": 0.0, "sample.prompt": "It is", "sample.tokens": 4}
 
 
 def make_step(form, mesh=(1, 1, 1), **changes):
@@ -75,7 +75,7 @@ def test_scales_are_the_maxima_of_the_step_before_and_have_no_moments():
         assert (found[name] > 0).all()
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int8", "float8"])
 def test_operands_a_thousand_times_their_scales_are_clipped_and_the_next_step_has_their_scales(form):
     step, batch = make_step(form, learning_rate=1e-6), make_batch(rows=16)
