@@ -248,7 +248,7 @@ class TimelineReader:
                 yield End(self._start_of(one, computation))
             elif base in COLLECTIVES:
                 yield from self._collective(one, computation, one, computation)
-            elif one.kind == "custom-call" and one.target.startswith(KERNELS):
+            elif _is_kernel(one):
                 yield self._kernel(one, computation)
             else:
                 yield from self._compute(one, computation, [(computation, one)])
@@ -312,8 +312,11 @@ class TimelineReader:
         if one.cycles is None and not self.gpu and any(inner.kind == "gather" for _, inner in inside):
             rows = shape_bytes(one.shape)  # it reads what it writes, and says no cycles
             yield Kernel(one.name, one.op_name, rows, rows, 0)
+        kernels = [] if self.gpu else [(home, inner) for home, inner in inside if _is_kernel(inner)]
+        for home, inner in kernels:  # its results are written where a slice of something is updated
+            yield self._kernel(inner, home)
         if not any(inner.kind in COLLECTIVES for _, inner in inside) or not self.gpu:
-            yield from self._compute(one, computation, inside)
+            yield from self._compute(one, computation, [part for part in inside if part not in kernels])
 
     def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
         """Work that is offloaded from the computing core: a collective on a SparseCore, or a gather of rows.
@@ -676,6 +679,10 @@ def _windows(rest: str) -> Iterator[dict[str, str]]:
     return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
 
 
+def _is_kernel(one: Instruction) -> bool:
+    return one.kind == "custom-call" and one.target.startswith(KERNELS)
+
+
 def _is_grouped(one: Instruction) -> bool:
     return one.name.startswith(GROUPED_KERNELS)
 
@@ -700,7 +707,7 @@ def _kernel_flops(one: Instruction, home: Computation) -> int:
     if _is_grouped(one):
         operands = [dims for name in one.operands for dims in _factors(_shape(home, name))]
         results = _factors(one.shape)  # empty if it only lists blocks
-        return grouped_flops(*operands[:2], *results) if results else 0  # a third one is what the product is added to
+        return grouped_flops(*operands, results[0]) if results else 0
     name = one.name
     if found := TRITON_CALL.search(one.op_name):
         name = found[0]

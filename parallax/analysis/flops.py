@@ -160,9 +160,9 @@ def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int
     """FLOPs of one equation's matrix products; `stack` is that of Origin. None if they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
-        # Without how many rows each group has, and what a product is added to.
-        rows, other, *_ = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)
-        return round(load * grouped_flops(rows, other, equation.outvars[0].aval.shape))
+        # Without how many rows each group has.
+        operands = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)
+        return round(load * grouped_flops(*operands, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
@@ -183,15 +183,16 @@ def _is_float(var: Any) -> bool:
     return jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating)
 
 
-def grouped_flops(rows: Sequence[int], other: Sequence[int], result: Sequence[int]) -> int:
-    """FLOPs of a grouped product of all its rows, from the shapes of its operands and its result: of rows with their
-    groups' matrices, or of rows with rows to such matrices.
+def grouped_flops(*shapes: Sequence[int]) -> int:
+    """FLOPs of a grouped product of all its rows, from the shapes of its operands, rows first, and of its result: of
+    rows with each of their group's matrices, or of rows with rows to such matrices.
 
     >>> grouped_flops((10, 3), (2, 3, 4), (10, 4)), grouped_flops((10, 3), (10, 4), (2, 3, 4))
     (240, 240)
     """
-    matrices = next(shape for shape in (other, result) if len(shape) == 3)
-    return 2 * rows[0] * math.prod(matrices[1:])
+    *operands, result = shapes
+    matrices = [result] if len(result) == 3 else [shape for shape in operands if len(shape) == 3]
+    return sum(2 * operands[0][0] * math.prod(dims[1:]) for dims in matrices)
 
 
 class Flops(NamedTuple):

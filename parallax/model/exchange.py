@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, gated, sort_rows
+from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, sort_rows
 from parallax.model.grouped import grouped_sums
 from parallax.model.kernels import platform_traced
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import (
+    after,
     all_gather,
     as_varying,
     bound_axis_sizes,
@@ -24,9 +25,14 @@ from parallax.sharding.collectives import (
 )
 from parallax.sharding.layout import Layout
 
+Beside = Callable[[Array | None], Array]  # what is computed while rows travel; its argument is for `ordered`
 
-def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """Every rank gets the tokens of all ranks, [B, S, ...]; partial sums are scattered to the residual's layout.
+
+def gather_exchange(
+    experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array, beside: Beside | None = None
+) -> Array:
+    """Every rank gets the tokens of all ranks, [B, S, ...]; partial sums are scattered to the residual's layout. The
+    result of `beside` is added.
 
     Communication:
         forward   all_gather of x, weights and ids over ep;
@@ -40,10 +46,13 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     made, mine = Layout.parse(activation("d_model")).without(EXPERT_AXIS), Layout.parse(residual)
     scattered = mine.without(EXPERT_AXIS).with_partial(EXPERT_AXIS)
     y = reshard(f"{made.with_partial(EXPERT_AXIS, 'tp')} -> {scattered}", y)
-    return reshard(f"{scattered} -> {mine}", y)
+    y = reshard(f"{scattered} -> {mine}", y)
+    return y + beside(None) if beside else y
 
 
-def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
+def ragged_exchange(
+    experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array, beside: Beside | None = None
+) -> Array:
     """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
     The all-to-alls are ragged: each rank sends each other rank as many rows as it has for it, in units of 8, which are
@@ -51,27 +60,35 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     these are many: the rows of one travel while those of the other are multiplied. If any rank would get more, the
     remaining rows are sent in further rounds. So none is ever dropped, and only time depends on the load.
 
+    The result of `beside` is added. It is computed while the first rows travel, in both passes: the first products are
+    computed after it.
+
     Communication:
-        forward   all_gather of the counts and weights over ep; all_to_all of x and the result over ep;
+        forward   all_gather of the counts with the weights over ep; all_to_all of x and the result over ep;
                   reduce_scatter of the result over tp
         backward  all_gather of the gradient over tp; all_gather of the gradient of weights over ep;
                   all_to_all of the gradient and the gradient of x over ep
     """
     if not is_bound(EXPERT_AXIS):
-        return gather_exchange(experts, residual, x, weights, ids)
+        return gather_exchange(experts, residual, x, weights, ids, beside)
     ranks, shape, (tokens, places) = lax.axis_size(EXPERT_AXIS), x.shape, _flat(ids).shape
     axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x, weights, ids, experts))))
     flat = _flat(x), _flat(weights), _flat(ids), experts
     x, weights, ids, experts = jax.tree.map(lambda array: as_varying(array, axes), flat)
     rows = sort_rows(ids, ranks * experts.count, most=places, unit=UNIT)
-    counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None] // UNIT), axes)
+    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT, _weights(weights, rows), axes)
     most = ranks * (tokens * min(places, experts.count) // UNIT + experts.count)
     usual = -(-usual_rows(ranks * ids.size, UNIT * most, ranks) // UNIT)
     rounds = 2 if usual >= LEAST_UNITS else 1
     # Collectives in branches could deadlock on simulated devices.
     room = Room(most, 1, most) if platform_traced() == "cpu" else Room(-(-usual // rounds), rounds, most)
-    y = _computed(room, x, weights, experts, rows, counts_PE).reshape(shape)
-    return reshard(f"{activation('d_model')} +tp -> {residual}", y)
+    sent = rows, counts_PE, sent_weights
+    later, token = _begun(room, x, weights, experts, *sent)
+    other = beside(token) if beside else None
+    probe = as_varying(jnp.zeros((), x.dtype) if other is None else lax.stop_gradient(_probe(other)), axes)
+    y = _computed(room, later, probe, *jax.tree.map(lax.stop_gradient, (x, experts)), *sent).reshape(shape)
+    y = reshard(f"{activation('d_model')} +tp -> {residual}", y)
+    return y if other is None else y + other
 
 
 EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
@@ -129,29 +146,99 @@ def _before(counts: Array) -> Array:
     return jnp.cumsum(counts, axis=1) - counts
 
 
-# A custom gradient, as for HeldExperts: it saves, by name, the received rows and the two products of the usual rounds.
-# Nothing else is saved; further rounds are recomputed.
+@jax.custom_vjp
+def ordered(x: Array, token: Array | None) -> Array:
+    """`x`, which is read by what is computed beside an exchange. In the backward pass its gradient is computed before
+    the first products of experts."""
+    return x
+
+
+ordered.defvjp(
+    lambda x, token: (x, token),
+    lambda token, dx: (dx, None if token is None else as_varying(_probe(dx).astype(token.dtype), varying_axes(token))),
+)
+
+
+def _probe(x: Array) -> Array:
+    return x.reshape(-1)[0]
+
+
+# The backward pass of an exchange, in two functions. That of `_computed` only passes on what was saved, as "gradients"
+# of placeholders that `_begun` made; that of `_begun` computes. What is computed beside them is called between the two,
+# so the gradient of its input is known in the second one, and products can wait for it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _computed(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array) -> Array:
-    return _forward(room, x_ND, weights_NK, experts, rows, counts)[0]
+def _begun(
+    room: "Room",
+    x_ND: Array,
+    weights_NK: Array,
+    experts: HeldExperts,
+    rows: Rows,
+    counts: Array,
+    sent_weights: Array,
+) -> tuple["Later", Array]:
+    return _prepared(room, x_ND, weights_NK, experts, rows, counts, sent_weights)[0]
+
+
+def _prepared(room: "Room", x_ND: Array, weights_NK: Array, experts: HeldExperts, *sent: Any) -> tuple[Any, Any]:
+    rows, wide = room.units * UNIT, experts.gate.kernels
+    blank = lambda dtype, *shape: as_varying(jnp.zeros(shape, dtype), varying_axes(x_ND))  # noqa: E731
+    arrived = Arrived(
+        blank(x_ND.dtype, rows, x_ND.shape[1]),
+        blank(weights_NK.dtype, rows, 1),
+        *(blank(wide.dtype, rows, wide.shape[2]) for _ in ("gate", "up")),
+    )
+    later = Later(blank(x_ND.dtype, *x_ND.shape), [arrived] * room.rounds)
+    saved = x_ND, weights_NK, experts, *sent, experts.gate.most(x_ND)
+    return (later, blank(jnp.float32)), saved
+
+
+class Later(NamedTuple):
+    """The result of `_computed` and what it saves: as gradients, that of the result and what was saved."""
+
+    y_ND: Array
+    arrived: list["Arrived"]
+
+
+# It saves, by name, the received rows and the two products of the usual rounds. Nothing else is saved; further rounds
+# are recomputed.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _computed(
+    room: Room,
+    later: Later,
+    probe: Array,
+    x_ND: Array,
+    experts: HeldExperts,
+    rows: Rows,
+    counts: Array,
+    sent_weights: Array,
+) -> Array:
+    return _forward(room, later, probe, x_ND, experts, rows, counts, sent_weights)[0]
 
 
 def _forward(
-    room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array
-) -> tuple[Array, tuple[Any, ...]]:
-    def run(number: Array | int, y: Array, name: Callable = lambda x, _: x) -> tuple[Array, Arrived]:
+    room: Room,
+    later: Later,
+    probe: Array,
+    x_ND: Array,
+    experts: HeldExperts,
+    rows: Rows,
+    counts: Array,
+    sent_weights: Array,
+) -> tuple[Array, list["Arrived"]]:
+    def run(
+        number: Array | int, y: Array, name: Callable = lambda x, _: x, earlier: Array | None = None
+    ) -> tuple[Array, Arrived]:
         way = round_of(counts, number, room.units)
-        arrived = _arrived(way, room.units, x_ND, weights_NK, experts, rows, name)
-        hidden = gated(arrived.gate, arrived.up, arrived.weights).astype(x_ND.dtype)
+        arrived, hidden = _arrived(way, room.units, x_ND, sent_weights, experts, rows, name, earlier)
         result = experts.down.times(experts.down.input(hidden), _sizes(way))
         return _returned(_in_units(result), way, y), arrived
 
     y, arrived = _unset(x_ND, len(rows.choice_R) // UNIT), []
     for number in range(room.rounds):
-        y, own = run(number, y, checkpoint_name)
+        y, own = run(number, y, checkpoint_name, None if number else probe)
         arrived.append(own)
     y = _remaining_rounds(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
-    return y, (x_ND, weights_NK, experts, rows, counts, experts.gate.most(x_ND), arrived)
+    return y, arrived
 
 
 class Arrived(NamedTuple):
@@ -167,44 +254,53 @@ def _arrived(
     way: Round,
     room: int,
     x_ND: Array,
-    weights_NK: Array,
+    sent_weights: Array,
     experts: HeldExperts,
     rows: Rows,
     name: Callable = lambda x, _: x,
-) -> Arrived:
-    weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
-    sent = _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_RI, 0))
-    weights = _as_rows(_taken(sent, *_arrivals(way, room, len(sent))))
+    earlier: Array | None = None,
+) -> tuple[Arrived, Array]:
+    """What arrives in a round, and the input of down; products are computed after `earlier`."""
+    at, _ = _arrivals(way, room, len(rows.choice_R) // UNIT)
+    weights = _as_rows(sent_weights.at[at].get(mode="clip"))
     x = name(_as_rows(_sent(_in_units(dispatch(x_ND, rows)), way, room)), "dispatch")
-    operand = experts.gate.input(x)  # shared with up
-    products = (one.times(operand, _sizes(way)) for one in (experts.gate, experts.up))
-    return Arrived(x, weights, *(name(array, "experts") for array in products))
+    factors = weights if earlier is None else after(weights, earlier)
+    gate, up, hidden = experts.gated(experts.gate.input(x), factors, _sizes(way))
+    return Arrived(x, weights, name(gate, "experts"), name(up, "experts")), hidden
 
 
-def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ...]:
-    x_ND, weights_NK, experts, rows, counts, of_x, arrived = saved
+def _passed_on(room: Room, arrived: list[Arrived], dy_ND: Array) -> tuple[Any, ...]:
+    return Later(dy_ND, arrived), *(None for _ in range(6))
+
+
+_computed.defvjp(_forward, _passed_on)
+
+
+def _backward(room: Room, saved: tuple[Any, ...], found: tuple[Later, Array]) -> tuple[Any, ...]:
+    (dy_ND, arrived), earlier = found
+    x_ND, weights_NK, experts, rows, counts, sent_weights, of_x = saved
     gate, up, down = experts
 
-    def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
+    def gradients(way: Round, arrived: Arrived, earlier: Array | None = None) -> tuple[Array, ...]:
         """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
-        back."""
+        back; products are computed after `earlier`."""
         dy = _as_rows(_sent(_in_units(dispatch(dy_ND, rows)), way, room.units))
-        d_hidden = down.times(down.gradient(dy), _sizes(way), transposed=True)
-        hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
-        return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
+        sizes_E = _sizes(way) if earlier is None else jnp.where(jnp.isnan(earlier), 0, _sizes(way))  # as in `after`
+        factors = arrived.gate, arrived.up, arrived.weights
+        return *experts.gated_gradients(down.gradient(dy), *factors, sizes_E), dy
 
     def recomputed(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
         way = round_of(counts, number, room.units)
-        arrived = _arrived(way, room.units, x_ND, weights_NK, experts, rows)
+        arrived, _ = _arrived(way, room.units, x_ND, sent_weights, experts, rows)
         return way, arrived, gradients(way, arrived)
 
     def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         d_gate, d_up, d_weights, hidden, _ = found
         dx_R, dweights_R, most = sums
-        pairs = (gate, d_gate), (up, d_up)
-        dx, other = (one.times(one.gradient(d), _sizes(way), transposed=True) for one, d in pairs)
-        dx = (dx.astype(jnp.float32) + other).astype(dx.dtype)
-        latest = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
+        dx, *other = experts.input_gradients(d_gate, d_up, _sizes(way))
+        dx = sum(other, dx.astype(jnp.float32)).astype(dx.dtype)
+        pairs = (gate, d_gate), (up, d_up), (down, hidden)
+        latest = [one.most(array, _sizes(way)) for one, array in pairs]
         dweights_R = _taken(_in_units(d_weights), *_own_results(way, len(dx_R), room.units), dweights_R)
         return _returned(_in_units(dx), way, dx_R), dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
 
@@ -218,7 +314,7 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
         return of_tokens(way, found, sums)
 
     ways = [round_of(counts, number, room.units) for number in range(room.rounds)]
-    founds = [*map(gradients, ways, arrived)]
+    founds = [*map(gradients, ways, arrived, [earlier, *(None for _ in arrived[1:])])]
     sums = (*(_unset(array, len(rows.choice_R) // UNIT) for array in (x_ND, weights_NK[:, :1])), [])
     kernels = [None] * len(experts)
     for way, own, found in zip(ways, arrived, founds):
@@ -229,10 +325,10 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
     kernels = _remaining_rounds(room, counts, more_of_kernels, kernels, lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = of_rows
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
-    return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None
+    return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None, None
 
 
-_computed.defvjp(_forward, _backward)
+_begun.defvjp(_prepared, _backward)
 
 
 def _remaining_rounds(
@@ -246,6 +342,26 @@ def _remaining_rounds(
         # `end` runs inside the branch: a branch that returns its input copies it.
         further = lambda: end(lax.fori_loop(room.rounds, rounds, run, state))  # noqa: E731
         return lax.cond(rounds <= room.rounds, lambda: end(state), further)
+
+
+def _weights(weights_NK: Array, rows: Rows) -> Array:
+    """The weight of each row that is sent, in units; 0 for rows of no choice."""
+    weights_RI = dispatch(lax.stop_gradient(weights_NK).reshape(-1, 1), rows.of_choices())
+    return _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_RI, 0))
+
+
+def _announced(counts_E: Array, weights: Array, axes: frozenset[str]) -> tuple[Array, Array]:
+    """The counts and the weights that all ranks send: one gather, since rows are sent by the counts. A gather of the
+    weights alone would wait behind the rows, and the first products for it.
+
+    Communication:
+        forward   all_gather of the counts with the weights over ep
+        backward  nothing
+    """
+    own = jnp.concatenate([counts_E, lax.bitcast_convert_type(weights, jnp.int32).reshape(-1)])
+    found = as_varying(all_gather("rows/ep columns -> rows columns", own[None]), axes)
+    counts_PE, of_all = found[:, : len(counts_E)], found[:, len(counts_E) :]
+    return counts_PE, lax.bitcast_convert_type(of_all, weights.dtype).reshape(-1, *weights.shape[1:])
 
 
 def _summed(y: Array, rows: Rows) -> Array:

@@ -14,6 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.grouped_kernel import (
+    gated,
+    gated_by_group,
+    has_kernel,
+    input_gradient_by_group,
+)
 from parallax.model.products import (
     AMAX_LAYOUT,
     COMPUTE,
@@ -147,10 +153,27 @@ class HeldExperts(NamedTuple):
         """The number of experts."""
         return len(self.gate.kernels)
 
-    def products(self, x: Operand, rows: "Rows") -> tuple[Array, Array]:
-        """Gate and up products of each row's token, both [R, U]."""
-        x = _dispatched_operand(x, rows)
-        return self.gate.times(x, rows.sizes_E), self.up.times(x, rows.sizes_E)
+    def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
+        """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
+        if has_kernel(x):
+            return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E)
+        gate, up = (one.times(x, sizes_E) for one in (self.gate, self.up))
+        return gate, up, gated(gate, up, weights_R1).astype(gate.dtype)
+
+    def gated_gradients(
+        self, dy: Operand, gate_RU: Array, up_RU: Array, weights_R1: Array, sizes_E: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """Gradients of the two products and of the weights, and the input of down, recomputed."""
+        d_hidden = self.down.times(dy, sizes_E, transposed=True)
+        hidden, pull = jax.vjp(gated, gate_RU, up_RU, weights_R1)
+        return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(d_hidden.dtype)
+
+    def input_gradients(self, d_gate_RU: Array, d_up_RU: Array, sizes_E: Array) -> tuple[Array, ...]:
+        """One or two arrays [R, D]; their sum is the gradient of the rows."""
+        pairs = (self.gate, self.gate.gradient(d_gate_RU)), (self.up, self.up.gradient(d_up_RU))
+        if has_kernel(pairs[0][1]):
+            return (input_gradient_by_group(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
+        return tuple(one.times(d, sizes_E, transposed=True) for one, d in pairs)
 
     def with_gradients(self, kernels: Iterable[Array], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""
@@ -189,27 +212,33 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     x_ND = x.reshape(-1, x.shape[-1])
     operand = experts.gate.input(x_ND)  # shared with up; rounded once, before tokens are copied to rows
-    products = partial(_products, usual, experts, operand)
-    kept = [checkpoint_name(array, "experts") for array in _on_rows_in_use(usual, rows, products)]
+    products = partial(_products, usual, experts, operand, weights_NK)
+    gate, up, hidden = _on_rows_in_use(usual, rows, products)
+    kept = [checkpoint_name(array, "experts") for array in (gate, up)]
 
     # Separate, so that a backward pass that recomputes the products recomputes nothing else.
     def run(rows: Rows, sums: Callable) -> Array:
-        gate, up = kept if _is_usual(usual, rows) else experts.products(operand, rows)
+        own = hidden if _is_usual(usual, rows) else _gated(experts, operand, weights_NK, rows)[2]
         # Multiplied with the weights before the last product, so that its result need not be saved for their gradient.
-        hidden = gated(gate, up, _weights(weights_NK, rows)).astype(gate.dtype)
-        return sums(experts.down.times(experts.down.input(hidden), rows.sizes_E))
+        return sums(experts.down.times(experts.down.input(own), rows.sizes_E))
 
     y_ND = _on_rows_in_use(usual, rows, run)
     return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, experts.gate.most(x_ND), *kept)
 
 
-def _products(usual: int, experts: HeldExperts, x: Operand, rows: "Rows", sums: Callable) -> tuple[Array, Array]:
-    """Products of the usual number of rows; if there are more, none are saved, and zeros take their place."""
+def _products(
+    usual: int, experts: HeldExperts, x: Operand, weights_NK: Array, rows: "Rows", sums: Callable
+) -> tuple[Array, Array, Array]:
+    """`_gated` of the usual number of rows; if there are more, none are saved, and zeros take their place."""
     if _is_usual(usual, rows):
-        return experts.products(x, rows)
+        return _gated(experts, x, weights_NK, rows)
     kernels = experts.gate.kernels
     none = as_varying(jnp.zeros((usual, kernels.shape[2]), kernels.dtype), varying_axes(x.values))
-    return none, none
+    return none, none, none
+
+
+def _gated(experts: HeldExperts, x: Operand, weights_NK: Array, rows: "Rows") -> tuple[Array, Array, Array]:
+    return experts.gated(_dispatched_operand(x, rows), _weights(weights_NK, rows), rows.sizes_E)
 
 
 def _is_usual(usual: int, rows: "Rows") -> bool:
@@ -223,16 +252,15 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
     dy_operand = down.gradient(dy_ND)
 
     def of_products(rows: Rows) -> tuple[Array, ...]:
-        products = kept if _is_usual(usual, rows) else experts.products(gate.input(x_ND), rows)
-        dhidden = down.times(_dispatched_operand(dy_operand, rows), rows.sizes_E, transposed=True)
-        hidden, pull = jax.vjp(gated, *products, _weights(weights_NK, rows))
-        return *pull(dhidden.astype(hidden.dtype)), hidden.astype(dhidden.dtype)
+        products = kept if _is_usual(usual, rows) else _gated(experts, gate.input(x_ND), weights_NK, rows)[:2]
+        dy = _dispatched_operand(dy_operand, rows)
+        return experts.gated_gradients(dy, *products, _weights(weights_NK, rows), rows.sizes_E)
 
     def of_tokens(rows: Rows, sums: Callable) -> tuple[Array, ...]:
         dgate, dup, dweights, hidden = of_products(rows)
-        pairs = (gate, dgate), (up, dup)
-        dx_ND = sums(*(one.times(one.gradient(d), rows.sizes_E, transposed=True) for one, d in pairs))
-        most = [one.most(array, rows.sizes_E) for one, array in (*pairs, (down, hidden))]
+        dx_ND = sums(*experts.input_gradients(dgate, dup, rows.sizes_E))
+        pairs = (gate, dgate), (up, dup), (down, hidden)
+        most = [one.most(array, rows.sizes_E) for one, array in pairs]
         return dx_ND, collect(dweights, rows.of_choices()), most, dgate[:usual], dup[:usual], hidden[:usual]
 
     dx_ND, dweights, (of_dgate, of_dup, of_hidden), *found = _on_rows_in_use(usual, rows, of_tokens)
@@ -251,11 +279,6 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
 
 
 _summed.defvjp(_forward, _backward)
-
-
-def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
-    """silu(gate) * up * weight, [R, U] in float32. No communication."""
-    return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
 
 
 def _on_rows_in_use(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:

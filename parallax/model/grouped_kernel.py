@@ -1,16 +1,25 @@
-"""Grouped products for gradients on TPU, by JAX's megablox kernels.
+"""Grouped products on TPU: JAX's megablox kernels for gradients, and kernels for gated experts.
 
 For the weight gradient XLA multiplies all rows for each group; the kernel visits each row once, for its own group, and
 skips rows after the last group. For the gradient of the rows XLA has a kernel, but it needs the matrices transposed in
 memory, which takes a copy of them for each layer.
+
+The kernels for gated experts do what stands between their products on blocks that are still in the core: silu(gate) *
+up * weight, and the sum of a row's gradients from gate and up. Otherwise each is a pass over memory. The gradient of
+silu(gate) * up * weight is left to XLA, which reads gate and up where they are kept; for a kernel it would copy them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata, tgmm
 
 from parallax.model.kernels import LANES, platform_traced, unchecked
 from parallax.model.products import Operand, in_units
@@ -18,6 +27,7 @@ from parallax.model.products import Operand, in_units
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
+VMEM_BYTES = 48 * 2**20  # that a kernel for gated experts may fill: three quarters of the VMEM of v7x, the smallest
 
 
 def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
@@ -27,7 +37,7 @@ def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: 
 
     With the kernel, rows after the last group are undefined.
     """
-    if transposed and x.unit is None and _has_kernel(x.values):
+    if transposed and has_kernel(x):
         return transposed_by_group(x.values, w.values, sizes_E)
     dims = lax.RaggedDotDimensionNumbers((([1], [2 if transposed else 1]), ([], [])), [0], [0])
     y = lax.ragged_dot_general(x.values, w.values, sizes_E, dims, preferred_element_type=x.sums)
@@ -36,7 +46,7 @@ def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: 
 
 def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None) -> Array:
     """Sum of the others and of outer products of each group's rows: on TPU by the kernel, elsewhere by XLA."""
-    if _has_kernel(x_NI):
+    if has_kernel(Operand(x_NI, None)):
         return weights_by_group(x_NI, y_NO, sizes_E, others_EIO)
     contracted = ([0], [0]), ([], [])
     sums_EIO = lax.ragged_dot_general(x_NI, y_NO, sizes_E, lax.RaggedDotDimensionNumbers(contracted, [0], []))
@@ -61,16 +71,147 @@ def weights_by_group(
     return _by_group(tgmm, x_NI, y_NO, sizes_E, *others, widths=(x_NI.shape[1], y_NO.shape[1]), interpret=interpret)
 
 
-def _has_kernel(x_NA: Array) -> bool:
-    """Whether the program being traced is for TPUs and the rows divide into blocks."""
-    return platform_traced() == "tpu" and len(x_NA) % LANES == 0
+def has_kernel(x: Operand) -> bool:
+    """Whether these kernels multiply the rows: the program being traced is for TPUs, the rows divide into blocks, and
+    they are not in 8 bits."""
+    return platform_traced() == "tpu" and len(x.values) % LANES == 0 and x.unit is None
+
+
+# ---- kernels for gated experts, which Pallas interprets on CPUs. Rows after the last group are undefined
+
+
+def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
+    """silu(gate) * up * weight, [R, U] in float32. No communication."""
+    return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
+
+
+def gated_by_group(
+    x_ND: Array, gate_EDU: Array, up_EDU: Array, weight_N1: Array, sizes_E: Array
+) -> tuple[Array, Array, Array]:
+    """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype."""
+
+    def end(sums: Sequence[Array], weight: Array) -> tuple[Array, ...]:
+        gate, up = (one.astype(x_ND.dtype) for one in sums)
+        return gate, up, gated(gate, up, weight)
+
+    results = 3 * [jax.ShapeDtypeStruct((len(x_ND), gate_EDU.shape[2]), x_ND.dtype)]
+    return _fused("gmm_gated", end, results, sizes_E, [x_ND], [gate_EDU, up_EDU], [weight_N1], sums=2)
+
+
+def input_gradient_by_group(d_gate_NU: Array, d_up_NU: Array, gate_EDU: Array, up_EDU: Array, sizes_E: Array) -> Array:
+    """The sum of both gradients times their group's matrices transposed, [N, D] in their dtype."""
+    result = jax.ShapeDtypeStruct((len(d_up_NU), up_EDU.shape[1]), d_up_NU.dtype)
+    arrays = [d_gate_NU, d_up_NU], [gate_EDU, up_EDU], []
+    return _fused("gmm_input_gradient", tuple, [result], sizes_E, *arrays, sums=1, transposed=True)[0]
+
+
+def _fused(
+    name: str,
+    end: Callable[..., Sequence[Array]],
+    results: Sequence[jax.ShapeDtypeStruct],
+    sizes_E: Array,
+    lefts: Sequence[Array],
+    matrices: Sequence[Array],
+    beside: Sequence[Array],
+    *,
+    sums: int,
+    transposed: bool = False,
+) -> Sequence[Array]:
+    """Results of `end`, [N, O], on blocks of one or two sums of products in float32 and on the same rows
+    of arrays `beside`, [N, 1]. Each matrix is multiplied with its own left side, or all with one."""
+    (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
+    size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
+    blocks = -(-inner // block)
+
+    def run(sizes_E: Array, *arrays: Array) -> Sequence[Array]:
+        group_of, active = make_group_metadata(
+            group_sizes=sizes_E,
+            m=rows,
+            tm=size,
+            start_group=jnp.int32(0),
+            num_nonzero_groups=len(sizes_E),
+            visit_empty_groups=False,
+        )
+        row = lambda of_block: lambda n, at, k, starts, groups, tiles: (tiles[at], of_block(n, k))  # noqa: E731
+        of_left, narrow = pl.BlockSpec((size, block), row(lambda n, k: k)), pl.BlockSpec((size, 1), row(lambda n, k: 0))
+        by_column = pl.BlockSpec((size, width), row(lambda n, k: n))
+        turned = lambda k, n: (n, k) if transposed else (k, n)  # noqa: E731
+        of_matrix = pl.BlockSpec(
+            (None, *turned(block, width)), lambda n, at, k, starts, groups, tiles: (groups[at], *turned(k, n))
+        )
+        moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
+        flops = 2 * rows * inner * outer * len(matrices)
+        return pl.pallas_call(
+            partial(_fused_block, end, (len(lefts), len(matrices), len(beside), len(results)), transposed, inner),
+            out_shape=results,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                in_specs=[of_left] * len(lefts) + [of_matrix] * len(matrices) + [narrow] * len(beside),
+                out_specs=[by_column] * len(results),
+                grid=(-(-outer // width), active, blocks),
+                scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)] * sums,
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+            interpret=platform_traced() == "cpu",
+            name=name,
+        )(*group_of, *arrays)
+
+    with jax.named_scope(GROUPED_SCOPE):
+        return unchecked(run, sizes_E, *lefts, *matrices, *beside)
+
+
+def _fused_block(
+    end: Callable[..., Sequence[Array]],
+    counts: tuple[int, ...],
+    transposed: bool,
+    inner: int,
+    starts: Any,
+    groups: Any,
+    tiles: Any,
+    *refs: Any,
+) -> None:
+    """One block of the sums' terms; after the last one, the results of a block. Other groups' rows are unchanged."""
+    (lefts, matrices, beside, results), sums = _split(refs, counts), refs[sum(counts) :]
+    at, k = pl.program_id(1), pl.program_id(2)
+    size, block = lefts[0].shape
+    last = pl.cdiv(inner, block) - 1
+
+    @pl.when(k == 0)
+    def _clear() -> None:
+        for one in sums:
+            one[...] = jnp.zeros_like(one)
+
+    def add(entries: int) -> None:
+        for number, matrix in enumerate(matrices):
+            left, total = lefts[min(number, len(lefts) - 1)], sums[min(number, len(sums) - 1)]
+            right = matrix[:, :entries] if transposed else matrix[:entries]
+            contracted = (([1], [1 if transposed else 0]), ([], []))
+            total[...] += lax.dot_general(left[:, :entries], right, contracted, preferred_element_type=jnp.float32)
+
+    pl.when(k < last)(lambda: add(block))
+
+    @pl.when(k == last)
+    def _end() -> None:
+        add(inner - last * block)
+        found = end([one[...] for one in sums], *(one[...] for one in beside))
+        for ref, value in zip(results, found, strict=True):
+            row = tiles[at] * size + lax.broadcasted_iota(jnp.int32, value.shape, 0)
+            own = (row >= starts[groups[at]]) & (row < starts[groups[at] + 1])
+            ref[...] = jnp.where(own, value.astype(jnp.float32), ref[...].astype(jnp.float32)).astype(ref.dtype)
+
+
+def _split(refs: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
+    left = iter(refs)
+    return [[next(left) for _ in range(count)] for count in counts]
 
 
 def _by_group(
     kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: Iterable[int], **how: Any
 ) -> Array:
-    rows = next(size for size in BLOCK_ROWS if len(x) % size == 0)
-    tiling = rows, *map(width_of_block, widths)
+    tiling = _rows_of_block(len(x)), *map(width_of_block, widths)
 
     def run(x: Array, other: Array, sizes_E: Array, *added: Array) -> Array:
         left, more = (x.T if kernel is tgmm else x), dict(zip(["existing_out"], added))
@@ -78,6 +219,10 @@ def _by_group(
 
     with jax.named_scope(GROUPED_SCOPE):
         return unchecked(run, x, other, sizes_E, *added)
+
+
+def _rows_of_block(rows: int) -> int:
+    return next(size for size in BLOCK_ROWS if rows % size == 0)
 
 
 def width_of_block(width: int) -> int:

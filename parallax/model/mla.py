@@ -180,7 +180,9 @@ class MLA(nn.Module):
         """Keys of the heads, each followed by the part that all heads share."""
         head, width = self.sizes["d_head"], k_rope.shape[-1]
         if joins_by_adding():
-            k = checkpoint_name(self.up_k(latent, behind=width), "kv")
+            # In another memory layout it would be copied before the sum, and again where it is read from a slot.
+            k = with_layout_constraint(self.up_k(latent, behind=width), HEADS_BEFORE_SEQ)
+            k = checkpoint_name(k, "kv")
             return k + jnp.pad(k_rope[:, :, None], ((0, 0), (0, 0), (0, 0), (head, 0)))
         k = checkpoint_name(self.up_k(latent), "kv")
         return jnp.concatenate([k, jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], width))], axis=-1)

@@ -6,7 +6,7 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
-from parallax.model.exchange import EXCHANGES
+from parallax.model.exchange import EXCHANGES, Beside, ordered
 from parallax.model.experts import Experts, HeldExperts
 from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
@@ -57,10 +57,12 @@ class MoE(nn.Module):
         weights, ids = self.router(whole, row_weight)
         experts = self.experts()
         # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
-        y = x if self.is_initializing() else self._in_chunks(experts, whole, weights, ids)
-        return y + self.shared(x) if self.model.shared_experts else y
+        shared = (lambda token: self.shared(ordered(x, token))) if self.model.shared_experts else None
+        if self.is_initializing():
+            return x + shared(None) if shared else x
+        return self._in_chunks(experts, shared, whole, weights, ids)
 
-    def _in_chunks(self, experts: HeldExperts, *arrays: Array) -> Array:
+    def _in_chunks(self, experts: HeldExperts, beside: Beside | None, *arrays: Array) -> Array:
         """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
         number of positions of each shard, so that its results have the residual's layout."""
         exchange = EXCHANGES[self.exchange]
@@ -68,7 +70,7 @@ class MoE(nn.Module):
         pieces = bound_axis_sizes().get("tp", 1) if "tp" in Layout.parse(self.residual).cut_of("seq") else 1
         chunks = chunks_of_tokens(rows * pieces, seq // pieces, self.chunk_tokens)
         if chunks == 1:
-            return exchange(experts, self.residual, *arrays)
+            return exchange(experts, self.residual, *arrays, beside)
         apart = [rearrange(x, "B (t c s) ... -> c B (t s) ...", t=pieces, c=chunks) for x in arrays]
 
         def run(chunk: tuple[list[Array], list[Array]]) -> Array:
@@ -76,7 +78,8 @@ class MoE(nn.Module):
             return exchange(experts.with_scales(scales), self.residual, *arrays)
 
         y = lax.map(jax.checkpoint(run), (experts.for_each(chunks), apart))
-        return rearrange(y, "c B s D -> B (c s) D")
+        y = rearrange(y, "c B s D -> B (c s) D")
+        return y + beside(None) if beside else y
 
 
 def chunks_of_tokens(rows: int, positions: int, most: int) -> int:

@@ -1,5 +1,4 @@
-"""Reads and writes single entries of arrays stacked in slots without other copies, and ordering for simulated
-devices."""
+"""Reads and writes single entries of arrays stacked in slots without other copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,17 +56,3 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
 def index(stacked: Array, at: Array) -> Array:
     """The entry at this index of the first dim."""
     return lax.dynamic_index_in_dim(stacked, at, keepdims=False)
-
-
-def after(x: Array, earlier: Array) -> Array:
-    """Return `x`, but only after `earlier` has been computed.
-
-    XLA starts the collectives of a simulated device in the order of the program, and each occupies one of a few threads
-    until it is done. But a loop or a branch runs in other threads, in parallel with operations that do not read its
-    result. Then devices reach the collectives of both in different orders, and collectives of the same ranks may be
-    confused. If one device waits in a message and its neighbour in a pass of this tick, they deadlock.
-    XLA removes an optimization_barrier before it fixes that order, so this function uses arithmetic that XLA cannot
-    simplify. If a gradient is NaN, in which case the step is lost, messages are NaN, too.
-    """
-    probe = earlier.reshape(-1)[0].astype(x.dtype)
-    return jnp.where(jnp.isnan(probe), probe, x)

@@ -22,11 +22,11 @@ from jax import Array, lax
 from parallax.config.remat import LAYER_INPUT, is_moved, saved_parts
 from parallax.model.context import Context
 from parallax.pipeline.boundary import PipelineBoundary
-from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
+from parallax.pipeline.buffers import index, read_slot, row_major, write_slot, zeros
 from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import permute, vary_all
+from parallax.sharding.collectives import after, permute, vary_all
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import GRADIENTS
 

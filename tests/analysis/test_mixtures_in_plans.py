@@ -21,6 +21,7 @@ from parallax.analysis.flops import (
     flops_per_token,
     grouped_flops,
     layers_of_stages,
+    matmul_flops,
     matmul_parameters_by_stack,
     parameters_by_component,
 )
@@ -32,7 +33,12 @@ from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
-from parallax.model.grouped_kernel import transposed_by_group, weights_by_group
+from parallax.model.grouped_kernel import (
+    gated_by_group,
+    input_gradient_by_group,
+    transposed_by_group,
+    weights_by_group,
+)
 from parallax.model.traffic import even_load, exchange_of, exchanged_rows
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
@@ -241,6 +247,46 @@ def test_grouped_kernels_in_8_bits_are_priced_at_the_speed_of_these():
     clock = Clock(mesh_of(ep=4, dp=1), chip, "bfloat16", lockstep=True, kernel_efficiency=1e-3)
     (slow,), (fast,) = (clock.run([one]).values() for one in (plain, product))
     assert slow / fast == pytest.approx(chip.matmul_speed("int8"))
+
+
+GATED = """ENTRY %main (x.1: bf16[256,32], w.1: bf16[2,32,16]) -> bf16[256,16] {
+  %x.1 = bf16[256,32]{1,0} parameter(0)
+  %w.1 = bf16[2,32,16]{2,1,0} parameter(1)
+  %weights.1 = f32[256,1]{1,0} parameter(2)
+  %sizes.1 = s32[2]{0} parameter(3)
+  %gmm_gated.1 = (bf16[256,16]{1,0}, bf16[256,16]{1,0}, bf16[256,16]{1,0}) custom-call(%sizes.1, %x.1, %w.1, %w.1, \
+%weights.1), custom_call_target="tpu_custom_call"
+  ROOT %y.1 = bf16[256,16]{1,0} get-tuple-element(%gmm_gated.1), index=2
+}
+"""
+
+# XLA lets the kernel write into a slot.
+FUSED = (
+    GATED.replace("ENTRY %main", "%inner").replace("ROOT %y.1", "ROOT %y.3")
+    + """
+ENTRY %main (x.2: bf16[256,32], w.2: bf16[2,32,16]) -> bf16[256,16] {
+  %x.2 = bf16[256,32]{1,0} parameter(0)
+  %w.2 = bf16[2,32,16]{2,1,0} parameter(1)
+  %weights.2 = f32[256,1]{1,0} parameter(2)
+  %sizes.2 = s32[2]{0} parameter(3)
+  ROOT %gmm_gated.2 = bf16[256,16]{1,0} fusion(%x.2, %w.2, %weights.2, %sizes.2), kind=kCustom, calls=%inner
+}
+"""
+)
+
+
+def test_kernels_for_gated_experts_multiply_by_each_of_their_matrices():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16")  # noqa: E731
+    x, rows, weights = (array(256, width) for width in (32, 16, 1))
+    into = array(2, 32, 16)
+    sizes = jax.ShapeDtypeStruct((2,), "int32")
+    flops = lambda kernel, *args: matmul_flops(kernel, *args, sizes, at={}, load=0.5)  # noqa: E731
+    product = 0.5 * 2 * 256 * 32 * 16
+    assert flops(gated_by_group, x, into, into, weights) == 2 * product
+    assert flops(input_gradient_by_group, rows, rows, into, into) == 2 * product
+    for text in (GATED, FUSED):
+        (read,) = read_hlo_text(HEADER + text, mesh_of(ep=4, dp=1), None, 0.5).pallas_calls
+        assert read.grouped and read.flops == 2 * product and read.result_bytes == 0.5 * 3 * 256 * 16 * 2
 
 
 @pytest.mark.slow

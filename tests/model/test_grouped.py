@@ -1,5 +1,6 @@
 """Grouped products are those of each group alone, whatever the sizes of groups and the form."""
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 from jaxprs import equations
 
+from parallax.model import experts as experts_module
+from parallax.model import grouped_kernel
+from parallax.model.experts import ExpertKernels, HeldExperts
 from parallax.model.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
 from parallax.model.products import Operand
 
@@ -122,6 +126,39 @@ def test_what_is_computed_grows_with_rows_not_with_groups(rows):
     assert count * rows_of_block(rows, groups) <= 1.25 * rows + 8 * groups
 
 
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["passes", "kernels"])
+def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, monkeypatch):
+    """On rows that divide into blocks; Pallas interprets the kernels. Those after the last group are undefined."""
+    monkeypatch.setattr(experts_module, "has_kernel", lambda x: by_kernels)
+    monkeypatch.setattr(grouped_kernel, "WIDEST_BLOCK", 128)
+    rng, sizes, (into, wide) = np.random.default_rng(0), [41, 0, 128, 130], (160, 200)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, dy, weights = array(384, into), array(384, into), array(384, 1)
+    kernels = [array(4, *dims) / 10 for dims in ((into, wide), (into, wide), (wide, into))]
+    experts, used = HeldExperts(*map(ExpertKernels, kernels)), sum(sizes)
+
+    @jax.jit
+    def found(x, dy, weights, sizes):
+        gate, up, hidden = experts.gated(Operand(x, None), weights, sizes)
+        d_gate, d_up, d_weights, again = experts.gated_gradients(Operand(dy, None), gate, up, weights, sizes)
+        return gate, up, hidden, d_gate, d_up, d_weights, again, sum(experts.input_gradients(d_gate, d_up, sizes))
+
+    def plain(x, dy, weights, gate, up, down):
+        products, pull_x = jax.vjp(lambda x: (x @ gate, x @ up), x)
+        hidden, pull = jax.vjp(lambda gate, up, weights: jax.nn.silu(gate) * up * weights, *products, weights)
+        grads = pull(dy @ down.T)
+        return *products, hidden, *grads, hidden, *pull_x(grads[:2])
+
+    ends = np.cumsum([0, *sizes])
+    groups = [
+        plain(*(one[a:b] for one in (x, dy, weights)), *(kernel[at] for kernel in kernels))
+        for at, (a, b) in enumerate(itertools.pairwise(ends))
+    ]
+    for a, *parts in zip(found(x, dy, weights, jnp.asarray(sizes, jnp.int32)), *groups, strict=True):
+        e = np.concatenate(parts)
+        assert np.abs(a[:used] - e).max() <= ERROR * np.abs(e).max()
+
+
 COMPILE = r"""
 import re, sys
 import jax, jax.numpy as jnp
@@ -163,3 +200,37 @@ def test_operands_in_8_bits_are_one_kernel_on_tpu(topology, operand, gradient):
     for line in done.stdout.splitlines():
         kernels, temporaries = map(int, line.split())
         assert kernels == 1 and temporaries < rows_by_all
+
+
+GATED = r"""
+import re, sys
+import jax
+from jax.experimental import topologies
+from parallax.model import grouped_kernel
+from parallax.model.grouped_kernel import gated_by_group, input_gradient_by_group
+
+grouped_kernel.platform_traced = lambda: "tpu"  # on CPUs they are interpreted
+devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
+device = jax.sharding.SingleDeviceSharding(devices[0])
+array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+sizes, weights = array(8, dtype="int32"), array(4096, 1, dtype="float32")
+for x, wide in ((2048, 1408), (4096, 14336)):
+    rows, into = array(4096, wide), array(8, x, wide)
+    for kernel, args in (
+        (gated_by_group, (array(4096, x), into, into, weights, sizes)),
+        (input_gradient_by_group, (rows, rows, into, into, sizes)),
+    ):
+        print(len(re.findall(r"%gmm_[\w.-]* = .*custom-call", jax.jit(kernel).lower(*args).compile().as_text())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_kernels_for_gated_experts_compile_for_tpu(topology):
+    """With the widths of DeepSeek-V2-Lite and of Mixtral, in the memory of a core."""
+    tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
+    done = subprocess.run([sys.executable, "-c", GATED, topology], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == 4 * ["1"]

@@ -20,6 +20,8 @@ from parallax.analysis.collectives import collectives
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.remat import saved_parts
 from parallax.model import exchange as exchange_module
+from parallax.model import experts as experts_module
+from parallax.model import grouped_kernel, traffic
 from parallax.model.exchange import EXCHANGES, round_of, rounds_of
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
@@ -420,6 +422,37 @@ def test_what_accelerators_send_is_what_cpus_gather(mesh, to, how, rounds, monke
     if rounds == "one":
         monkeypatch.setattr(exchange_module, "usual_rows", lambda choices, room, ranks: room)
     check(passes("ragged"), stand_in, 0 if rounds == "one" else ERROR)
+
+
+def test_the_first_products_wait_for_shared_experts_in_both_passes(monkeypatch):
+    """Of these one number is read: where it is NaN, so is every result, and no rows are multiplied in the backward
+    pass."""
+    layer = mixture(model=ROUTERS["shared"], exchange="ragged")
+    layouts, params = declared(layer)
+
+    def passes(*read):
+        order = iter(read)
+        monkeypatch.setattr(exchange_module, "_probe", lambda x: jnp.full((), next(order), x.dtype))
+        y, grads, _ = with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *arrays())
+        return y, grads["experts"]["gate"]
+
+    y, d_gate = passes(0, np.nan)
+    assert np.isfinite(y).all() and not d_gate.any()
+    y, d_gate = passes(np.nan, 0)
+    assert np.isnan(y).all() and np.isfinite(d_gate).all() and d_gate.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_kernels_for_gated_experts_give_the_same_layer(exchange, monkeypatch):
+    """Those that accelerators have, interpreted."""
+    layer = mixture(model=ROUTERS["shared"], exchange=exchange)
+    (layouts, params), sent = declared(layer), arrays()
+    expected = with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent)
+    monkeypatch.setattr(experts_module, "has_kernel", lambda x: x.unit is None)
+    monkeypatch.setattr(grouped_kernel, "BLOCK_ROWS", (8,))
+    monkeypatch.setattr(traffic, "ROWS_STEP", 8)
+    check(with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent), expected)
 
 
 def test_rounds_send_each_row_once_and_to_its_place():

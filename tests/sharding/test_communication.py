@@ -326,6 +326,7 @@ COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x 
      True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": False}, True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": True}, False),
+    ("after", lambda x: moves.after(x, jax.lax.stop_gradient(x)), WHOLE, {}, True),
     ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": False}, True),
     ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": True}, False),
     ("einsum", lambda x: contraction.einsum(f"{CUT}, {CUT} -> batch/dp seq +tp", x, x), CUT, {}, True),
