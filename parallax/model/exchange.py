@@ -167,19 +167,11 @@ def _probe(x: Array) -> Array:
 # of placeholders that `_begun` made; that of `_begun` computes. What is computed beside them is called between the two,
 # so the gradient of its input is known in the second one, and products can wait for it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _begun(
-    room: "Room",
-    x_ND: Array,
-    weights_NK: Array,
-    experts: HeldExperts,
-    rows: Rows,
-    counts: Array,
-    sent_weights: Array,
-) -> tuple["Later", Array]:
-    return _prepared(room, x_ND, weights_NK, experts, rows, counts, sent_weights)[0]
+def _begun(room: Room, *arrays: Any) -> tuple["Later", Array]:
+    return _prepared(room, *arrays)[0]
 
 
-def _prepared(room: "Room", x_ND: Array, weights_NK: Array, experts: HeldExperts, *sent: Any) -> tuple[Any, Any]:
+def _prepared(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, *sent: Any) -> tuple[Any, Any]:
     rows, wide = room.units * UNIT, experts.gate.kernels
     blank = lambda dtype, *shape: as_varying(jnp.zeros(shape, dtype), varying_axes(x_ND))  # noqa: E731
     arrived = Arrived(
@@ -202,17 +194,8 @@ class Later(NamedTuple):
 # It saves, by name, the received rows and the two products of the usual rounds. Nothing else is saved; further rounds
 # are recomputed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _computed(
-    room: Room,
-    later: Later,
-    probe: Array,
-    x_ND: Array,
-    experts: HeldExperts,
-    rows: Rows,
-    counts: Array,
-    sent_weights: Array,
-) -> Array:
-    return _forward(room, later, probe, x_ND, experts, rows, counts, sent_weights)[0]
+def _computed(room: Room, *arrays: Any) -> Array:
+    return _forward(room, *arrays)[0]
 
 
 def _forward(
