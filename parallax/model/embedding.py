@@ -53,14 +53,15 @@ INITIAL_STD = 0.02
 def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int) -> Array:
     """Declare a table as a parameter of `module`; rows after its first `entries` are padding, initialised with zeros.
 
-    The initial values of the entries do not depend on the padding.
+    At rest, data axes shard its rows: shards are contiguous in memory, where shards of d_model would be copied before
+    they are sent. The initial values of the entries do not depend on the padding.
     """
 
     def initial(key: Array, shape: tuple[int, ...]) -> Array:
         table_VD = nn.initializers.normal(INITIAL_STD)(key, shape, jnp.float32)
         return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
 
-    return parameter(module, "table", str(form.table), sizes, initial, at_rest="d_model")
+    return parameter(module, "table", str(form.table), sizes, initial, at_rest="vocab d_model")
 
 
 class Embedding(nn.Module):

@@ -55,21 +55,21 @@ def test_a_plan_says_how_arrays_lie(policy, mesh):
 
 
 def test_a_table_that_is_gathered_over_two_axes_at_once_is_whole():
-    model = build((2, 2, 2), policy="zero1", vocab=16)
+    model = build((2, 2, 2), policy="zero1", vocab=128)
     row = model.plan.rows["embedding"]["table"]
-    assert str(row.at_rest) == "vocab/tp d_model/dp/pp"
+    assert str(row.at_rest) == "vocab/tp/dp/pp d_model"
     specs = jax.tree.map(lambda sharding: sharding.spec, model.shardings)
     load = lambda params: as_varying(model.plan.load(params)["embedding"]["table"])[None]  # noqa: E731
     params = params_of(model)
     tables = jax.jit(jax.shard_map(load, mesh=model.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=True))(params)
     halves = np.split(np.asarray(params["embedding"]["table"]), 2)  # of the vocab, one for each rank of tp
-    np.testing.assert_array_equal(np.asarray(tables).reshape(4, 2, 8, -1), [halves] * 4)
+    np.testing.assert_array_equal(np.asarray(tables).reshape(4, 2, 64, -1), [halves] * 4)
 
 
 @pytest.mark.parametrize("reduce", ["float32", "compute"])
 def test_a_gradient_that_is_scattered_over_two_axes_at_once_is_the_sum_of_all_ranks(reduce):
     """Of whole numbers, whose sums are exact in any order."""
-    model = build((2, 2, 2), policy="zero1", vocab=16, reduce=reduce)
+    model = build((2, 2, 2), policy="zero1", vocab=128, reduce=reduce)
     params = jax.tree.map(lambda leaf: np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape), model.shapes)
 
     def local(params):
