@@ -133,7 +133,12 @@ class Step:
     @property
     def tables_at_once(self) -> bool:
         """Whether pp and dp cut the same dim of a table, the larger one, and it is gathered over both once a step."""
-        return self.tables in ("zero1", "zero2") and self.model.d_model > self.model.vocab and self.pp > 1
+        return self.tables in ("zero1", "zero2") and self.model.vocab >= self.model.d_model and self.pp > 1
+
+    @property
+    def tables_in_turn(self) -> bool:
+        """Whether a step gathers a table once over dp, which cuts its rows, and then over pp, which cuts d_model."""
+        return self.tables in ("zero1", "zero2") and self.pp > 1 and not self.tables_at_once
 
     @property
     def sums_at_once(self) -> bool:
@@ -334,7 +339,8 @@ class Step:
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
         axes = {True: f"pp {self.fsdp}", False: self.fsdp}
-        self.add(axes[self.tables_at_once], "all-gather", "forward", self.table * self.bytes, gathers)
+        table = self.table // (self.pp if self.tables_in_turn else 1)
+        self.add(axes[self.tables_at_once], "all-gather", "forward", table * self.bytes, gathers)
         self.add(axes[self.sums_at_once], *self.sum_of_gradients(self.table), sums)
 
     def times(self, policy: str, uses: int, once: int) -> tuple[int, int]:
@@ -371,7 +377,8 @@ class Step:
             self.add(axes, "all-reduce", "backward", layers * self.cut(entries, over_tp) * FLOAT32)
         for _ in range(1 if m.tied else 2):
             table = self.cut_at_rest(self.table, self.tables, self.fsdp)
-            self.add("pp", "all-gather", "forward", table * self.bytes, not self.tables_at_once)
+            gathered = self.table if self.tables_in_turn else table
+            self.add("pp", "all-gather", "forward", gathered * self.bytes, not self.tables_at_once)
             self.add("pp", "reduce-scatter", "backward", table * FLOAT32, not self.sums_at_once)
             over_tp = self.embedding == "vocab_parallel"
             self.sum_at_rest(self.table // self.pp, self.tables, over_tp, self.fsdp, over_pp=self.pp > 1)
