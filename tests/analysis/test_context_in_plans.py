@@ -235,6 +235,7 @@ def test_replicas_stay_in_a_plan():
 # ---- prices and words
 
 
+@pytest.mark.slow
 def test_messages_over_cp_are_priced_between_dp_and_tp():
     found = {form: predict(long(mesh_dp=1, mesh_cp=4, layout_context=form), FOUR).exposed_secs for form in FORMS}
     assert found["all_gather"]["cp"] > found["ulysses"]["cp"] > 0

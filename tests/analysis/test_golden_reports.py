@@ -6,7 +6,7 @@ import goldens
 import pytest
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_a_config_sends_what_it_did(name):
     path = goldens.FOLDER / f"{name}.txt"

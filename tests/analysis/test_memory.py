@@ -116,6 +116,7 @@ def test_1f1b_keeps_as_many_microbatches_however_many_there_are():
     assert saved["one_f_one_b", 16] == saved["one_f_one_b", 8] < saved["gpipe", 8] / 2
 
 
+@pytest.mark.slow
 def test_recomputing_costs_a_layer_or_a_stage_for_as_long_as_it_lasts():
     plans = {}
     for remat in ("none", "layer", "stage"):

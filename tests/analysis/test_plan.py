@@ -151,7 +151,7 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(policy):
     """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""

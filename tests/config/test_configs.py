@@ -85,7 +85,7 @@ GPUS = {
 }
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GPUS)
 def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
     topologies, billions = GPUS[name]

@@ -67,6 +67,7 @@ def refusal(key, act, *arguments, **changes):
     return message
 
 
+@pytest.mark.fast(60)
 @pytest.mark.parametrize("key", KEYS)
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line_that_names_it(key):
     section, name = key.split(".")
@@ -74,6 +75,7 @@ def test_any_value_of_any_key_is_taken_or_refused_in_one_line_that_names_it(key)
         refusal(key, read_settings, BASE, **{section: {name: value}})
 
 
+@pytest.mark.fast(60)
 @pytest.mark.parametrize("key", KEYS)
 def test_any_text_for_any_key_on_a_command_line_is_taken_or_refused_in_one_line_that_names_it(key):
     for value in (10**400, -1, "nan", 1e39, "1e400", "", "None", "[1]", "a\nb: c", LONG, "~no_such_user/x"):
@@ -275,6 +277,7 @@ def test_a_size_that_does_not_divide_is_named_with_its_key_and_its_axis(sizes, c
     assert message in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join([*form["model"].values(), *form["layout"].values()]))
 def test_every_dim_that_a_mesh_cuts_is_checked_on_every_mesh(form):
     """For each dim a size that nothing divides: either the model can be cut as its layouts say, or an error has the

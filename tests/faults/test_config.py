@@ -46,6 +46,7 @@ def test_there_are_numbers_in_every_section_that_has_any():
     assert len(NUMBERS) > 50 and {section for section, _ in NUMBERS} == set(SECTIONS) - {"data_parallel"}
 
 
+@pytest.mark.fast(40)
 @pytest.mark.parametrize("section, key", NUMBERS, ids=str)
 def test_every_number_at_every_corner_is_refused_by_name_or_read(section, key):
     refused = 0

@@ -64,7 +64,7 @@ def assert_saved_and_goes_on(config, run, least):
     assert train(config, run).reason == "finished"
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
 def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(number, shards, monkeypatch):
     _, config, run = shards
@@ -582,6 +582,7 @@ PLAIN = {"train/loss": 2.0, "eval/loss": 2.5, "perf/step_secs": 0.5, "perf/token
 PLAIN |= {"perf/data_wait_secs": 0.0, "perf/memory_bytes": 1.0, "train/skipped_steps": 0.0}
 
 
+@pytest.mark.fast(40)
 @pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: value[:8])
 @pytest.mark.parametrize("key", [*PLAIN, "step", "another"])
 def test_odd_numbers_in_metrics_are_shown_and_not_raised(key, value, tmp_path):

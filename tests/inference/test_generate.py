@@ -256,6 +256,7 @@ def test_a_prompt_goes_on_beside_others_as_it_does_alone():
     assert together[0].tolist() != together[1].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layout", [("gqa", PLAIN), *(pytest.param(name, OTHER, marks=pytest.mark.slow) for name in ("mla", "mixed"))]
 )

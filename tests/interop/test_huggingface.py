@@ -79,7 +79,7 @@ def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, ar
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_that_nothing_touched_goes_out_as_it_came(tmp_path, name, kind):

@@ -53,6 +53,7 @@ def test_float8_weights_come_in_as_the_values_that_they_stand_for(tmp_path, caps
         np.testing.assert_array_equal(small[name], wide[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_experts_in_float8_come_in_as_the_values_that_they_stand_for(tmp_path):
     """Beside a layer for multi-token prediction, which has experts, too."""
     architecture, changes = MIXTURES["DeepSeek-V3"]

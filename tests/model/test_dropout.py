@@ -89,6 +89,7 @@ def test_recomputing_drops_the_same_again(remat):
     assert (ahead - behind) / (2 * size) == pytest.approx(norm2, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_without_noise_the_training_loss_is_that_of_evaluation():
     model, batch = build((1, 1, 1), dropout=0.5, layers=2), make_batch(rows=8)
     params = params_of(model)

@@ -195,6 +195,7 @@ def own_order(x, ranks):
     return x if ranks == 1 else x[:, np.argsort(order_of(ranks, x.shape[1]).reshape(-1))]
 
 
+@pytest.mark.slow
 def test_in_bfloat16_it_is_as_near_as_attention_with_scores():
     arrays, segments = heads(dtype=jnp.bfloat16)
     run = lambda f, arrays: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays)  # noqa: E731
@@ -360,6 +361,7 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     return LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1)), weights, x, context
 
 
+@pytest.mark.slow
 def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
     stage, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
 

@@ -52,7 +52,7 @@ def check_cut(name, mesh, residual, family, **changes):
     check_equal(value_and_grads(function, params, windows()), expected)
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
 @pytest.mark.parametrize(("name", "family"), LAYERS)

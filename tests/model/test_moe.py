@@ -325,7 +325,7 @@ def check_in_8_bits(form, found, leave_out=()):
         assert np.linalg.norm(a - paths[path]) <= ROUNDING_ERROR * np.linalg.norm(paths[path]), path
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", [0, 8])
 @pytest.mark.parametrize("form", ["int8", "float8"])
 def test_experts_in_8_bits_are_products_of_rounded_operands(form, chunk_tokens):
@@ -531,6 +531,7 @@ def test_an_auxiliary_loss_has_the_gradient_of_its_formula(loss, mesh):
     assert np.abs(found[2]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_microbatches_have_the_gradients_of_their_batch():
     layer = mixture(**AUXILIARY)
     _, params = declared(layer)

@@ -172,6 +172,7 @@ def test_padding_is_never_chosen():
     assert written.max() < VOCAB and len(set(written.tolist())) > VOCAB / 2
 
 
+@pytest.mark.slow
 def test_what_one_sees_inside_has_the_entries_alone():
     model = padded_model((1, 1, 2))
     inside = px.look_inside(model, params_of(model), batch())

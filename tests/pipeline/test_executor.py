@@ -40,7 +40,7 @@ def flops_of_one_device(remat):
     return flops_by_rank((1, 1, 1), remat=remat)[0]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenly(schedule, remat):
@@ -50,7 +50,7 @@ def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenl
     assert max(ranks) <= 1.02 * min(ranks)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "elementwise"])
 def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
     run = lambda: tuple(map(np.asarray, jax.tree.leaves(of(build((1, 1, 1), remat=remat)))))  # noqa: E731

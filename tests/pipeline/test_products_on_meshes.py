@@ -233,7 +233,7 @@ def test_a_sweep_counts_the_8_bits_of_a_part(name):
         assert 0 <= maxima <= 4 * 2 * 4
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(residual=SEQ_CUT), {}, dict(tensor_parallel="scatter")], ids=str)
 def test_8_bit_residuals_are_not_saved_where_ranks_gathered_them(how):
     """Four tp ranks hold as much of an input in float32 before it is gathered."""
@@ -241,7 +241,7 @@ def test_8_bit_residuals_are_not_saved_where_ranks_gathered_them(how):
     assert (after < before) if how.get("tensor_parallel") else (after == before)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "elementwise", "layer"])
 def test_what_waits_for_weights_gradients_is_in_8_bits(remat):
     """W reads inputs, whatever is made again for B: those of 4 layers on 2 ranks, for as many microbatches as wait."""

@@ -30,7 +30,7 @@ def compiled(mesh, changes):
     return jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("mesh", "changes"), CASES.values(), ids=CASES)
 def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
     assert out_of_turn(compiled(mesh, changes)) == []

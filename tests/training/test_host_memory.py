@@ -75,7 +75,7 @@ def test_ten_steps_layer_by_layer_are_bitwise_the_same_from_either_memory(name, 
     assert {name for name in states if states[name] != on_device[name]} == set()
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"matmul": "int8"}], ids=["plain", "int8"])
 def test_a_step_that_is_skipped_changes_nothing_in_host_memory(changes):
     float8 = {"m_dtype": "float8", "v_dtype": "float8"}
@@ -233,6 +233,7 @@ def planned(**changes):
     return plan(read_settings(config, **sections), "v5e:2x2")
 
 
+@pytest.mark.slow
 def test_a_plan_has_less_on_the_device_and_says_what_the_link_carries():
     here = planned()
     states = planned(optimizer=dict(states_on="host", masters_on="host"))

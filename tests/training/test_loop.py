@@ -57,6 +57,7 @@ def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(corpus, halfway, whole_run, capsys):
     other = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
     train(tiny_config(corpus, **other), halfway)

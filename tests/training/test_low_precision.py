@@ -216,6 +216,7 @@ def test_random_bits_differ_by_seed_step_field_and_parameter():
     assert len({*draws}) == len(places)
 
 
+@pytest.mark.slow
 def test_a_device_computes_its_own_random_bits_and_nothing_is_sent():
     step, state = after_updates((2, 2, 2), 1, False, tuple(ALL.items()))
     compiled = updater(step).lower(state, gradients(step.model, 0)).compile().as_text()
@@ -330,7 +331,7 @@ def test_losses_of_a_run_are_the_same_on_every_mesh_but_for_rare_roundings(kind)
         np.testing.assert_allclose(found, first, rtol=1e-4)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ddp", "zero1", "zero3"])
 def test_weights_in_bfloat16_give_the_loss_and_gradients_of_the_same_in_float32(policy):
     """What is computed of them is float32 here, norms' scales too: the bits of both are the same, compiled as they are

@@ -45,7 +45,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("there", "here"), PAIRS)
 def test_state_and_next_batches_are_bitwise_the_same_on_another_topology(saved, parts, there, here):
     folder, expected = saved(there)

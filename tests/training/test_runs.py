@@ -25,7 +25,7 @@ MLA, GQA = dict(attention="mla", tied=True), dict(attention="gqa", tied=False)
 SLOW = [case for case in zip(MESHES[1:], itertools.cycle([MLA, GQA])) if case[0] != (2, 2, 2)]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -117,6 +117,7 @@ def test_the_program_does_not_grow_with_microbatches_or_layers(mesh):
     assert size(layers=16) == size(layers=4)
 
 
+@pytest.mark.slow
 def test_rows_without_labels_count_nothing_wherever_they_lie():
     """The mean is over real tokens of the whole batch: rows that have none add nothing, on every rank."""
     model, batch = build((1, 2, 1)), make_batch(rows=16)

@@ -89,7 +89,7 @@ def test_operands_a_thousand_times_their_scales_are_clipped_and_the_next_step_ha
     np.testing.assert_allclose(found[:, 1], expected["blocks.attention.q.amax"][:, 1], rtol=0.07)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_skips_the_step(bad):
     """Rounded to 8 bits it could be any number."""
