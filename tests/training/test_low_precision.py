@@ -223,16 +223,17 @@ def test_a_device_computes_its_own_random_bits_and_nothing_is_sent():
     assert not [kind for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if kind in compiled]
 
 
-def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(tmp_path):
-    _, state = after_updates((2, 2, 2), 1, False, tuple(ALL.items()))
+@pytest.mark.parametrize("dtypes", [HALF, pytest.param(ALL, marks=pytest.mark.slow)], ids=str)
+def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(dtypes, tmp_path):
+    _, state = after_updates((2, 2, 2), 1, False, tuple(dtypes.items()))
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
     with CheckpointWriter(tmp_path, config, settings={}) as checkpoints:
         checkpoints.save(1, {"state": state})
-    model = model_of((1, 8, 1), SHAPE, ALL)
-    step = make_train_step(model, optimizer(model, **ALL), seed=5)
+    model = model_of((1, 8, 1), SHAPE, dtypes)
+    step = make_train_step(model, optimizer(model, **dtypes), seed=5)
     found = restore(tmp_path, 1, {"state": abstract_state(model, step.tx)})["state"]
     assert held(found) == held(state)
-    _, never_stopped = after_updates((1, 1, 1), 2, False, tuple(ALL.items()))
+    _, never_stopped = after_updates((1, 1, 1), 2, False, tuple(dtypes.items()))
     assert held(updater(step)(found, gradients(model, 1))) == held(never_stopped)
 
 
