@@ -55,11 +55,16 @@ NEED_CUDA = ("gpus.py", "published.py")
 PROCESSES = ("curves.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
+    "bare.py",
     "compile_time.py",
+    "context.py",
     "experts.py",
     "experts.py --products",
+    "gspmd.py",
+    "guard.py",
     "meshes.py",
     "plan.py",
+    "schedules.py memory",
     "schedules.py time",
     "schedules.py flops",
     "schedules.py compile",

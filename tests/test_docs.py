@@ -456,6 +456,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(site):
     from docs import docstrings
 
@@ -468,6 +469,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(si
     assert not [sheet.name for sheet in site.rglob("*.css") if far.search(sheet.read_text())]
 
 
+@pytest.mark.slow
 def test_the_site_is_searched_from_files(site):
     """Pages from files load no JSON and start no Worker: the index is a script, docs/iframe-worker.js the Worker."""
     index = (site / "search" / "search_index.js").read_text()

@@ -12,6 +12,7 @@ from traced_settings import CASES
 ROW = "dp"
 
 
+@pytest.mark.slow
 def test_a_step_lowered_again_is_equal_and_a_changed_one_is_found(tmp_path, monkeypatch, capsys):
     file = tmp_path / "before.json"
     assert fingerprints.main([f"--out={file}", "--only", ROW]) == 0

@@ -45,6 +45,7 @@ def pictures(notebook: nbformat.NotebookNode) -> list[int]:
     return [sum(bool(FORMATS & {*output.get("data", {})}) for output in cell) for cell in outputs]
 
 
+@pytest.mark.slow
 @each_in_its_time
 def test_notebook_runs_and_shows_the_pictures_that_are_committed(path, kernel):
     committed = nbformat.read(path, as_version=4)

@@ -205,6 +205,7 @@ def test_time_by_shares_is_the_schedule_s_own_price_in_lockstep(name, virtual):
         assert own == pytest.approx(8 * (costs.forward + costs.backward))
 
 
+@pytest.mark.slow
 def test_the_branches_of_a_pipelined_step_are_known_by_name():
     model = build((2, 2, 1), schedule="one_f_one_b", microbatches=4)
     arguments = params_of(model), make_batch(rows=16)

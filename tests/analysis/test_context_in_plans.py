@@ -89,7 +89,6 @@ def test_each_form_sends_what_it_does_in_closed_form(attention, context, cp):
     assert over_cp(model) == expected
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_what_remat_makes_again_is_sent_again(context):
     sent = over_cp(build((1, 1, 2, 1, 4), attention="gqa", context=context, remat="layer"))
@@ -97,7 +96,7 @@ def test_what_remat_makes_again_is_sent_again(context):
     assert forward == again and forward
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_weights_travel_over_dp_and_cp_together(policy):
     cut, whole = (step_collectives(build(mesh, policy=policy), 32, SEQ) for mesh in ((1, 2, 1, 1, 4), (1, 8, 1)))
@@ -112,6 +111,7 @@ def test_weights_travel_over_dp_and_cp_together(policy):
 # ---- memory and FLOPs
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_planned_bytes_are_those_that_a_device_holds(context):
@@ -153,6 +153,7 @@ def test_the_predicted_peak_is_near_the_compilers(context):
     assert plan.peak / made.together == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 @pytest.mark.parametrize("attention", ["gqa", "mla"])

@@ -54,6 +54,7 @@ def test_weights_travel_over_all_data_axes_together():
     assert found and found == of_weights(whole, ("dp",))
 
 
+@pytest.mark.slow
 def test_planned_bytes_are_those_of_as_many_data_ranks():
     model, as_data = build((1, 2, 1, 1, 1, 4)), build((1, 8, 1))
     planned = lambda model: memory(  # noqa: E731

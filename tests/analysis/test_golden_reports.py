@@ -15,6 +15,7 @@ def test_a_config_sends_what_it_did(name):
     assert not diff, f"if this is meant, `make golden` writes it down:\n{diff}"
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_step_is_that_of_the_quickstart():
     step = goldens.step_picture
     assert step.PICTURE.read_text() == step.picture(goldens.report_of("quickstart")), "`make golden` draws it anew"

@@ -50,6 +50,7 @@ def test_planned_bytes_are_those_that_a_device_holds(attention, optimizer, dtype
     assert plan.parameters == held(state.params) and plan.optimizer == held(state.opt_state)
 
 
+@pytest.mark.slow
 def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
     plans = {}
     for policy in ("zero3", "zero1"):
@@ -103,6 +104,7 @@ def test_the_plan_holds_what_the_loop_over_ticks_carries(schedule, remat):
     assert held >= least * (carried - loss)
 
 
+@pytest.mark.slow
 def test_1f1b_keeps_as_many_microbatches_however_many_there_are():
     saved = {}
     for schedule in ("gpipe", "one_f_one_b"):

@@ -146,7 +146,7 @@ def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have(
     assert on({"ep": 4}).exchange == "ragged" and tiny.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])
 def test_the_bytes_of_tokens_are_those_of_the_closed_form(exchange):
     model = on({"ep": 4}, exchange=exchange, layers_of="moe*8", remat="none")

@@ -107,7 +107,7 @@ def traced_of(settings):
 def few():
     """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::29])
+        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::41])
         patch.setattr(sweep_module, "sets_to_try", lambda *args, **how: ["none", "layer", "elementwise"])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
         patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))
@@ -314,6 +314,7 @@ def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
     assert kernels_of(read_topology("H100:2"), model_d_head=320, model_d_model=640) == []
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kernel", ["cudnn", "triton"])
 def test_flash_attention_on_gpus_is_priced_without_one(kernel):
     of = lambda kernel: predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2"))  # noqa: E731
@@ -368,6 +369,7 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("matmul", ["int8", "float8"])
 def test_the_bound_of_products_in_8_bits_is_of_their_speed(matmul):
     """Layers so wide that their products are all but everything: a bound at bfloat16's speed is far above."""
@@ -592,6 +594,7 @@ def test_the_table_fits_100_columns_and_marks_the_own_layout_and_the_front(found
     assert own  # the settings themselves are legal
 
 
+@pytest.mark.slow
 def test_sets_of_the_own_layout_are_shown_from_the_fastest_to_the_smallest(few, tmp_path):
     settings = tiny(pipeline_remat="norm")
     search = Sweep(settings, PAIR, Cache(tmp_path), keep=1)
@@ -744,6 +747,7 @@ def test_what_is_narrow_or_on_the_host_is_not_offered_again():
     assert not [flags for flags, _ in single_changes(tiny(), without_link) if flags.endswith("=host")]
 
 
+@pytest.mark.slow
 def test_8_bit_residuals_are_offered_and_said_with_8_bit_products():
     flags = "--config.model.matmul_residuals=8bit"
     offered = [{flags for flags, _ in single_changes(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
@@ -900,6 +904,7 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(
     assert re.search(message, shown.err)
 
 
+@pytest.mark.slow
 def test_without_a_topology_the_devices_here_are_planned_for():
     topology = local_topology("float32")
     assert topology.devices == 8 and topology.shared

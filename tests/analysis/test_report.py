@@ -52,7 +52,7 @@ def flops_of(mesh, **changes):
 # ---- FLOPs
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [((2, 2, 2), dict(schedule="one_f_one_b", remat="none")), ((4, 1, 2), dict(schedule="zero_bubble"))],
@@ -216,6 +216,7 @@ def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tm
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_compile_for_chips_that_are_not_here(in_root, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     arguments = [QUICKSTART, "--config.model.layers=2", "--config.mesh.dp=-1", "--topology=v5e:4x4"]

@@ -38,6 +38,7 @@ def predicted(model, tx):
     return memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
 
 
+@pytest.mark.slow
 def test_the_arguments_are_exact():
     model, tx = build((2, 2, 2))
     arguments = sum(getattr(predicted(model, tx), name) for name in GIVEN)
@@ -120,7 +121,7 @@ def table_of(printed, head):
     return {name: size for name, size in found.items() if size != "0 B"}
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", PRINTED, ids=str)
 def test_train_report_and_plan_print_the_same_memory(commands, changes, tmp_path, capsys):
     """The run and a compiled report predict on simulated devices, the others on a mesh that says that it is of such."""

@@ -397,6 +397,7 @@ sys.exit(exit_status(act))
 """
 
 
+@pytest.mark.slow
 def test_a_quota_ends_a_run_with_one_line_and_status_3(tmp_path):
     root = pathlib.Path(parallax.__file__).parents[1]
     ended = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], cwd=root, capture_output=True, text=True)

@@ -315,6 +315,7 @@ def test_a_process_that_talks_nonsense_is_lost_and_the_others_hear_it(said):
         assert line.is_answered()
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_nothing_stalls_nobody_and_is_lost():
     job = Job(2)
     first, second = job.join(0), job.join(1)

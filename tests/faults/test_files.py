@@ -90,7 +90,7 @@ def no_file_stays_open(monkeypatch):
     monkeypatch.setattr(reader_module, "OPEN_FILES", 0)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(
     how, shards, monkeypatch, no_file_stays_open
@@ -127,6 +127,7 @@ def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, no_
     assert all(np.array_equal(first[name], array) for name, array in reader.batch(0).items())
 
 
+@pytest.mark.slow
 def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
     config = tiny_config(corpus, **{"checkpoint.every_steps": 0})
     unreadable_from(monkeypatch, 0, split="eval")

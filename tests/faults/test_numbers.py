@@ -82,7 +82,6 @@ def batch_of(model, seed=0):
     return jax.device_put(make_batch(rows=16, seed=seed), model.batch_sharding)
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_optimizer(mesh, value):
@@ -149,6 +148,7 @@ def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_go
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "5"]
 
 
+@pytest.mark.slow
 def test_the_diagnosis_has_the_time_of_what_is_compiled(diverged):
     assert PLACES == [("the diagnosis of step 6", {"compiling": True})]
 
@@ -258,7 +258,7 @@ CASES = {
 INTERLEAVED = ((2, 2, 2), "interleaved", 2)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [pytest.param(((1, 1, 1), "gpipe", 1), marks=pytest.mark.slow), INTERLEAVED], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_value_that_is_not_finite_is_named(cut, case):
@@ -279,6 +279,7 @@ def diagnosed(mesh, schedule, virtual):
     return model, make_diagnosis(model)
 
 
+@pytest.mark.slow
 def test_a_healthy_step_is_found_finite_with_its_norms():
     model, diagnose = diagnosed(*INTERLEAVED)
     params, batch = params_of(model), batch_of(model)
@@ -420,6 +421,7 @@ def faulty(make, fault):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("call", [3, 4])
 def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):

@@ -134,13 +134,13 @@ def full_forward(name: str):
     return Prompts(ids_BS, empty_B), np.asarray(logits_BSV), filled_BS
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
 def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
     check_decoding(name, model_on(name, mesh, layout))
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh, schedule, virtual",
     [
@@ -162,6 +162,7 @@ def check_decoding(name, model):
     assert worst < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("matmul", ["int8", "float8"])
 def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
@@ -366,6 +367,7 @@ def test_a_folder_without_a_checkpoint_is_named(whole_run, tmp_path, capsys):
     assert f"CheckpointError: {tmp_path} has no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, truncate])
 def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(whole_run, tmp_path, capsys, damage):
     shutil.copytree(whole_run, tmp_path / "run")

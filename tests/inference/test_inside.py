@@ -80,7 +80,7 @@ def test_the_latent_cache_alone_gives_the_scores_that_the_maps_come_from(case):
                 np.testing.assert_allclose(with_offset @ found, scores, atol=1e-4)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @each_case
 def test_the_losses_of_tokens_average_to_the_loss_of_the_mesh(case):
     model, params, batch, inside = seen(case)

@@ -314,6 +314,7 @@ def write_bpe(folder):
     train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270).save(folder)
 
 
+@pytest.mark.slow
 def test_an_imported_run_writes_text_with_its_own_tokenizer_on_a_mesh(tmp_path, capsys):
     config = config_of("Qwen3ForCausalLM", vocab_size=272)
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
@@ -574,6 +575,7 @@ def test_a_routers_bias_that_an_architecture_has_not_must_be_zero(corpus, tmp_pa
     assert error.count("\n") == 1 and not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_a_mixture_trained_from_an_import_goes_out_like_it_however_its_layers_are_written(tmp_path):
     architecture, changes = MIXTURES["DeepSeek-V3"]
     config = config_of(architecture, **changes)

@@ -201,6 +201,7 @@ def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_p
     assert opened.batch_of("It")["tokens"][0, 0] == begin
 
 
+@pytest.mark.slow
 def test_behind_a_bos_every_token_of_a_text_is_evaluated(tmp_path):
     imported(tmp_path)
     texts = ["It is a truth.", "It is small."]

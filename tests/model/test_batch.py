@@ -210,6 +210,7 @@ def test_an_id_out_of_range_that_nobody_can_look_at_makes_loss_and_gradient_nan(
         assert not np.isfinite(np.asarray(grads["head"]["norm"]["scale"])).any(), (name, value)
 
 
+@pytest.mark.slow
 def test_the_guard_refuses_a_step_on_an_id_out_of_range():
     model = build((1, 2, 2), **BUILT)
     tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.layouts)

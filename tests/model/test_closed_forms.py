@@ -129,7 +129,7 @@ def test_a_table_whose_rows_are_cut_over_pp_and_dp_is_moved_over_both_at_once(vo
     assert (scatter in at_once) == (policy == "zero1" and vocab == 128)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @meshes([(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)], (2, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
@@ -164,7 +164,7 @@ def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
 EXPERT_MESHES = [(1, 1, 1, 1, 2, 4), (1, 1, 2, 1, 1, 4), (2, 1, 1, 1, 1, 4), (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2)]
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @meshes(EXPERT_MESHES, (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
@@ -236,7 +236,7 @@ def test_every_schedule_with_context_ranks_sends_what_its_formula_says(schedule)
     assert measured == formula
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_activations_and_gathered_weights_travel_in_the_compute_dtype(attention, family):

@@ -374,6 +374,7 @@ def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
     assert not [shape for shape in shapes if shape[-2:] == (384, 384)]
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segments():
     stage, weights, x, context = layer_alone(GQA)
     _, saved = stage.save(weights, x, context)
@@ -382,6 +383,7 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_the_output_once_and_key_heads_as_they_are_for_triton():
     stage, weights, x, context = layer_alone(GQA, kernel="triton")
     _, saved = stage.save(weights, x, context)
@@ -421,6 +423,7 @@ def test_tritons_forward_pass_is_made_again_only_where_its_result_is(remat, call
     assert names == ["mha_forward"] * calls + ["mha_preprocess_backward", "mha_backward"]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     stage, weights, x, context = layer_alone(GQA)
     vjp, (y, saved) = stage.vjp, stage.save(weights, x, context)

@@ -152,6 +152,7 @@ def test_the_loss_is_the_mean_over_real_tokens_of_the_whole_batch(embedding):
     assert abs(np.mean(by_row / np.maximum(counts, 1)) - float(metrics["loss"])) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     model, batch = build((1, 2, 2), layers=2), make_batch()
     batch["labels"][:] = IGNORED

@@ -185,7 +185,6 @@ def of_router(router):
 # ---- one device
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_alone_it_is_a_loop_over_experts(router):
     layer = mixture(model=ROUTERS[router], **AUXILIARY)
@@ -223,7 +222,6 @@ def in_turn(*factors):
     ]
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize(("cut", "exchange"), in_turn(CUTS, EXCHANGES), ids=str)
 def test_it_is_the_same_on_every_mesh(cut, exchange):
     mesh, residual = cut
@@ -388,6 +386,7 @@ def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_siz
     return jnp.where((sizes.reshape(-1) == recv_sizes).all(), output, jnp.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("rounds", ["several", "two at once", "one"])
 @pytest.mark.parametrize(
@@ -424,6 +423,7 @@ def test_what_accelerators_send_is_what_cpus_gather(mesh, to, how, rounds, monke
     check(passes("ragged"), stand_in, 0 if rounds == "one" else ERROR)
 
 
+@pytest.mark.slow
 def test_the_first_products_wait_for_shared_experts_in_both_passes(monkeypatch):
     """Of these one number is read: where it is NaN, so is every result, and no rows are multiplied in the backward
     pass."""
@@ -591,6 +591,7 @@ def test_chunks_keep_what_comes_in():
     assert rows and max(rows) <= 8 * PLACES + 8  # of a chunk, filled up to a block
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_wide_products_are_kept_by_their_name(exchange):

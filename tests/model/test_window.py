@@ -49,6 +49,7 @@ def test_an_import_keeps_the_window_and_a_longer_seq_is_refused_there_and_later(
         model_and_optimizer(read_settings(config), mesh)
 
 
+@pytest.mark.slow
 def test_nothing_that_reads_a_text_takes_a_longer_one():
     model = build((1, 1, 1), layers=1, attention="gqa", sliding_window=8)
     params, batch = params_of(model), make_batch(rows=4, seq=9)
@@ -97,6 +98,7 @@ def test_a_run_of_before_there_were_windows_and_padding_has_neither(tmp_path):
         read_settings(saved)
 
 
+@pytest.mark.slow
 def test_within_the_window_the_model_is_the_one_without():
     models = [build((1, 1, 1), layers=1, attention="gqa", sliding_window=window) for window in (0, 16)]
     batch = make_batch(rows=4, seq=16)

@@ -83,7 +83,7 @@ def initial_on_one_device(layers):
     return initial((1, 1, 1), layers=layers)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "changes"), SCHEDULES, ids=str)
 def test_initial_values_do_not_depend_on_the_schedule(mesh, changes):
     expected = initial_on_one_device(changes["layers"])

@@ -62,7 +62,7 @@ def stacks_to_a_layer(monkeypatch, **changes):
     return found
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_from_train_step_to_block_are_few_frames_in_few_files(monkeypatch, changes):
     stacks = stacks_to_a_layer(monkeypatch, **changes)

@@ -101,6 +101,7 @@ def test_experts_travel_so_too(name):
     assert {at: error for at, error in leaf_errors(grads, expected[1]).items() if not error <= GRADIENT_ERROR} == {}
 
 
+@pytest.mark.slow
 def test_matrices_of_layers_are_sent_in_a_quarter_of_the_bytes():
     """Of float32; and the largest entries of a layer's seven matrices as a number each."""
 

@@ -170,6 +170,7 @@ def test_a_split_layer_saves_neither_weights_nor_context():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 def test_gathering_once_a_step_keeps_fsdp_out_of_the_ticks():
     """The data axis's collectives inside loops run for every microbatch; those outside once."""
     batch = make_batch()

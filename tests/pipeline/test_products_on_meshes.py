@@ -119,7 +119,7 @@ def check(case):
             np.testing.assert_array_equal(scales[at], own[at], err_msg=at)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_mesh_has_the_loss_and_the_scales_of_one_device(name):
     check(FAST[name])
@@ -131,6 +131,7 @@ def test_more_meshes_have_the_loss_and_the_scales_of_one_device(name):
     check(SLOW[name])
 
 
+@pytest.mark.slow
 def test_kernels_of_8_bit_products_travel_in_8_bits():
     def gathered(matmul):
         model = build((1, 2, 1), matmul=matmul, **MODELS["gqa"])

@@ -361,6 +361,7 @@ def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
     assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
 def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expected):
     _, second = Meeting(2).join_all(0, 1)

@@ -18,7 +18,7 @@ from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
 from parallax.training.run import train
 
-MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2, "model.dropout": 0.0}
+MESH = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1, "model.dropout": 0.0}
 # What a process whose peer is gone may take to end.
 SOON_SECS = 15
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, as IPv6 too

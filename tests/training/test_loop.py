@@ -74,6 +74,7 @@ def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpu
     assert losses(halfway) == losses(whole_run)
 
 
+@pytest.mark.slow
 def test_a_fresh_run_can_start_from_the_weights_of_another(corpus, whole_run, tmp_path):
     config = tiny_config(corpus, **{"train.init_from": str(whole_run), "model.dropout": 0.0})
     config.optimizer.learning_rate = 0.0

@@ -223,7 +223,8 @@ def test_a_device_computes_its_own_random_bits_and_nothing_is_sent():
     assert not [kind for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if kind in compiled]
 
 
-@pytest.mark.parametrize("dtypes", [HALF, pytest.param(ALL, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [HALF, ALL], ids=str)
 def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(dtypes, tmp_path):
     _, state = after_updates((2, 2, 2), 1, False, tuple(dtypes.items()))
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
@@ -378,12 +379,11 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(corpus, low_run, tmp_pat
     assert digests(tmp_path) == digests(never_stopped) != digests(low_run)
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("key", LOW)
-def test_a_run_does_not_go_on_with_other_dtypes(corpus, low_run, key):
+def test_a_run_does_not_go_on_with_other_dtypes(corpus, whole_run, key):
     with pytest.raises(CheckpointError) as error:
-        train(low_config(corpus, **{key: "float32", "train.steps": 20}), low_run)
-    assert f"{key}={LOW[key]!r} there, 'float32' here; set them back" in str(error.value)
+        train(tiny_config(corpus, **{key: "bfloat16", "train.steps": 20}), whole_run)
+    assert f"{key}='float32' there, 'bfloat16' here; set them back" in str(error.value)
 
 
 @pytest.mark.slow
@@ -408,6 +408,7 @@ def load_params(folder, step):
     return {name: tensor.whole() for name, tensor in read_model(out).items()}
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16_go_to_hugging_face_and_come_back(low_run, tmp_path):
     assert convert(["to-hf", str(low_run), str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -421,6 +422,7 @@ def test_weights_in_bfloat16_go_to_hugging_face_and_come_back(low_run, tmp_path)
         np.testing.assert_array_equal(array.view(np.uint16), here[name].view(np.uint16))
 
 
+@pytest.mark.slow
 def test_a_run_with_weights_in_bfloat16_is_evaluated(low_run, capsys):
     assert evaluate(["evaluate", f"--workdir={low_run}", "--config.mesh.dp=2"]) == 0
     assert "loss" in capsys.readouterr().out

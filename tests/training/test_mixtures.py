@@ -139,6 +139,7 @@ def test_counts_are_of_every_choice_of_the_batch_by_layer_of_the_model():
     np.testing.assert_allclose(values["experts/load_by_layer"], EXPERTS * shares.max(axis=1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bias_moves_by_the_rate_towards_experts_with_few_tokens_and_by_nothing_else():
     """Though the gradient is clipped and other parameters decay."""
     rows, seen, _, _ = trained("one device")
@@ -148,6 +149,7 @@ def test_a_bias_moves_by_the_rate_towards_experts_with_few_tokens_and_by_nothing
         np.testing.assert_array_equal(after, before + np.float32(RATE) * few)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_moves_no_bias():
     _, _, step, _ = on("one device")
     state = first_state("one device")

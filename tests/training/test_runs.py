@@ -94,6 +94,7 @@ def test_dropout_does_not_depend_on_the_mesh(mesh, changes):
     assert abs(losses[0] - losses_on_one_device(20)[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation():
     model, batch = build((1, 1, 1), dropout=0.5), make_batch(rows=16)
     params = model.init(0)

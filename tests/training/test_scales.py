@@ -134,11 +134,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_scales(corpus, run_8bit, tmp_
     assert sum(is_amax_name(name) for name in found["params"]) == 7
 
 
-def test_a_run_does_not_go_on_with_other_products(corpus, run_8bit):
-    with pytest.raises(CheckpointError, match="model.matmul='int8' there, 'compute' here"):
-        train(tiny_config(corpus, **{"train.steps": 20}), run_8bit)
+def test_a_run_does_not_go_on_with_other_products(corpus, whole_run):
+    with pytest.raises(CheckpointError, match="model.matmul='compute' there, 'int8' here"):
+        train(tiny_config(corpus, **{"train.steps": 20, "model.matmul": "int8"}), whole_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parts", "goes_on"), [("mlp attention", True), ("mlp", False)])
 def test_a_run_goes_on_with_other_names_of_the_same_products(parts, goes_on, run_8bit):
     """Those of experts, which its model lacks, may be named or not."""
@@ -199,6 +200,7 @@ def test_a_run_does_not_go_on_with_other_residuals():
     assert is_fixed("model.matmul") and is_fixed("model.matmul_residuals")
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_scales_of_the_run(run_8bit, capsys):
     losses = []
     for mesh in ("--config.mesh.dp=2", "--config.mesh.dp=4"):

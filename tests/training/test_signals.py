@@ -45,6 +45,7 @@ def test_the_end_of_max_runtime_stops_after_the_step(corpus, tmp_path, capsys):
     assert latest_step(tmp_path / "checkpoints") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, monkeypatch, capsys):
     stop_at(monkeypatch, 7)
     outcome = train(tiny_config(corpus, **{"sample.prompt": "Document", "sample.tokens": 5}), tmp_path)
