@@ -45,10 +45,11 @@ LAYER = {"pipeline.remat": "layer"}
 PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
-# What comes to experts is sent again, and shared experts are gathered once a step, which otherwise wait behind it.
+# What comes to experts is sent again, and experts are gathered once a step: gathers would wait behind it.
 SENT_AGAIN = {
     "pipeline.remat": "norm swiglu dispatch",
-    "data_parallel.exceptions": "blocks/dense/attention=zero1 blocks/moe/attention=zero1 blocks/moe/mlp/shared=zero1",
+    "data_parallel.exceptions": "blocks/dense/attention=zero1 blocks/moe/attention=zero1 blocks/moe/mlp/shared=zero1 "
+    "blocks/moe/mlp/experts=zero2",
 }
 RING = {"layout.context": "ring", "model.kernel": "xla"}
 # Options of XLA for GPUs, each in addition to the first.

@@ -1,6 +1,7 @@
 """Sends tokens to the ranks that hold their experts, and results back: two forms with equal results."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from parallax.model.kernels import platform_traced
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import (
-    after,
     all_gather,
     as_varying,
     bound_axis_sizes,
@@ -51,7 +51,13 @@ def gather_exchange(
 
 
 def ragged_exchange(
-    experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array, beside: Beside | None = None
+    experts: HeldExperts,
+    residual: str,
+    x: Array,
+    weights: Array,
+    ids: Array,
+    beside: Beside | None = None,
+    again: bool = False,
 ) -> Array:
     """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
@@ -60,8 +66,11 @@ def ragged_exchange(
     these are many: the rows of one travel while those of the other are multiplied. If any rank would get more, the
     remaining rows are sent in further rounds. So none is ever dropped, and only time depends on the load.
 
-    The result of `beside` is added. It is computed while the first rows travel, in both passes: the first products are
-    computed after it.
+    The result of `beside` is added. Compilers compute it while the last results travel, and its gradient while the
+    first rows do: the first products of the backward pass are computed after that.
+
+    With `again` received tokens have no name to be saved by: the backward pass sends x once more, the rows of a round
+    after the products of the round before. Recomputed, all would be sent before its first products.
 
     Communication:
         forward   all_gather of the counts with the weights over ep; all_to_all of x and the result over ep;
@@ -79,32 +88,59 @@ def ragged_exchange(
     counts_PE, sent_weights = _announced(rows.sizes_E // UNIT, _weights(weights, rows), axes)
     most = ranks * (tokens * min(places, experts.count) // UNIT + experts.count)
     usual = -(-usual_rows(ranks * ids.size, UNIT * most, ranks) // UNIT)
-    rounds = 2 if usual >= LEAST_UNITS else 1
     # Collectives in branches could deadlock on simulated devices.
-    room = Room(most, 1, most) if platform_traced() == "cpu" else Room(-(-usual // rounds), rounds, most)
+    room = Room((most,) if platform_traced() == "cpu" else usual_rounds(usual), most, again)
     sent = rows, counts_PE, sent_weights
     later, token = _begun(room, x, weights, experts, *sent)
     other = beside(token) if beside else None
-    probe = as_varying(jnp.zeros((), x.dtype) if other is None else lax.stop_gradient(_probe(other)), axes)
-    y = _computed(room, later, probe, *jax.tree.map(lax.stop_gradient, (x, experts)), *sent).reshape(shape)
+    y = _computed(room, later, *jax.tree.map(lax.stop_gradient, (x, experts)), *sent).reshape(shape)
     y = reshard(f"{activation('d_model')} +tp -> {residual}", y)
     return y if other is None else y + other
 
 
 EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
+SENT_AGAIN = "ragged again"
+EXCHANGE_FORMS = EXCHANGES | {SENT_AGAIN: functools.partial(ragged_exchange, again=True)}
 
 SENT = "exchange.sent"  # the scope of exchanges to the experts' ranks; others go back
 UNIT = 8  # rows: each expert's rows of a rank are sent as a multiple
 LEAST_UNITS = 2048  # that are sent in two rounds
+UNITS_STEP = 64  # of the first round, so that its rows fill blocks of kernels
 
 
 class Room(NamedTuple):
-    """The number of units for which a rank has room in a round, the number of rounds of a usual load, and the most
-    units that may arrive."""
+    """The number of units for which a rank has room in each round of a usual load, and the most units that may arrive.
+    Further rounds have the room of the last one. With `again`, what arrives is not saved."""
 
-    units: int
-    rounds: int
+    rounds: tuple[int, ...]
     most: int
+    again: bool = False
+
+    @property
+    def usual(self) -> int:
+        return sum(self.rounds)
+
+    def usual_ways(self, counts_PE: Array) -> list["Round"]:
+        """What each round of a usual load sends."""
+        starts = itertools.accumulate(self.rounds, initial=0)
+        return [round_of(counts_PE, start, units) for start, units in zip(starts, self.rounds)]
+
+    def further_way(self, counts_PE: Array, number: Array) -> "Round":
+        """What further round `number` sends, counted from 0."""
+        return round_of(counts_PE, self.usual + number * self.rounds[-1], self.rounds[-1])
+
+
+def usual_rounds(units: int) -> tuple[int, ...]:
+    """The units of each round. Of two the first has a quarter: nothing hides its rows' way, and its products hide the
+    way of the others.
+
+    >>> usual_rounds(2000), usual_rounds(15360)
+    ((2000,), (3840, 11520))
+    """
+    if units < LEAST_UNITS:
+        return (units,)
+    first = units // 4 // UNITS_STEP * UNITS_STEP or 1
+    return first, units - first
 
 
 class Round(NamedTuple):
@@ -120,25 +156,24 @@ class Round(NamedTuple):
         return Round(*(lax.dynamic_slice_in_dim(array, rank * own, own).T for array in self))
 
 
-def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
-    """The slices sent in round `number`, if rank p has `counts_PE[p, e]` units for expert e and each rank receives
-    `room` units a round. No communication.
+def round_of(counts_PE: Array, start: Array | int, units: int) -> Round:
+    """The slices sent in a round, if rank p has `counts_PE[p, e]` units for expert e, and each rank has received
+    `start` units and receives up to `units` more. No communication.
 
     >>> counts = jnp.array([[3, 1], [2, 2]])
-    >>> [round_of(counts, number, 4).size.tolist() for number in (0, 1)]
+    >>> [round_of(counts, start, 4).size.tolist() for start in (0, 4)]
     [[[3, 1], [1, 2]], [[0, 1], [0, 0]]]
     """
     ranks, experts = counts_PE.shape
     counts_EP = counts_PE.T
-    place = _before(counts_EP.reshape(ranks, experts)).reshape(experts, ranks) - number * room
-    first, last = (jnp.clip(edge - place, 0, counts_EP) for edge in (0, room))
+    place = _before(counts_EP.reshape(ranks, experts)).reshape(experts, ranks) - start
+    first, last = (jnp.clip(edge - place, 0, counts_EP) for edge in (0, units))
     return Round(last - first, _before(counts_PE).T + first, place + first)
 
 
-def rounds_of(counts_PE: Array, room: int) -> Array:
-    """Number of rounds until all rows are sent."""
-    most = counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
-    return -(-most // room)
+def most_received(counts_PE: Array) -> Array:
+    """The number of units of the rank that receives most."""
+    return counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
 
 
 def _before(counts: Array) -> Array:
@@ -172,14 +207,17 @@ def _begun(room: Room, *arrays: Any) -> tuple["Later", Array]:
 
 
 def _prepared(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, *sent: Any) -> tuple[Any, Any]:
-    rows, wide = room.units * UNIT, experts.gate.kernels
+    wide = experts.gate.kernels
     blank = lambda dtype, *shape: as_varying(jnp.zeros(shape, dtype), varying_axes(x_ND))  # noqa: E731
-    arrived = Arrived(
-        blank(x_ND.dtype, rows, x_ND.shape[1]),
-        blank(weights_NK.dtype, rows, 1),
-        *(blank(wide.dtype, rows, wide.shape[2]) for _ in ("gate", "up")),
-    )
-    later = Later(blank(x_ND.dtype, *x_ND.shape), [arrived] * room.rounds)
+    arrived = [
+        Arrived(
+            blank(x_ND.dtype, 0 if room.again else units * UNIT, x_ND.shape[1]),
+            blank(weights_NK.dtype, units * UNIT, 1),
+            *(blank(wide.dtype, units * UNIT, wide.shape[2]) for _ in ("gate", "up")),
+        )
+        for units in room.rounds
+    ]
+    later = Later(blank(x_ND.dtype, *x_ND.shape), arrived)
     saved = x_ND, weights_NK, experts, *sent, experts.gate.most(x_ND)
     return (later, blank(jnp.float32)), saved
 
@@ -201,27 +239,29 @@ def _computed(room: Room, *arrays: Any) -> Array:
 def _forward(
     room: Room,
     later: Later,
-    probe: Array,
     x_ND: Array,
     experts: HeldExperts,
     rows: Rows,
     counts: Array,
     sent_weights: Array,
 ) -> tuple[Array, list["Arrived"]]:
-    def run(
-        number: Array | int, y: Array, name: Callable = lambda x, _: x, earlier: Array | None = None
-    ) -> tuple[Array, Arrived]:
-        way = round_of(counts, number, room.units)
-        arrived, hidden = _arrived(way, room.units, x_ND, sent_weights, experts, rows, name, earlier)
+    def run(way: Round, units: int, y: Array, *how: Any) -> tuple[Array, Arrived]:
+        arrived, hidden = _arrived(way, units, x_ND, sent_weights, experts, rows, *how)
         result = experts.down.times(experts.down.input(hidden), _sizes(way))
         return _returned(_in_units(result), way, y), arrived
 
-    y, arrived = _unset(x_ND, len(rows.choice_R) // UNIT), []
-    for number in range(room.rounds):
-        y, own = run(number, y, checkpoint_name, None if number else probe)
-        arrived.append(own)
-    y = _remaining_rounds(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
-    return y, arrived
+    def further(number: Array, y: Array) -> Array:
+        return run(room.further_way(counts, number), room.rounds[-1], y)[0]
+
+    def name(x: Array, part: str) -> Array:
+        return x if room.again and part == "dispatch" else checkpoint_name(x, part)
+
+    y, arrived, earlier = _unset(x_ND, len(rows.choice_R) // UNIT), [], None
+    for way, units, blank in zip(room.usual_ways(counts), room.rounds, later.arrived):
+        y, own = run(way, units, y, name, earlier)
+        arrived.append(own._replace(x=blank.x) if room.again else own)
+        earlier = _probe(own.x)
+    return _remaining_rounds(room, counts, further, y, lambda y: _summed(y, rows)), arrived
 
 
 class Arrived(NamedTuple):
@@ -235,7 +275,7 @@ class Arrived(NamedTuple):
 
 def _arrived(
     way: Round,
-    room: int,
+    units: int,
     x_ND: Array,
     sent_weights: Array,
     experts: HeldExperts,
@@ -243,17 +283,16 @@ def _arrived(
     name: Callable = lambda x, _: x,
     earlier: Array | None = None,
 ) -> tuple[Arrived, Array]:
-    """What arrives in a round, and the input of down; products are computed after `earlier`."""
-    at, _ = _arrivals(way, room, len(rows.choice_R) // UNIT)
+    """What arrives in a round, sent after `earlier`, and the input of down."""
+    at, _ = _arrivals(way, units, len(rows.choice_R) // UNIT)
     weights = _as_rows(sent_weights.at[at].get(mode="clip"))
-    x = name(_as_rows(_sent(_in_units(dispatch(x_ND, rows)), way, room)), "dispatch")
-    factors = weights if earlier is None else after(weights, earlier)
-    gate, up, hidden = experts.gated(experts.gate.input(x), factors, _sizes(way))
+    x = name(_as_rows(_sent(_in_units(dispatch(x_ND, rows)), way, units, earlier)), "dispatch")
+    gate, up, hidden = experts.gated(experts.gate.input(x), weights, _sizes(way))
     return Arrived(x, weights, name(gate, "experts"), name(up, "experts")), hidden
 
 
 def _passed_on(room: Room, arrived: list[Arrived], dy_ND: Array) -> tuple[Any, ...]:
-    return Later(dy_ND, arrived), *(None for _ in range(6))
+    return Later(dy_ND, arrived), *(None for _ in range(5))
 
 
 _computed.defvjp(_forward, _passed_on)
@@ -264,18 +303,17 @@ def _backward(room: Room, saved: tuple[Any, ...], found: tuple[Later, Array]) ->
     x_ND, weights_NK, experts, rows, counts, sent_weights, of_x = saved
     gate, up, down = experts
 
-    def gradients(way: Round, arrived: Arrived, earlier: Array | None = None) -> tuple[Array, ...]:
-        """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
-        back; products are computed after `earlier`."""
-        dy = _as_rows(_sent(_in_units(dispatch(dy_ND, rows)), way, room.units))
-        sizes_E = _sizes(way) if earlier is None else jnp.where(jnp.isnan(earlier), 0, _sizes(way))  # as in `after`
+    def gradients(way: Round, arrived: Arrived, sizes_E: Array, sent_after: Array | None = None) -> tuple[Array, ...]:
+        """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent back,
+        which is sent after `sent_after`."""
+        dy = _as_rows(_sent(_in_units(dispatch(dy_ND, rows)), way, len(arrived.weights) // UNIT, sent_after))
         factors = arrived.gate, arrived.up, arrived.weights
         return *experts.gated_gradients(down.gradient(dy), *factors, sizes_E), dy
 
     def recomputed(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
-        way = round_of(counts, number, room.units)
-        arrived, _ = _arrived(way, room.units, x_ND, sent_weights, experts, rows)
-        return way, arrived, gradients(way, arrived)
+        way = room.further_way(counts, number)
+        arrived, _ = _arrived(way, room.rounds[-1], x_ND, sent_weights, experts, rows)
+        return way, arrived, gradients(way, arrived, _sizes(way))
 
     def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         d_gate, d_up, d_weights, hidden, _ = found
@@ -284,27 +322,43 @@ def _backward(room: Room, saved: tuple[Any, ...], found: tuple[Later, Array]) ->
         dx = sum(other, dx.astype(jnp.float32)).astype(dx.dtype)
         pairs = (gate, d_gate), (up, d_up), (down, hidden)
         latest = [one.most(array, _sizes(way)) for one, array in pairs]
-        dweights_R = _taken(_in_units(d_weights), *_own_results(way, len(dx_R), room.units), dweights_R)
+        d_weights = _in_units(d_weights)
+        dweights_R = _taken(d_weights, *_own_results(way, len(dx_R), len(d_weights)), dweights_R)
         return _returned(_in_units(dx), way, dx_R), dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
 
-    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...], sums: list) -> list[Array]:
+    def of_kernels(way: Round, x: Array, found: tuple[Array, ...], sums: list) -> list[Array]:
         d_gate, d_up, _, hidden, dy = found
-        pairs = (arrived.x, d_gate), (arrived.x, d_up), (hidden, dy)
+        pairs = (x, d_gate), (x, d_up), (hidden, dy)
         return [grouped_sums(*pair, _sizes(way), others) for pair, others in zip(pairs, sums)]
 
     def more_of_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         way, _, found = recomputed(number)
         return of_tokens(way, found, sums)
 
-    ways = [round_of(counts, number, room.units) for number in range(room.rounds)]
-    founds = [*map(gradients, ways, arrived, [earlier, *(None for _ in arrived[1:])])]
+    def tokens(way: Round, arrived: Arrived, kernels: list) -> Array:
+        if not room.again:
+            return arrived.x
+        before = None if kernels[0] is None else sum(map(_probe, kernels))
+        return _as_rows(_sent(_in_units(dispatch(x_ND, rows)), way, len(arrived.weights) // UNIT, before))
+
+    # The first products come after those of shared experts, which hide the way of the first rows; gradients of the
+    # results of other rounds are sent after the first products, which hide theirs.
+    ways, founds = room.usual_ways(counts), []
+    for way, own in zip(ways, arrived):
+        order = (_sizes(way), _probe(founds[0][0])) if founds else (_only_after(_sizes(way), earlier), None)
+        founds.append(gradients(way, own, *order))
     sums = (*(_unset(array, len(rows.choice_R) // UNIT) for array in (x_ND, weights_NK[:, :1])), [])
     kernels = [None] * len(experts)
     for way, own, found in zip(ways, arrived, founds):
-        sums, kernels = of_tokens(way, found, sums), of_kernels(way, own, found, kernels)
+        sums = of_tokens(way, found, sums)
+        kernels = of_kernels(way, tokens(way, own, kernels), found, kernels)
     end = lambda sums: (_summed(sums[0], rows), _summed(sums[1], rows.of_choices()), sums[2])  # noqa: E731
     dx, dweights, of_rows = _remaining_rounds(room, counts, more_of_tokens, sums, end)
-    more_of_kernels = lambda number, sums: of_kernels(*recomputed(number), sums)  # noqa: E731
+
+    def more_of_kernels(number: Array, sums: list) -> list[Array]:
+        way, own, found = recomputed(number)
+        return of_kernels(way, own.x, found, sums)
+
     kernels = _remaining_rounds(room, counts, more_of_kernels, kernels, lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = of_rows
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
@@ -318,13 +372,13 @@ def _remaining_rounds(
     room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]
 ) -> Any:
     """Result of `end` on the state after the further rounds; a usual load needs none."""
-    if room.units * room.rounds >= room.most:
+    if room.usual >= room.most:
         return end(state)
-    rounds = rounds_of(counts, room.units)
+    left = most_received(counts) - room.usual
     with jax.named_scope(USUAL_LOAD):
         # `end` runs inside the branch: a branch that returns its input copies it.
-        further = lambda: end(lax.fori_loop(room.rounds, rounds, run, state))  # noqa: E731
-        return lax.cond(rounds <= room.rounds, lambda: end(state), further)
+        further = lambda: end(lax.fori_loop(0, -(-left // room.rounds[-1]), run, state))  # noqa: E731
+        return lax.cond(left <= 0, lambda: end(state), further)
 
 
 def _weights(weights_NK: Array, rows: Rows) -> Array:
@@ -357,6 +411,11 @@ def _sizes(way: Round) -> Array:
     return UNIT * way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
 
 
+def _only_after(sizes_E: Array, earlier: Array) -> Array:
+    """The sizes, but only after `earlier` has been computed, as `collectives.after`."""
+    return jnp.where(jnp.isnan(earlier), 0, sizes_E)
+
+
 def _in_units(x_RD: Array) -> Array:
     """Rows as units, [U, 8, D]. On TPU rows of [R, D] share tiles with seven others, so that moving one would rewrite
     them; a unit has tiles of its own, and this changes nothing in memory."""
@@ -372,8 +431,8 @@ def _unset(like_ND: Array, units: int) -> Array:
     return as_varying(lax.empty((units, UNIT, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
 
 
-def _sent(x: Array, way: Round, room: int) -> Array:
-    """The received units, sorted by expert: [room, ...]; units after them are undefined.
+def _sent(x: Array, way: Round, room: int, earlier: Array | None = None) -> Array:
+    """The received units, sorted by expert: [room, ...]; units after them are undefined. They are sent after `earlier`.
 
     Communication:
         forward   all_to_all of x over ep
@@ -384,8 +443,11 @@ def _sent(x: Array, way: Round, room: int) -> Array:
     me = lax.axis_index(EXPERT_AXIS)
     sent, got = (array[:, me] for array in way), (array.reshape(-1) for array in way.of_rank(me))
     (size, source, place), (got_size, _, _) = sent, got
+    received = _unset(x, room)
+    if earlier is not None:
+        received = received.at[0, 0, 0].set(earlier.astype(x.dtype))  # what comes is written over it
     with jax.named_scope(SENT):
-        return _all_to_all(x, _unset(x, room), source, size, place, got_size)
+        return _all_to_all(x, received, source, size, place, got_size)
 
 
 def _returned(y: Array, way: Round, others: Array) -> Array:

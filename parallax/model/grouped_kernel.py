@@ -88,14 +88,20 @@ def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
 def gated_by_group(
     x_ND: Array, gate_EDU: Array, up_EDU: Array, weight_N1: Array, sizes_E: Array
 ) -> tuple[Array, Array, Array]:
-    """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype."""
+    """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype.
 
-    def end(sums: Sequence[Array], weight: Array) -> tuple[Array, ...]:
-        gate, up = (one.astype(x_ND.dtype) for one in sums)
-        return gate, up, gated(gate, up, weight)
+    XLA lets a kernel write one of its results straight into the slot where that is kept, and copies others. So there
+    are two kernels, and the first writes gate twice: to be kept, and for the second.
+    """
+    result = jax.ShapeDtypeStruct((len(x_ND), gate_EDU.shape[2]), x_ND.dtype)
+    gate, read = _fused("gmm_gate", lambda sums: 2 * sums, 2 * [result], sizes_E, [x_ND], [gate_EDU], [], sums=1)
 
-    results = 3 * [jax.ShapeDtypeStruct((len(x_ND), gate_EDU.shape[2]), x_ND.dtype)]
-    return _fused("gmm_gated", end, results, sizes_E, [x_ND], [gate_EDU, up_EDU], [weight_N1], sums=2)
+    def end(sums: Sequence[Array], gate: Array, weight: Array) -> tuple[Array, ...]:
+        up = sums[0].astype(x_ND.dtype)
+        return up, gated(gate, up, weight)
+
+    up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1], sums=1)
+    return gate, up, hidden
 
 
 def input_gradient_by_group(d_gate_NU: Array, d_up_NU: Array, gate_EDU: Array, up_EDU: Array, sizes_E: Array) -> Array:
@@ -118,7 +124,7 @@ def _fused(
     transposed: bool = False,
 ) -> Sequence[Array]:
     """Results of `end`, [N, O], on blocks of one or two sums of products in float32 and on the same rows
-    of arrays `beside`, [N, 1]. Each matrix is multiplied with its own left side, or all with one."""
+    of arrays `beside`, [N, 1] or [N, O]. Each matrix is multiplied with its own left side, or all with one."""
     (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
     size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
     blocks = -(-inner // block)
@@ -146,7 +152,9 @@ def _fused(
             out_shape=results,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=3,
-                in_specs=[of_left] * len(lefts) + [of_matrix] * len(matrices) + [narrow] * len(beside),
+                in_specs=[of_left] * len(lefts)
+                + [of_matrix] * len(matrices)
+                + [narrow if x.shape[1] == 1 else by_column for x in beside],
                 out_specs=[by_column] * len(results),
                 grid=(-(-outer // width), active, blocks),
                 scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)] * sums,

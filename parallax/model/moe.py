@@ -6,7 +6,7 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
-from parallax.model.exchange import EXCHANGES, Beside, ordered
+from parallax.model.exchange import EXCHANGE_FORMS, Beside, ordered
 from parallax.model.experts import Experts, HeldExperts
 from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
@@ -65,7 +65,7 @@ class MoE(nn.Module):
     def _in_chunks(self, experts: HeldExperts, beside: Beside | None, *arrays: Array) -> Array:
         """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
         number of positions of each shard, so that its results have the residual's layout."""
-        exchange = EXCHANGES[self.exchange]
+        exchange = EXCHANGE_FORMS[self.exchange]
         rows, seq = arrays[0].shape[:2]
         pieces = bound_axis_sizes().get("tp", 1) if "tp" in Layout.parse(self.residual).cut_of("seq") else 1
         chunks = chunks_of_tokens(rows * pieces, seq // pieces, self.chunk_tokens)

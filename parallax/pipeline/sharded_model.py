@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config import sections
-from parallax.config.remat import check_residuals_on
+from parallax.config.remat import check_residuals_on, recomputed_parts
 from parallax.config.sections import AUTO, BLOCKS, EMBEDDING, HEAD
 from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
+from parallax.model.exchange import SENT_AGAIN
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, ROUNDED, apart, rounded_kernels, with_largest_weights
 from parallax.model.rope import Rope
@@ -237,7 +238,11 @@ class ShardedModel:
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
         residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
-        of_mixtures = self.loss_config, self.exchange, chunk
+        exchange, recomputed = self.exchange, recomputed_parts(self.pipeline.remat) or ()
+        # Where a chunk, a divided backward pass or gate and up are recomputed with their messages, that has the tokens.
+        if exchange == "ragged" and "dispatch" in recomputed and "experts" not in recomputed:
+            exchange = exchange if chunk or self.schedule.split else SENT_AGAIN
+        of_mixtures = self.loss_config, exchange, chunk
         return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
 
     @property

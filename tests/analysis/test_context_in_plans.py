@@ -89,6 +89,7 @@ def test_each_form_sends_what_it_does_in_closed_form(attention, context, cp):
     assert over_cp(model) == expected
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_what_remat_makes_again_is_sent_again(context):
     sent = over_cp(build((1, 1, 2, 1, 4), attention="gqa", context=context, remat="layer"))
@@ -112,7 +113,6 @@ def test_weights_travel_over_dp_and_cp_together(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_planned_bytes_are_those_that_a_device_holds(context):
     model = build((1, 2, 1, 1, 4), context=context)
@@ -154,7 +154,6 @@ def test_the_predicted_peak_is_near_the_compilers(context):
 
 
 @pytest.mark.slow
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_context_ranks_share_all_flops_but_those_of_latents_that_each_expands(attention, context):

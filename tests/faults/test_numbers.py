@@ -82,6 +82,7 @@ def batch_of(model, seed=0):
     return jax.device_put(make_batch(rows=16, seed=seed), model.batch_sharding)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_optimizer(mesh, value):
@@ -422,7 +423,6 @@ def faulty(make, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("call", [3, 4])
 def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):
     """Of the two times that step 3 is taken, one goes wrong."""

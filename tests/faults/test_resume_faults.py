@@ -67,6 +67,7 @@ def go_on(corpus, folder, **changes):
     return train(tiny_config(corpus, **(EVERY_SECOND | changes)), folder)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("how", [flip, truncate, pathlib.Path.unlink], ids=["flipped", "truncated", "deleted"])
 def test_a_damaged_step_is_named_and_the_run_goes_on_from_the_one_before(corpus, at_six, never_stopped, capsys, how):
     how(largest_file(at_six / "checkpoints" / "6" / "params"))
@@ -197,7 +198,6 @@ def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("first", ["log.txt", "metrics.jsonl"])
 def test_a_disk_that_fills_up_ends_the_run_with_status_3_and_it_goes_on_when_there_is_room(
     corpus, never_stopped, small_disk, monkeypatch, first

@@ -163,7 +163,6 @@ def check_decoding(name, model):
 
 
 @pytest.mark.slow
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("matmul", ["int8", "float8"])
 def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
     """A sum in another order may round an entry to the other neighbour. Without rounding of latents and kernels, logits

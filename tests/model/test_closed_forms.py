@@ -168,11 +168,12 @@ EXPERT_MESHES = [(1, 1, 1, 1, 2, 4), (1, 1, 2, 1, 1, 4), (2, 1, 1, 1, 1, 4), (1,
 @meshes(EXPERT_MESHES, (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
-    """Of a dense model: what is cut over dp, cp and ep travels over all of them in one collective."""
+    """Of a dense model: what dp, cp and ep cut travels over all of them in one collective, tables over pp, too."""
     measured, formula = both(mesh, policy=policy, tied=False, residual="seq", reduce="compute", dtype="bfloat16")
     assert measured == formula
     together = tuple(axis for axis, size in zip(("dp", "cp", "ep"), (mesh[1], *mesh[4:])) if axis == "dp" or size > 1)
     over_ep = {axes for axes, kind, _ in measured if "ep" in axes and kind != "all-reduce"}
+    over_ep = {tuple(axis for axis in axes if axis != "pp") for axes in over_ep}
     assert over_ep == ({together} if policy != "ddp" else set())
 
 

@@ -127,6 +127,25 @@ def mixture(mesh, name, **how):
     return build(mesh, z_coefficient=Z_COEFFICIENT, **sizes | how)
 
 
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ({"remat": "elementwise"}, "ragged again"),
+        ({"remat": "dispatch"}, "ragged again"),
+        ({"remat": "norm"}, "ragged"),  # tokens are saved
+        ({"remat": "elementwise experts"}, "ragged"),  # gate and up are recomputed, which takes them
+        ({"remat": "layer"}, "ragged"),
+        ({"remat": "elementwise", "expert_chunk_tokens": 8}, "ragged"),
+        ({"remat": "elementwise", "schedule": "zero_bubble"}, "ragged"),
+        ({"remat": "elementwise", "exchange": "gather"}, "gather"),
+    ],
+    ids=str,
+)
+def test_the_backward_pass_sends_tokens_again_where_it_recomputes_nothing_else_of_experts(how, form):
+    model = mixture((2, 1, 1, 1, 1, 2), "alike", **{"exchange": "ragged"} | how)
+    assert model.parts.blocks["moe"].exchange == form
+
+
 @functools.cache
 def batch_of(name):
     """The first batch in which no choice of experts is so close that rounding could change it."""
