@@ -238,10 +238,11 @@ class ShardedModel:
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
         residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
-        exchange, recomputed = self.exchange, recomputed_parts(self.pipeline.remat) or ()
-        # Where a chunk, a divided backward pass or gate and up are recomputed with their messages, that has the tokens.
-        if exchange == "ragged" and "dispatch" in recomputed and "experts" not in recomputed:
-            exchange = exchange if chunk or self.schedule.split else SENT_AGAIN
+        recomputed = recomputed_parts(self.pipeline.remat) or ()
+        # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
+        # tokens, sends only gradients.
+        again = "dispatch" in recomputed and "experts" not in recomputed and not chunk and not self.schedule.split
+        exchange = SENT_AGAIN if again and self.exchange == "ragged" else self.exchange
         of_mixtures = self.loss_config, exchange, chunk
         return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
 

@@ -83,7 +83,7 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     assert plan.pipeline_buffers == buffers or (s.head == "between" and plan.pipeline_buffers < buffers)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
 def test_the_plan_holds_what_the_loop_over_ticks_carries(schedule, remat):

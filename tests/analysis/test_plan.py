@@ -787,6 +787,7 @@ def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config, tmp_path, capsys, monkeypatch):
     """The compiler refuses the layout that was priced fastest, and finds the third faster than the second."""
     asked = []

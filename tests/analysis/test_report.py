@@ -206,6 +206,7 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
 # ---- the command
 
 
+@pytest.mark.slow
 def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tmp_path):
     page = tmp_path / "report.html"
     arguments = ["--config=configs/llama_1b_16.py", "--config.model.layers=2", f"--html={page}"]

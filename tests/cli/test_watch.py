@@ -51,6 +51,7 @@ def write_run(folder, rows, *, owner=None, ended=None, steps=20):
     return folder
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_shown_with_all_that_it_has_written(observed_run):
     run = WatchedRun(observed_run)
     shown = shown_of(run)

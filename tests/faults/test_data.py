@@ -69,7 +69,7 @@ def trained(texts, folder, **changes):
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "texts",
     [["one very long document of many windows " * 300, "and another " * 300], ["a", "b"] * 300],

@@ -173,6 +173,7 @@ def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypa
             assert len(found) in ((row[:-1] == end).sum() + 1, (row == end).sum() + 1)
 
 
+@pytest.mark.slow
 def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(diverged):
     folder, error = diverged
     message, rows = str(error), read_metrics(folder / "metrics.jsonl")

@@ -103,7 +103,7 @@ def test_a_dense_is_a_matrix_product_whatever_its_form(form, bias):
     check_equal(value_and_grads(function, params, (x, *rest)), single)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["mla", "mla_latent_queries"])

@@ -152,6 +152,7 @@ def test_logits_of_padding_are_minus_infinity_and_the_others_as_without(embeddin
     np.testing.assert_allclose(found[..., :VOCAB], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_decoding_says_is_what_the_full_pass_says():
     model = padded_model((1, 1, 4))
     params, ids = params_of(model), batch()["tokens"][:2, :8]

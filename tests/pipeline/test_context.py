@@ -48,7 +48,7 @@ def test_documents_of_the_batch_cross_shards():
         assert (segments[:, first] == segments[:, first - 1]).mean() > 0.5
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", few_fast(cases(*FEW), "context", "mesh", "attention", "residual"), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check(case, record_property)

@@ -43,6 +43,7 @@ def parse(text: str) -> tuple[ElementTree.Element, dict[str, list[Rect]]]:
     return root, rects
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(any_schedule, st.sampled_from(COSTS), st.booleans())
 def test_each_action_is_one_rectangle_to_scale_and_none_overlap(schedule, costs, asynchronous):
@@ -76,6 +77,7 @@ def test_everything_is_inside_the_picture(schedule, costs, asynchronous):
         assert 0 <= float(x) <= width and 0 <= float(y) <= height
 
 
+@pytest.mark.slow
 def test_the_idle_part_of_the_picture_is_the_bubble():
     for name in SCHEDULES:
         schedule = by_name(name, 4, 8)

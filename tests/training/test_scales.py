@@ -62,6 +62,7 @@ def test_a_model_learns_as_in_the_compute_dtype(form, off_by):
     np.testing.assert_allclose(losses[form], losses["compute"], rtol=off_by)
 
 
+@pytest.mark.slow
 def test_scales_are_the_maxima_of_the_step_before_and_have_no_moments():
     step, batch = make_step("int8"), make_batch(rows=16)
     state = step.init(batch)
