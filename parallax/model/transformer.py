@@ -1,6 +1,7 @@
 """The model on one device: embedding, blocks and head, built from layout strings."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
+from parallax.runtime.jaxprs import needed, part
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
 
@@ -165,11 +167,8 @@ class Parts(NamedTuple):
         embedding, blocks, head = jax.random.split(key, 3)
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
-        context = training_context(Rope(model), ids, ids, ids[0], None)
         keys = jax.random.split(blocks, model.layers)
-        stacks = {
-            kind: _stacked(block, keys[np.equal(model.kinds, kind)], x, context) for kind, block in self.blocks.items()
-        }
+        stacks = {kind: _stacked(block, keys[np.equal(model.kinds, kind)]) for kind, block in self.blocks.items()}
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
             BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
@@ -177,11 +176,28 @@ class Parts(NamedTuple):
         }
 
 
-def _stacked(block: Block, keys: Array, x: Array, context: Context) -> Any:
+def _stacked(block: Block, keys: Array) -> Any:
     """The parameters of one layer per key, stacked."""
-    block = block.clone(model=dataclasses.replace(block.model, kernel="xla"))  # one token is too few for others
-    stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(keys)
+    draw, structure = _init_of(block, keys.dtype)
+    stacked = jax.tree.unflatten(structure, jax.vmap(draw)(keys))
     return jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared))
+
+
+@functools.lru_cache(maxsize=32)  # a plan's sweep has many layouts with the same layers
+def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array]], Any]:
+    """The leaves of a layer's initial parameters as a function of a key, without what a layer computes with them, and
+    the structure of their tree."""
+    model = dataclasses.replace(block.model, kernel="xla")  # one token is too few for others
+
+    def init(key: Array) -> Any:
+        ids, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, model.d_model), model.dtype)
+        context = training_context(Rope(model), ids, ids, ids[0], None)
+        return block.clone(model=model).init(key, x, context)["params"]
+
+    traced, like = jax.make_jaxpr(init, return_shape=True)(jax.ShapeDtypeStruct((), key_dtype))
+    jaxpr = traced.jaxpr
+    draw = part(needed(jaxpr), jaxpr.invars, jaxpr.outvars, jaxpr.constvars, traced.consts)
+    return draw, jax.tree.structure(like)
 
 
 def _in_layers(declared: Declared) -> Declared:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import jaxpr_as_fun
 
 from parallax.config.remat import LAYER_INPUT, is_moved, saved_parts
 from parallax.model.context import Context
@@ -306,16 +307,22 @@ class LayerStack:
         return context._replace(key=jax.random.fold_in(context.key, 1 + self.layers[number]))
 
     def plan(self, remat: str, split: bool, gathered: Any, x: Array, context: Context) -> dict[str, list[Array]]:
-        """The arrays that a layer saves in each pool."""
-        y, saved = self.save(gathered, x, context)
-        self.saved_shapes = jax.eval_shape(lambda: saved)
-        in_place = remat == "none"
-        pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
+        """The arrays that a layer saves in each pool. What is not saved, and not divided, is not traced here."""
+        parts, in_place, whole = saved_parts(remat), remat == "none", (gathered, x, context)
+        pools = {"FB": [x], "FW": [], "BW": []}
         self.parts = () if in_place else (LAYER_INPUT,)
-        if (parts := saved_parts(remat)) is not None:
-            self.vjp.plan_selection(jax.make_jaxpr(self.save)(gathered, x, context), parts)
-            pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
+        if parts is not None:
+            forward = jax.make_jaxpr(self.save)(*whole)
+            self.vjp.plan_selection(forward, parts)
+            pools["FB"] += self.vjp.forward_selected(*whole)[1]
             self.parts += self.vjp.selection.names
+            if split:
+                y, *saved = jaxpr_as_fun(forward)(*jax.tree.leaves(whole))
+        elif split or remat != "layer":
+            y, saved = self.save(*whole)
+            self.saved_shapes = jax.eval_shape(lambda: saved)
+            if in_place:
+                pools["FB"] = saved
         if split:
             self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
             pools["FW"] = [saved[at] for at in self.vjp.read_later]

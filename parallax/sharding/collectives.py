@@ -20,11 +20,7 @@ from parallax.sharding.layout import Layout, check_rank, parse_move
 
 def is_bound(axis: str) -> bool:
     """Whether `axis` is bound, that is, whether this runs inside a shard_map over it."""
-    try:
-        lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def bound_axis_sizes() -> dict[str, int]:

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.errors import ScopeParamShapeError
 from jax import Array
 
 from parallax.sharding.collectives import bound_axis_sizes
@@ -43,10 +44,17 @@ def parameter(
     """Declare a float32 parameter of `module`: the whole array outside shard_map, this device's piece inside.
 
     `init(key, shape)` returns the values. `at_rest` are the dims of which data axes may shard one, the best first.
-    `module.init` returns each parameter as `Declared`.
+    `module.init` returns each parameter as `Declared`. Raises Flax's ScopeParamShapeError if a given value has another
+    shape.
     """
     parsed = Layout.parse(layout)
     shape = parsed.local_shape(sizes, bound_axis_sizes())
+    # Flax would trace `init` at each use, to compare shapes.
+    if module.has_variable("params", name) and not module.is_initializing():
+        value = nn.meta.unbox(module.get_variable("params", name))
+        if jnp.shape(value) != tuple(shape):
+            raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
+        return value
     return module.param(name, lambda key: Declared(init(key, shape), parsed, at_rest))
 
 

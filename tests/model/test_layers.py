@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
+from flax.errors import ScopeParamShapeError
 from jaxprs import equations
 from tiny import HIDDEN_CUT, build, model_config
 
@@ -44,6 +45,13 @@ def test_norm_computes_in_float32_and_returns_what_it_got():
     y = layer("norm").apply({"params": params}, jnp.asarray(x, jnp.float16))  # squares overflow float16
     assert y.dtype == jnp.float16
     np.testing.assert_allclose(y, oracles.rms_norm(double(x), double(params["scale"]), EPS), rtol=1e-3, atol=1e-3)
+
+
+def test_a_parameter_of_another_shape_is_refused_with_both():
+    x, *_ = windows()
+    _, params = declared(layer("norm"), None)
+    with pytest.raises(ScopeParamShapeError, match=rf'"scale".*\({SIZES["d_model"]},\).*\(3,\)'):
+        layer("norm").apply({"params": {"scale": params["scale"][:3]}}, x)
 
 
 def test_the_gated_mlp_is_swiglu():
