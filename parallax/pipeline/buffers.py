@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -49,8 +50,8 @@ def row_major(x: Array) -> Array:
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     """Start indices of an entry; none is negative. A dim of size 1 has a static index, so that XLA sees that a read
     returns what was written."""
-    at = tuple(jnp.int32(0) if size == 1 else jnp.int32(number) for size, number in zip(leaf.shape, numbers))
-    return (*at, *(jnp.int32(0) for _ in leaf.shape[len(numbers) :]))
+    known = [0 if size == 1 else number for size, number in zip(leaf.shape, numbers)] + [0] * (leaf.ndim - len(numbers))
+    return tuple(np.int32(number) if isinstance(number, int) else number for number in known)
 
 
 def index(stacked: Array, at: Array) -> Array:

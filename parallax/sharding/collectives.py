@@ -25,12 +25,14 @@ def is_bound(axis: str) -> bool:
 
 def bound_axis_sizes() -> dict[str, int]:
     """Size of every bound axis; empty outside shard_map."""
-    return {axis: lax.axis_size(axis) for axis in ALL_AXES if is_bound(axis)}
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: mesh.shape[axis] for axis in ALL_AXES if axis in mesh.manual_axes}
 
 
 def ranks_over(axes: Iterable[str]) -> int:
     """Number of ranks along these axes together. An axis that is not bound has one."""
-    return math.prod(lax.axis_size(axis) for axis in axes if is_bound(axis))
+    sizes = bound_axis_sizes()
+    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -111,7 +113,7 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
         if old[: len(new)] != new:
             _refuse(pattern, f"only the last axes of a dim can be gathered; {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
-            for groups in _gather_groups(math.prod(map(lax.axis_size, gone)), first(gone)):
+            for groups in _gather_groups(ranks_over(gone), first(gone)):
                 x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
@@ -354,7 +356,7 @@ def _cut_further(pattern: str, x: Array, how: str) -> list[tuple[int, tuple[str,
 
 
 def _check_divides(pattern: str, name: str, size: int, axes: tuple[str, ...]) -> int:
-    pieces = math.prod(map(lax.axis_size, axes))
+    pieces = ranks_over(axes)
     if size % pieces:
         over = " x ".join(f"{axis}={lax.axis_size(axis)}" for axis in axes)
         _refuse(pattern, f"a local {name} of {size} does not divide over {over}")

@@ -16,6 +16,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -342,15 +343,17 @@ class ShardingPlan:
 
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
+        rows = self.rows[part]
+        stacked = lambda row: int(row.compute.names[0] == "layers")  # noqa: E731
 
-        def zeros(row: ParameterPlan, weight: Array) -> Array:
-            layers = weight.shape[: row.compute.names[0] == "layers"]
-            one = jax.ShapeDtypeStruct(weight.shape[len(layers) :], weight.dtype)
-            whole = lambda w: self._gather(row, row.resident, row.compute, w)  # noqa: E731
-            made = lambda w: self._scatter(row, row.compute, row.summed, whole(w))  # noqa: E731
-            return collectives.as_varying(jnp.zeros((*layers, *jax.eval_shape(made, one).shape), jnp.float32))
+        def move(row: ParameterPlan, weight: Array) -> Array:
+            return self._scatter(row, row.compute, row.summed, self._gather(row, row.resident, row.compute, weight))
 
-        return jax.tree.map(zeros, self.rows[part], weights)
+        def zeros(row: ParameterPlan, weight: Array, one: Any) -> Array:
+            return collectives.as_varying(jnp.zeros((*weight.shape[: stacked(row)], *one.shape), jnp.float32))
+
+        of_one = jax.tree.map(lambda row, w: jax.ShapeDtypeStruct(w.shape[stacked(row) :], w.dtype), rows, weights)
+        return jax.tree.map(zeros, rows, weights, jax.eval_shape(partial(jax.tree.map, move, rows), of_one))
 
     def rows_of(self, part: str) -> Any:
         """The rows of a part, as "blocks" or "blocks/KIND"; without a part, all rows."""
