@@ -94,13 +94,18 @@ def config(tmp_path_factory):
 
 
 @functools.cache
+def model_for(settings):  # one for memory and work, which then trace one step
+    return model_on_topology(settings, PAIR)
+
+
+@functools.cache
 def held_of(settings):
-    return predicted_memory(model_on_topology(settings, PAIR), settings)
+    return predicted_memory(model_for(settings), settings)
 
 
 @functools.cache
 def traced_of(settings):
-    return traced_work(model_on_topology(settings, PAIR), settings)
+    return traced_work(model_for(settings), settings)
 
 
 @pytest.fixture(scope="module")
