@@ -39,13 +39,14 @@ SCHEDULES = {
 # Compiler options: XLA fuses, and writes products in other forms, as what stands around them suggests, and their bits
 # follow. Without fusion alone XLA for CPU computes something else (a loss of 4.154 for 4.163), so both are off.
 AS_WRITTEN = {"xla_disable_hlo_passes": "fusion,algsimp"}
+DEFAULTS = get_config()
 HIDDEN_CUT, SEQ_CUT = RESIDUALS.values()
 RESIDUAL_VALUES = {layout: value for value, layout in RESIDUALS.items()}  # of layout.residual
 
 
 def section(name, **changes):
     """One section of the base config, with those of `changes` that are its keys."""
-    fields = dict(get_config()[name])
+    fields = dict(DEFAULTS[name])
     found = fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
     return found | ({"residual": RESIDUAL_VALUES.get(found["residual"], found["residual"])} if name == "layout" else {})
 

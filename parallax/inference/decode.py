@@ -73,7 +73,7 @@ class Decoder:
         self.model, self.rounded_to = model, rounded_to
         self.layouts = jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
-        self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
+        self.wanted = layouts_of(self.parts.declared())
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.kinds)
         self.orders = list(arrangements(placement, model.kinds).values())

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -130,8 +131,9 @@ class Parts(NamedTuple):
         measures: bool = False,
     ) -> "Parts":
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
-        embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
-        head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
+        sizes = FrozenDict(model.sizes)  # which a cache can hash
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
+        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied)
         block = partial(Block, model, residual, family, kv, measures=measures)
         blocks = {kind: block(kind, *of_mixtures) for kind in sorted(set(model.kinds))}
         return Parts(embedding, blocks, head)
@@ -161,6 +163,10 @@ class Parts(NamedTuple):
 
         return jax.lax.scan(turn, x, (*turns, others))
 
+    def declared(self) -> dict[str, Any]:
+        """The shapes of `declare`."""
+        return _declared(self.embedding, tuple(self.blocks.items()), self.head)
+
     def declare(self, key: Array) -> dict[str, Any]:
         """All parameters as whole arrays of `Declared`: no axis is bound here, so nothing depends on the mesh."""
         model = next(iter(self.blocks.values())).model
@@ -176,6 +182,12 @@ class Parts(NamedTuple):
         }
 
 
+# A plan's sweep has many layouts with the same parts, and more with the same layers.
+@functools.lru_cache(maxsize=32)
+def _declared(embedding: Embedding, blocks: tuple[tuple[str, Block], ...], head: Head) -> dict[str, Any]:
+    return jax.eval_shape(Parts(embedding, dict(blocks), head).declare, jax.random.key(0))
+
+
 def _stacked(block: Block, keys: Array) -> Any:
     """The parameters of one layer per key, stacked."""
     draw, structure = _init_of(block, keys.dtype)
@@ -183,7 +195,7 @@ def _stacked(block: Block, keys: Array) -> Any:
     return jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared))
 
 
-@functools.lru_cache(maxsize=32)  # a plan's sweep has many layouts with the same layers
+@functools.lru_cache(maxsize=32)
 def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array]], Any]:
     """The leaves of a layer's initial parameters as a function of a key, without what a layer computes with them, and
     the structure of their tree."""

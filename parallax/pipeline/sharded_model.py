@@ -93,7 +93,7 @@ class ShardedModel:
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
-        declared = stored_as(jax.eval_shape(self.parts.declare, jax.random.key(0)), weights_dtype)
+        declared = stored_as(self.parts.declared(), weights_dtype)
         self.plan = ShardingPlan(
             declared,
             Policies(data_parallel.policy, data_parallel.by_name),
