@@ -143,6 +143,7 @@ def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, 
         d_gate, d_up, d_weights, again = experts.gated_gradients(Operand(dy, None), gate, up, weights, sizes)
         return gate, up, hidden, d_gate, d_up, d_weights, again, sum(experts.input_gradients(d_gate, d_up, sizes))
 
+    @jax.jit
     def plain(x, dy, weights, gate, up, down):
         products, pull_x = jax.vjp(lambda x: (x @ gate, x @ up), x)
         hidden, pull = jax.vjp(lambda gate, up, weights: jax.nn.silu(gate) * up * weights, *products, weights)

@@ -28,6 +28,11 @@ def layer(name):
     return residual_layers(HIDDEN_CUT, FAMILIES["column_row"])[name]
 
 
+def compiled(layer, rope):
+    """One program: operation by operation, most of the time goes into compiling them."""
+    return jax.jit(call(layer, rope))
+
+
 def double(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
 
@@ -36,7 +41,7 @@ def test_norm_divides_by_the_root_of_the_mean_square():
     x, *rest = windows()
     _, params = declared(layer("norm"), None)
     expected = oracles.rms_norm(double(x), double(params["scale"]), EPS)
-    np.testing.assert_allclose(call(layer("norm"), None)(params, x, *rest), expected, **CLOSE)
+    np.testing.assert_allclose(compiled(layer("norm"), None)(params, x, *rest), expected, **CLOSE)
 
 
 def test_norm_computes_in_float32_and_returns_what_it_got():
@@ -59,7 +64,7 @@ def test_the_gated_mlp_is_swiglu():
     _, params = declared(layer("mlp"), None)
     kernels = [double(params[name]["kernel"]) for name in ("gate", "up", "down")]
     expected = oracles.swiglu(double(x), *kernels)
-    np.testing.assert_allclose(call(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
+    np.testing.assert_allclose(compiled(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
 
 
 def rope(**changes):
@@ -179,7 +184,7 @@ def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
     angles = Rope(model).frequencies()
     expected = oracles.gqa(double(params), double(x), positions, segments, angles, Rope(model).temperature())
     np.testing.assert_allclose(
-        call(gqa, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        compiled(gqa, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -193,7 +198,7 @@ def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
     temperature, angles = Rope(model).temperature(), Rope(model).frequencies()
     expected = oracles.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
     np.testing.assert_allclose(
-        call(mla, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        compiled(mla, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -213,7 +218,7 @@ def test_the_embedding_looks_up_rows(form):
     embedding = layer(f"embedding_{form}")
     _, params = declared(embedding, None)
     x, ids, *rest = windows()
-    np.testing.assert_array_equal(jax.jit(call(embedding, None))(params, x, ids, *rest), params["table"][ids])
+    np.testing.assert_array_equal(jax.jit(compiled(embedding, None))(params, x, ids, *rest), params["table"][ids])
 
 
 @pytest.mark.parametrize("form", ["vocab_parallel", "all_to_all"])
@@ -222,7 +227,7 @@ def test_the_head_makes_logits_of_normed_activations(form):
     _, params = declared(head, None)
     x, *rest = windows()
     expected = oracles.rms_norm(double(x), double(params["norm"]["scale"]), EPS) @ double(params["table"]).T
-    np.testing.assert_allclose(call(head, None)(params, x, *rest), expected, **CLOSE)
+    np.testing.assert_allclose(compiled(head, None)(params, x, *rest), expected, **CLOSE)
     assert expected.shape == (ROWS, SEQ, SIZES["vocab"])
 
 
