@@ -90,9 +90,27 @@ def a_ring_hides_its_messages(pp):
         assert made.asynchronous and made.cycles_between > 0, made
 
 
+def masters_come_from_the_host_in_the_layout_of_their_stack(d_model):
+    """A copy from the host that changes the memory layout ends the compiler, and this process."""
+    settings = read_settings(get_config().to_dict())
+    model = dict(layers=2, d_model=d_model, d_ff=512, heads=4, kv_heads=4, d_head=128, vocab=1024, dtype="bfloat16")
+    settings = dataclasses.replace(
+        settings,
+        mesh=MeshConfig(pp=1, dp=16, tp=1, simulate=0),
+        model=dataclasses.replace(settings.model, **model),
+        data=dataclasses.replace(settings.data, seq=512, global_batch=16),
+        pipeline=dataclasses.replace(settings.pipeline, microbatches=1),
+        optimizer=dataclasses.replace(settings.optimizer, masters_on="host"),
+    )
+    step = step_of(settings, make_mesh(settings.mesh, devices_of("v5e:4x4")))
+    assert step.lower(16, 512).compile().memory_analysis().temp_size_in_bytes > 0
+
+
 if __name__ == "__main__":
     for topology in TOPOLOGIES:
         one_chip_agrees_with_the_table(topology)
     gathers_in_a_loop_are_counted_and_hidden()
     for stages in (1, 2):
         a_ring_hides_its_messages(stages)
+    for piece in (64, 128):
+        masters_come_from_the_host_in_the_layout_of_their_stack(16 * piece)

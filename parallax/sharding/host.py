@@ -7,7 +7,8 @@ in host memory.
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 DEVICE, HOST = "device", "host"
 MEMORY_KINDS = {DEVICE: None, HOST: "pinned_host"}  # as shardings name them
@@ -36,3 +37,20 @@ def to_host(x: Array) -> Array:
 def to_device(x: Array) -> Array:
     """The array in the device's memory."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
+
+
+def layer_to_device(stack: Array, at: Array) -> Array:
+    """One layer of a stack in host memory, in the device's memory.
+
+    On TPU in the memory layout of the stack: a copy from the host that would change it ends libtpu's compiler. Stacks
+    are row-major, but for last dims that are narrower than a vector of 128 entries and come after one that is not:
+    these two change places.
+    """
+    layer = to_device(lax.dynamic_slice_in_dim(stack, at, 1))
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "tpu":
+        *rest, last_but_one, last = range(layer.ndim)
+        swapped = layer.shape[last] < 128 <= layer.shape[last_but_one]
+        order = (*rest, last, last_but_one) if swapped else (*rest, last_but_one, last)
+        layer = with_layout_constraint(layer, Layout(order))
+    return layer[0]

@@ -33,7 +33,7 @@ from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
-from parallax.sharding.host import DEVICE, HOST, to_device, to_host
+from parallax.sharding.host import DEVICE, HOST, layer_to_device, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, is_amax, layouts_of
 
@@ -160,8 +160,7 @@ class ParameterPlan:
         them is on the device in its stored dtype."""
         if self.at_rest.names[0] != "layers":
             return self.cast(to_device(weight))
-        layer = lambda at: to_device(lax.dynamic_slice_in_dim(weight, at, 1))[0]  # noqa: E731
-        return lax.map(lambda at: self.cast(layer(at)), jnp.arange(len(weight)))
+        return lax.map(lambda at: self.cast(layer_to_device(weight, at)), jnp.arange(len(weight)))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
