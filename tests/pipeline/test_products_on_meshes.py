@@ -65,10 +65,22 @@ SLOW = {
         (2, 2, 2),
         EIGHT_BIT | dict(schedule="gpipe", remat="q ffn", residuals_on="host"),
     ),
-    "8-bit residuals, V": ("gqa", "float8", (2, 1, 2), EIGHT_BIT | dict(schedule="zero_bubble_v", residual=SEQ_CUT)),
+    # Of the first batch an operand lies so near to the middle that this mesh rounds it to the other number, and the
+    # largest gradient of a layer is 3 % larger. Of the second one none does, as of the five after it.
+    "8-bit residuals, V": (
+        "gqa",
+        "float8",
+        (2, 1, 2),
+        EIGHT_BIT | dict(schedule="zero_bubble_v", residual=SEQ_CUT, seed=1),
+    ),
     "8-bit residuals, scatter": ("gqa", "int8", (1, 2, 4), EIGHT_BIT | dict(remat="ffn", tensor_parallel="scatter")),
     "rounded gathers, zero1": ("mla", "int8", (2, 2, 2), GATHERS | dict(schedule="zero_bubble", policy="zero1")),
-    "rounded gathers, ahead": ("moe", "int8", (1, 2, 2, 1, 1, 2), GATHERS | dict(prefetch=1)),
+    "rounded gathers, ahead": (
+        "moe",
+        "int8",
+        (1, 2, 2, 1, 1, 2),
+        GATHERS | dict(prefetch=1, layers_of="dense*2 moe*2"),
+    ),
     "two kinds": ("moe", "float8", (2, 1, 1, 1, 1, 4), dict(schedule="zero_bubble", remat="layer")),
 }
 
@@ -81,19 +93,20 @@ ARITHMETIC = (
     "layers_of",
     "experts",
     "d_expert",
+    "seed",
 )  # alone, too
 
 
 @functools.cache
-def batch():
-    return make_batch(rows=32)
+def batch(seed=0):
+    return make_batch(rows=32, seed=seed)
 
 
-def found_of(mesh, name, form, **how):
+def found_of(mesh, name, form, *, seed=0, **how):
     """Loss, gradients and scales of a step whose scales a first pass has set."""
     model = build(mesh, matmul=form, **MODELS[name] | how)
-    params = with_first_scales(model, params_of(model), batch(), seed=0)
-    metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch()))
+    params = with_first_scales(model, params_of(model), batch(seed), seed=0)
+    metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch(seed)))
     scales = {name: np.asarray(leaf) for name, leaf in flatten(params).items() if is_amax_name(name)}
     grads = flatten(grads)
     found = {name: grads.pop(name) for name in scales}
