@@ -1,6 +1,7 @@
 """Programs compiled for TPU, with what the report must read in them; run as a process of its own, for libtpu's sake."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -16,6 +17,7 @@ from parallax.analysis.step_time import step_time
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.runtime.chips import chip
+from parallax.sharding.host import order_on_tpu
 from parallax.sharding.mesh import make_mesh
 from parallax.training.step import step_of
 
@@ -90,10 +92,22 @@ def a_ring_hides_its_messages(pp):
         assert made.asynchronous and made.cycles_between > 0, made
 
 
+def arguments_have_the_order_of_the_rule():
+    sizes = itertools.product((1, 2, 3, 4, 8, 32), (1, 8, 64, 100, 130, 300, 4096), (1, 16, 64, 100, 128, 199, 200))
+    shapes = [(), (7,), (300,), *sizes, *itertools.product((2, 8), (1, 4, 33), (8, 100, 130, 4096), (16, 128, 200))]
+    mesh = make_mesh(MeshConfig(pp=1, dp=16, tp=1, simulate=0), devices_of("v5e:4x4"))
+    whole = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn):
+        arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape in shapes]
+        compiled = jax.jit(lambda *arrays: None, keep_unused=True).lower(*arrays).compile()
+        for shape, found in zip(shapes, compiled.input_formats[0], strict=True):
+            assert tuple(found.layout.major_to_minor) == order_on_tpu(shape, dtype), (shape, dtype, found)
+
+
 def masters_come_from_the_host_in_the_layout_of_their_stack(d_model):
     """A copy from the host that changes the memory layout ends the compiler, and this process."""
     settings = read_settings(get_config().to_dict())
-    model = dict(layers=2, d_model=d_model, d_ff=512, heads=4, kv_heads=4, d_head=128, vocab=1024, dtype="bfloat16")
+    model = dict(layers=4, d_model=d_model, d_ff=512, heads=4, kv_heads=4, d_head=128, vocab=1024, dtype="bfloat16")
     settings = dataclasses.replace(
         settings,
         mesh=MeshConfig(pp=1, dp=16, tp=1, simulate=0),
@@ -112,5 +126,6 @@ if __name__ == "__main__":
     gathers_in_a_loop_are_counted_and_hidden()
     for stages in (1, 2):
         a_ring_hides_its_messages(stages)
-    for piece in (64, 128):
+    arguments_have_the_order_of_the_rule()
+    for piece in (64, 100, 128):
         masters_come_from_the_host_in_the_layout_of_their_stack(16 * piece)

@@ -4,9 +4,12 @@ The memory space is part of an array's type, on simulated devices too: tracing f
 in host memory.
 """
 
+import itertools
+import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -39,18 +42,35 @@ def to_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
-def layer_to_device(stack: Array, at: Array) -> Array:
-    """One layer of a stack in host memory, in the device's memory.
+def argument_to_device(x: Array, layer: Array | None = None) -> Array:
+    """An argument of the program in host memory, or one layer of a stack, `[1, ...]`, in the device's memory; in the
+    local view.
 
-    On TPU in the memory layout of the stack: a copy from the host that would change it ends libtpu's compiler. Stacks
-    are row-major, but for last dims that are narrower than a vector of 128 entries and come after one that is not:
-    these two change places.
+    On TPU in the memory layout that arguments have: a copy from the host that would change it ends libtpu's compiler.
     """
-    layer = to_device(lax.dynamic_slice_in_dim(stack, at, 1))
+    order = order_on_tpu(x.shape, x.dtype)
+    x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "tpu":
-        *rest, last_but_one, last = range(layer.ndim)
-        swapped = layer.shape[last] < 128 <= layer.shape[last_but_one]
-        order = (*rest, last, last_but_one) if swapped else (*rest, last_but_one, last)
-        layer = with_layout_constraint(layer, Layout(order))
-    return layer[0]
+    on_tpu = device is not None and device.platform == "tpu"
+    return to_device(with_layout_constraint(x, Layout(order)) if on_tpu else x)
+
+
+def order_on_tpu(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """The dims, major first, of an argument of this shape on TPU, as its memory layout has them.
+
+    The last two are padded to tiles: the last to 128 entries, the last but one to 8, or to 1, 2 or 4 if it is that
+    small and so many entries fill 32 bits. TPUs use the order that needs the least memory then; of equal ones, that
+    which keeps the last dims last.
+
+    >>> order_on_tpu((32, 64, 11008), "float32"), order_on_tpu((32, 11008, 64), "float32")
+    ((0, 1, 2), (0, 2, 1))
+    """
+    least = 4 // np.dtype(dtype).itemsize
+
+    def padded(order: tuple[int, ...]) -> int:
+        *rest, rows, columns = (1, 1, *(shape[dim] for dim in order))
+        tile = next((size for size in (1, 2, 4) if size >= max(rows, least)), 8)
+        return math.prod(rest) * -(-rows // tile) * tile * -(-columns // 128) * 128
+
+    orders = itertools.permutations(range(len(shape)))
+    return min(orders, key=lambda order: (padded(order), [-dim for dim in reversed(order)]))

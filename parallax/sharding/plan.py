@@ -33,7 +33,7 @@ from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
-from parallax.sharding.host import DEVICE, HOST, layer_to_device, to_device, to_host
+from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, is_amax, layouts_of
 
@@ -159,8 +159,8 @@ class ParameterPlan:
         """The array that `load` moves, from host memory. Layers are cast one after the other, so that at most one of
         them is on the device in its stored dtype."""
         if self.at_rest.names[0] != "layers":
-            return self.cast(to_device(weight))
-        return lax.map(lambda at: self.cast(layer_to_device(weight, at)), jnp.arange(len(weight)))
+            return self.cast(argument_to_device(weight))
+        return lax.map(lambda at: self.cast(argument_to_device(weight, at)[0]), jnp.arange(len(weight)))
 
 
 @dataclasses.dataclass(eq=False, repr=False)

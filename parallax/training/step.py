@@ -208,8 +208,9 @@ class TrainStep:
 
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
             if self.model.plan.uses_host or has_blocks(opt_state):
-                params, opt_state = in_their_memory((params, opt_state), self.shardings[1:3])
-                updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads)
+                shardings = self.shardings[1:3]
+                params, opt_state = in_their_memory((params, opt_state), shardings)
+                updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)
             else:
                 updated, opt_state = update(params, opt_state, grads)
         latest = lambda layout, new, old, grad: latest_amax(grad, old) if is_amax(layout) else new  # noqa: E731

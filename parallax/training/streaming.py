@@ -6,7 +6,7 @@ in which arrays of other layers have no rows; so it must work by entry or by a l
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.host import HOST, is_on_host, to_device, to_host
+from parallax.sharding.host import HOST, argument_to_device, is_on_host, to_host
 from parallax.training.low_precision import Blocks
 
 UNSTACKED, SHARED = "", "shared"  # labels: parameters outside of layers, and states that belong to no parameter
@@ -59,12 +60,18 @@ def check_streams(model: ShardedModel, opt_state: Any) -> None:
     map_kept(check, lambda leaf: leaf, opt_state, model.shapes, model.plan.rows)
 
 
-def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-    """The result of `update` for the whole trees; one layer at a time is widened, and on the device."""
+def update_by_layer(
+    update: Update, model: ShardedModel, params: Any, opt_state: Any, grads: Any, shardings: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """The result of `update` for the whole trees; one layer at a time is widened, and on the device.
+
+    `shardings` are those of the parameters, and so of the gradients, and of the optimizer's state.
+    """
     of_params = jax.tree_util.tree_map_with_path(partial(_stack_of, model.plan.orders), params)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
     labels = of_params, map_kept(labelled, lambda _: SHARED, opt_state, of_params), of_params
     labels = dict(enumerate(jax.tree.leaves(labels)))
+    specs = [sharding.spec for sharding in jax.tree.leaves((*shardings, shardings[0]))]
     leaves, structure = jax.tree.flatten((params, opt_state, grads))
     written = len(leaves) - len(jax.tree.leaves(grads))
 
@@ -73,28 +80,55 @@ def update_by_layer(update: Update, model: ShardedModel, params: Any, opt_state:
         given = [at_hand.get(at, x if labels[at] == SHARED else _no_rows(x)) for at, x in enumerate(leaves)]
         return jax.tree.leaves(update(*jax.tree.unflatten(structure, given), layers))
 
-    unstacked = updated({at: to_device(x) for at, x in enumerate(leaves) if labels[at] == UNSTACKED})
-    results = [_beside(leaves[at], x) for at, x in enumerate(unstacked)]
+    unstacked = updated({at: _fetch(x, specs[at]) for at, x in enumerate(leaves) if labels[at] == UNSTACKED})
+    results = [to_host(x) if is_on_host(leaf) else x for leaf, x in zip(leaves, unstacked)]
     for stack in model.plan.orders:
         cut = {row.at_rest.cut_of("layers") for row in jax.tree.leaves(model.plan.rows_of(stack))}
         assert len(cut) == 1, f"layers of {stack} are cut in different ways: {cut}"
         pieces = math.prod(model.axis_sizes.get(axis, 1) for axis in cut.pop())
-        # The first layer of every device, then the second, and so on.
-        apart = {at: x.reshape(pieces, -1, *x.shape[1:]) for at, x in enumerate(leaves) if labels[at] == stack}
-        carry = {at: x for at, x in apart.items() if at < written}
-        turn = partial(_turn, updated, apart)
-        for at, x in lax.fori_loop(0, next(iter(apart.values())).shape[1], turn, carry).items():
-            results[at] = x.reshape(leaves[at].shape)
+        stacked = {at: x for at, x in enumerate(leaves) if labels[at] == stack}
+        changed = _layers_in_turn(updated, stacked, specs, written, pieces)
+        results = [changed.get(at, x) for at, x in enumerate(results)]
     return jax.tree.unflatten(jax.tree.structure((params, opt_state)), results)
 
 
-def _turn(updated: Callable, apart: Mapping[int, Array], number: Array, carry: dict[int, Array]) -> dict[int, Array]:
-    """Update one layer of each piece; arrays are `[piece, layer, ...]`, `carry` those that change."""
-    rows = {at: lax.dynamic_slice_in_dim(x, number, 1, axis=1) for at, x in (apart | carry).items()}
-    pieces, layers = next(iter(apart.values())).shape[:2]
-    found = updated({at: to_device(x)[:, 0] for at, x in rows.items()}, number + layers * jnp.arange(pieces))
-    write = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row[:, None]), number, axis=1)  # noqa: E731
-    return {at: write(x, found[at]) for at, x in carry.items()}
+def _layers_in_turn(
+    updated: Callable, stacked: Mapping[int, Array], specs: Sequence[P], written: int, pieces: int
+) -> dict[int, Array]:
+    """The first `written` leaves with layers, updated: the first layer of each piece, then the second, and so on."""
+    layers = len(next(iter(stacked.values()))) // pieces
+
+    def turn(number: Array, carry: dict[int, Array]) -> dict[int, Array]:
+        rows = {at: _fetch(x, specs[at], number) for at, x in (stacked | carry).items()}
+        found = updated(rows, number + layers * jnp.arange(pieces))
+        return {at: _write(x, found[at], specs[at], number) for at, x in carry.items()}
+
+    return lax.fori_loop(0, layers, turn, {at: x for at, x in stacked.items() if at < written})
+
+
+def _fetch(x: Array, spec: P, number: Array | None = None) -> Array:
+    """An array on the device, or of a stack the layer of this number on each piece: `[pieces, ...]`."""
+    on_host = is_on_host(x)
+
+    @partial(jax.shard_map, in_specs=(spec, P()), out_specs=spec)
+    def local(x: Array, number: Array | None) -> Array:
+        if on_host:
+            return argument_to_device(to_host(x), number)
+        return x if number is None else lax.dynamic_slice_in_dim(x, number, 1)
+
+    return local(x, number)
+
+
+def _write(x: Array, layers: Array, spec: P, number: Array) -> Array:
+    """The stack with the layer of this number on each piece, `[pieces, ...]`, replaced; in its memory."""
+    on_host = is_on_host(x)
+
+    @partial(jax.shard_map, in_specs=(spec, spec, P()), out_specs=spec)
+    def local(x: Array, layer: Array, number: Array) -> Array:
+        x, layer = (to_host(x), to_host(layer)) if on_host else (x, layer)
+        return lax.dynamic_update_slice_in_dim(x, layer, number, 0)
+
+    return local(x, layers, number)
 
 
 def _stack_of(stacks: Mapping[str, Any], path: Any, leaf: Any) -> str:
@@ -105,8 +139,3 @@ def _stack_of(stacks: Mapping[str, Any], path: Any, leaf: Any) -> str:
 
 def _no_rows(x: Array) -> Array:
     return jnp.zeros((0, *x.shape[1:]), x.dtype)
-
-
-def _beside(x: Array, other: Array) -> Array:
-    """The other array, moved to the memory of the first one."""
-    return to_host(other) if is_on_host(x) else other
