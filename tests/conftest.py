@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -13,6 +14,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# What one process has compiled to bytecode the others read, whatever the shell says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["PARALLAX_PROGRESS"] = "off"  # what a command waits for depends on how fast the machine is
 # Small arrays gain nothing from optimised code, and compiling is most of the time: a training step on 2·2·2 takes
 # 11.5 CPU seconds to compile as it is, 6.2 at level 0, and 1.3 without MLIR's fusions too. Only jaxlib 0.10 can turn

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 
@@ -12,7 +13,10 @@ def pairs_of(case):
 
 def pairwise_cases(cases):
     """Take the case that has most pairs not seen yet, until every pair of the legal `cases` was seen."""
-    return [cases[at] for at in _cover([pairs_of(case) for case in cases])]
+    number = {}
+    rows = [[number.setdefault(setting, len(number)) for setting in case.items()] for case in cases]
+    pairs = [[a * len(number) + b for a, b in itertools.combinations(row, 2)] for row in rows]
+    return [cases[at] for at in _cover(pairs)]
 
 
 def few_fast(cases, *keys):
@@ -24,12 +28,15 @@ def few_fast(cases, *keys):
 def _cover(sets):
     """Of some sets the numbers of a few that hold what all hold."""
     number = {one: at for at, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(sets)))}
-    masks = [sum(1 << number[one] for one in own) for own in sets]
-    left, chosen = (1 << len(number)) - 1, []
-    while left:
-        best = max(range(len(sets)), key=lambda at: ((masks[at] & left).bit_count(), _shuffled(at)))
-        left &= ~masks[best]
-        chosen.append(best)
+    left = np.zeros((len(number), len(sets)), np.uint8)  # who holds what is not chosen yet
+    for at, own in enumerate(sets):
+        left[[number[one] for one in own], at] = 1
+    counts, chosen, among_equals = left.sum(0, dtype=np.int64), [], _shuffled(np.arange(len(sets)))
+    while counts.any():
+        chosen.append(int(np.argmax((counts << 32) + among_equals)))
+        new = np.flatnonzero(left[:, chosen[-1]])
+        counts -= left[new].sum(0, dtype=np.int64)
+        left[new] = 0
     return chosen
 
 

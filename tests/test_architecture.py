@@ -1,6 +1,7 @@
 """The source keeps its own rules: who imports whom, and what is never used."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -36,6 +37,11 @@ ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
+@functools.cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def noun(module: str) -> str:
     """The row's entry for a module, as "training.step": its own, else its package's."""
     parts = module.split(".")
@@ -48,20 +54,21 @@ def noun_of(path: pathlib.Path) -> str:
     return noun(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
-def imported_modules(tree: ast.AST) -> set[str]:
+@functools.cache
+def imported_modules(path: pathlib.Path) -> frozenset[str]:
     """Full names of all that a file imports; `from a import b` may mean the module a.b."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "write imports in full: `from parallax.sharding.mesh import AXES`"
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def imported_nouns(path: pathlib.Path) -> set[str]:
-    names = imported_modules(ast.parse(path.read_text()))
+    names = imported_modules(path)
     return {noun(name.removeprefix("parallax.")) for name in names if name.startswith("parallax.")}
 
 
@@ -77,7 +84,7 @@ def test_imports_point_to_rows_above(path):
 def test_the_pipeline_is_used_through_its_front(path):
     inner = {f"parallax.pipeline.{file.stem}" for file in (PACKAGE / "pipeline").glob("*.py")}
     if path.parent.name != "pipeline":
-        assert not inner & imported_modules(ast.parse(path.read_text())), "import from parallax.pipeline"
+        assert not inner & imported_modules(path), "import from parallax.pipeline"
 
 
 PURE = [
@@ -95,12 +102,12 @@ PURE = [
 @pytest.mark.parametrize("pure", PURE)
 def test_schedules_need_no_jax(pure):
     files = [f for f in FILES if str(f.relative_to(PACKAGE)).startswith(pure)]
-    names = set().union(*(imported_modules(ast.parse(f.read_text())) for f in files))
+    names = set().union(*(imported_modules(f) for f in files))
     assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "optax")}
 
 
 def test_only_the_command_line_sees_a_config_dict():
-    users = {f.relative_to(PACKAGE) for f in FILES if "ml_collections" in imported_modules(ast.parse(f.read_text()))}
+    users = {f.relative_to(PACKAGE) for f in FILES if "ml_collections" in imported_modules(f)}
     assert {str(user) for user in users} == {"cli/command.py"}
 
 
@@ -124,10 +131,10 @@ OWN_WAY = {
 }
 
 
-def path_touches(tree: ast.AST) -> set[str]:
+def path_touches(path: pathlib.Path) -> set[str]:
     """Calls that open, look at or change files, and modules that do."""
-    found = imported_modules(tree) & PATH_MODULES
-    for node in ast.walk(tree):
+    found = {*imported_modules(path) & PATH_MODULES}
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
             found.add("open")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PATH_METHODS:
@@ -139,7 +146,7 @@ def path_touches(tree: ast.AST) -> set[str]:
 
 @every_file
 def test_files_are_opened_and_made_in_one_module(path):
-    found = path_touches(ast.parse(path.read_text()))
+    found = path_touches(path)
     assert not found or path == PATHS or str(path.relative_to(PACKAGE)).startswith((*OWN_WAY,)), (
         f"use runtime/files.py for {found}"
     )
@@ -196,7 +203,7 @@ def data_axes_named(tree: ast.AST) -> set[str]:
 def test_layers_the_executor_and_analyses_know_no_data_axis(path):
     """No layout of the batch and no name of a data axis is written outside of the modules that are listed."""
     name = str(path.relative_to(PACKAGE))
-    found = data_axes_named(ast.parse(path.read_text()))
+    found = data_axes_named(tree_of(path))
     if name in NAME_AN_AXIS:
         assert found, f"{name} names no data axis any more: take it off the list"
     elif name.startswith(OF_LAYERS_AND_STEPS) and name not in DATA_AXES_ARE_SAID_IN:
@@ -221,7 +228,7 @@ def names_defined(statement: ast.stmt) -> set[str]:
 def test_a_public_name_is_defined_in_one_module():
     homes = {}
     for path in FILES:
-        for name in set().union(*map(names_defined, ast.parse(path.read_text()).body)):
+        for name in set().union(*map(names_defined, tree_of(path).body)):
             if not name.startswith("_") and name not in OF_EVERY_COMMAND:
                 homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     assert len(homes) > 1000

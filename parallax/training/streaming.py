@@ -110,7 +110,7 @@ def _fetch(x: Array, spec: P, number: Array | None = None) -> Array:
     """An array on the device, or of a stack the layer of this number on each piece: `[pieces, ...]`."""
     on_host = is_on_host(x)
 
-    @partial(jax.shard_map, in_specs=(spec, P()), out_specs=spec)
+    @partial(jax.shard_map, in_specs=(spec, P()), out_specs=spec, check_vma=True)
     def local(x: Array, number: Array | None) -> Array:
         if on_host:
             return argument_to_device(to_host(x), number)
@@ -123,7 +123,7 @@ def _write(x: Array, layers: Array, spec: P, number: Array) -> Array:
     """The stack with the layer of this number on each piece, `[pieces, ...]`, replaced; in its memory."""
     on_host = is_on_host(x)
 
-    @partial(jax.shard_map, in_specs=(spec, spec, P()), out_specs=spec)
+    @partial(jax.shard_map, in_specs=(spec, spec, P()), out_specs=spec, check_vma=True)
     def local(x: Array, layer: Array, number: Array) -> Array:
         x, layer = (to_host(x), to_host(layer)) if on_host else (x, layer)
         return lax.dynamic_update_slice_in_dim(x, layer, number, 0)
