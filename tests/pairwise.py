@@ -28,7 +28,7 @@ def few_fast(cases, *keys):
 def _cover(sets):
     """Of some sets the numbers of a few that hold what all hold."""
     number = {one: at for at, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(sets)))}
-    left = np.zeros((len(number), len(sets)), np.uint8)  # who holds what is not chosen yet
+    left = np.zeros((len(number), len(sets)), np.uint8)  # 1 where a set holds what no chosen set does
     for at, own in enumerate(sets):
         left[[number[one] for one in own], at] = 1
     counts, chosen, among_equals = left.sum(0, dtype=np.int64), [], _shuffled(np.arange(len(sets)))
