@@ -1,6 +1,8 @@
 """Common parts of the benchmarks' command lines: fast --help, --smoke, and one-line errors."""
 
 import argparse
+import ast
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from parallax.cli.arguments import Parser
-from parallax.runtime.errors import exit_status
+from parallax.runtime.errors import ConfigError, exit_status
 
 WORKS = ("bench_small", "tiny_gqa")  # configs of a size for simulated devices
 
@@ -49,6 +51,26 @@ def config_of(name: str) -> Any:
     """A config of the repository by name, with a vocab if it leaves that to the tokenizer."""
     config = importlib.import_module(f"configs.{name}").get_config()
     config.model.vocab = config.model.vocab or 256
+    return config
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A key and its value, as a number if possible."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; write one such as mesh.tp=2")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return key, ast.literal_eval(value)
+    return key, value
+
+
+def config_with(name: str, changes: Mapping[str, Any]) -> Any:
+    """The same with changes by key; ConfigError for an unknown key or a wrong type."""
+    config = config_of(name)
+    try:
+        config.update_from_flattened_dict(changes)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"argument --set: {error.args[0]}") from error
     return config
 
 

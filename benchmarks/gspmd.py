@@ -11,14 +11,11 @@ step times of Parallax and of the fastest annotated row. `--smoke` compiles for 
 simulated devices, whose losses and gradients must be the same.
 """
 
-import argparse
-import ast
 import contextlib
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,7 +25,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_of, run_benchmark
+from arguments import Arguments, absent_devices, config_with, run_benchmark, setting
 
 
 class Row(NamedTuple):
@@ -58,8 +55,10 @@ def main() -> None:
     if args.smoke:
         compare_numbers()
         return
+    import parallax as px
+
     devices = absent_devices(args.topology)
-    settings = settings_of(args.config, dict(args.set))
+    settings = px.read_settings(config_with(args.config, dict(args.set)).to_dict())
     print(" ".join([args.config, "on", args.topology, *(f"{key}={value}" for key, value in args.set)]))
     print(f"| | {' | '.join(COLUMNS)} |\n{'|---' * (1 + len(COLUMNS))}|")
     found = []
@@ -77,28 +76,6 @@ def main() -> None:
     secs = {side: [times.total_secs for row, _, times in found if row.annotated == side] for side in (False, True)}
     if all(secs.values()):
         print(f"\ngspmd/ours {min(secs[True]) / min(secs[False]):.3f}")
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """A key and its value, as a number if possible."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; write one such as mesh.tp=2")
-    with contextlib.suppress(ValueError, SyntaxError):
-        return key, ast.literal_eval(value)
-    return key, value
-
-
-def settings_of(name: str, changes: Mapping[str, Any]) -> Any:
-    import parallax as px
-    from parallax.runtime.errors import ConfigError
-
-    config = config_of(name)
-    try:
-        config.update_from_flattened_dict(changes)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"argument --set: {error.args[0]}") from error
-    return px.read_settings(config.to_dict())
 
 
 def step_of(row: Row, settings: Any, mesh: Any) -> Any:
@@ -164,7 +141,7 @@ def compare_numbers() -> None:
 
     import parallax as px
 
-    settings = settings_of("tiny_gqa", SMOKE)
+    settings = px.read_settings(config_with("tiny_gqa", SMOKE).to_dict())
     px.simulate_devices(settings.mesh.simulate)
     mesh = px.make_mesh(settings.mesh)
     shape = settings.data.global_batch, settings.data.seq + 1

@@ -1,29 +1,31 @@
-"""Options that save memory or time, one at a time: effect on memory and time, predicted, and compiled without a chip.
+"""Options that save memory or time, one at a time: effect on memory and time, predicted, and compiled or measured.
 
     python benchmarks/options.py --config llama_1b_16 --topology v5e:4x4 [--only "nothing" "weights bfloat16"]
+    python benchmarks/options.py --config gpu_80gb --here [--steps 8] [--set data.global_batch=32]
 
-Needs the compiler of the topology's chips: pip install -e '.[tpu]', or '.[gpu-compiler]'. The first row is the config
-as it is, in GiB of a chip and milliseconds of a step; the others are differences from it. *Predicted* is what
-`python -m parallax.plan` says, *compiled* arguments and temporaries of the compiler's program and its time as
-parallax.analysis estimates it, kernels at --kernels of peak. Copies between a chip and its
-host have no cycles, so compiled times exclude them. A step that the compiler refuses is *too large*; an impossible row
-says why.
+The first row is the config as it is, in GiB of a chip and milliseconds of a step; the others are differences from it.
+*Predicted* is what `python -m parallax.plan` says. *Compiled*, without a chip, are arguments and temporaries of the
+compiler's program and its time as parallax.analysis estimates it, kernels at --kernels of peak. It needs the compiler
+of the topology's chips: pip install -e '.[tpu]', or '.[gpu-compiler]'. Copies between a chip and its host have no
+cycles, so compiled times exclude them. *Measured*, with --here, are the allocator's peak and the median of the steps
+after the first two, on this machine's devices, each row in a process of its own. A step that the compiler refuses is
+*too large*; an impossible row says why.
 """
 
 import argparse
+import json
 import math
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_of, run_benchmark
+from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
 
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
 INT8, FLOAT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul": "float8"}, {"model.matmul_residuals": "8bit"}
@@ -39,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "products int8": INT8,
     "products float8": FLOAT8,
     "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,
+    "products float8, residuals 8bit": FLOAT8 | RESIDUALS_8BIT,
     "gathers int8": {"fsdp.gather_dtype": "int8"},
     "remat none": {"pipeline.remat": "none"},
     "remat elementwise": {"pipeline.remat": "elementwise"},
@@ -56,29 +59,45 @@ SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "we
 
 
 class Figures(NamedTuple):
-    """GiB of a chip and seconds of a step, predicted and compiled; missing ones are nan, with the reason."""
+    """GiB of a chip and seconds of a step, predicted, and compiled or measured; missing ones are nan, with the reason.
+    Of measured steps, their losses."""
 
-    predicted: tuple[float, float]
-    compiled: tuple[float, float] = (math.nan, math.nan)
+    predicted: tuple[float, float] = (math.nan, math.nan)
+    made: tuple[float, float] = (math.nan, math.nan)
     why: str = ""
+    losses: Sequence[float] = ()
 
 
 def main() -> None:
     parser = Arguments(description=__doc__, smallest=SMALLEST)
     parser.add_argument("--config", default="llama_1b_16", choices=CONFIGS)
-    parser.add_argument("--topology", default="v5e:4x4")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--topology", default="v5e:4x4")
+    where.add_argument("--here", action="store_true", help="run the steps on this machine's devices")
     parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
+    parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
     parser.add_argument("--kernels", type=float, default=0.7, help="share of peak that kernels reach")
+    parser.add_argument("--steps", type=whole_number, default=8, help="of a row that is measured")
+    parser.add_argument("--child", choices=OPTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    absent_devices(args.topology)
-    print(f"{args.config} on {args.topology}")
-    print("| option | memory predicted | compiled | step predicted | compiled |")
-    print("|---|---|---|---|---|")
+    if args.child:
+        print(json.dumps(measure(args, args.child)))
+        return
+    if not args.here:
+        # Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
+        os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        absent_devices(args.topology)
+    made, last = ("measured", " loss |") if args.here else ("compiled", "")
+    print(" ".join([args.config, *([] if args.here else ["on", args.topology]), *(f"{k}={v}" for k, v in args.set)]))
+    print(f"| option | memory predicted | {made} | step predicted | {made} |{last}")
+    print("|---" * (6 if args.here else 5) + "|")
     first = None
     for name in args.only:
-        started, found = time.perf_counter(), figures(args, name)
+        started, found = time.perf_counter(), (figures_here if args.here else figures)(args, name)
         first = first or found  # of a first row without figures the others have no differences
-        print(f"| {name} | " + " | ".join(cells(found, first)) + " |", flush=True)
+        loss = [f"{loss:.6f}" for loss in found.losses[-1:]] or [""] * args.here
+        print(f"| {name} | " + " | ".join(cells(found, first) + loss) + " |", flush=True)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -99,24 +118,29 @@ def cells(found: Figures, first: Figures) -> list[str]:
     return shown
 
 
+def settings_on(args: argparse.Namespace, name: str, count: int) -> Any:
+    """The settings of an option on this number of devices; on others than the config's, the same work for each."""
+    import parallax as px
+
+    config = config_with(args.config, dict(args.set))
+    size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
+    if size > 0:  # otherwise dp is inferred
+        config.mesh.dp = config.mesh.dp * count // size
+        config.data.global_batch = config.data.global_batch * count // size
+    config.update_from_flattened_dict(OPTIONS[name])
+    return px.read_settings(config.to_dict())
+
+
 def figures(args: argparse.Namespace, name: str) -> Figures:
     import jax
 
-    import parallax as px
     from parallax.analysis.step_time import compile_and_read, predict
     from parallax.analysis.topology import read_topology
     from parallax.runtime.errors import ConfigError
 
-    config, devices, topology = config_of(args.config), absent_devices(args.topology), read_topology(args.topology)
-    predicted = math.nan, math.nan
+    devices, topology, predicted = absent_devices(args.topology), read_topology(args.topology), (math.nan, math.nan)
     try:
-        # On other slices than that of the config, the same work for each chip.
-        size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
-        if size > 0:  # otherwise dp is inferred
-            config.mesh.dp = config.mesh.dp * len(devices) // size
-            config.data.global_batch = config.data.global_batch * len(devices) // size
-        config.update_from_flattened_dict(OPTIONS[name])
-        settings = px.read_settings(config.to_dict())
+        settings = settings_on(args, name, len(devices))
         estimate = predict(settings, topology)
         predicted = estimate.peak_bytes / 2**30, estimate.secs
         made = compile_and_read(settings, topology, devices, kernel_efficiency=args.kernels)
@@ -126,6 +150,45 @@ def figures(args: argparse.Namespace, name: str) -> Figures:
         return Figures(predicted, why="too large")
     secs = made.time.total_secs if made.time else math.nan
     return Figures(predicted, ((made.arguments + made.temporaries) / 2**30, secs), why="no cycles")
+
+
+def figures_here(args: argparse.Namespace, name: str) -> Figures:
+    """The same, measured by a process: a device's allocator has one peak for each."""
+    changes = ["--set", *(f"{key}={value!r}" for key, value in args.set)] if args.set else []
+    flags = [f"--config={args.config}", f"--steps={args.steps}", *changes]
+    command = [sys.executable, __file__, f"--child={name}", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return Figures(why=f"no: it ended with status {done.returncode}")
+    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(args: argparse.Namespace, name: str) -> dict:
+    """The fields of Figures, by the phases of a first run."""
+    import jax
+
+    import parallax as px
+    from parallax.cli.firstrun import Found, do_phases, shortened
+    from parallax.runtime.errors import ConfigError
+
+    try:
+        if simulated := config_with(args.config, dict(args.set)).mesh.simulate:
+            px.simulate_devices(simulated)
+        found = Found(shortened(settings_on(args, name, jax.device_count()), args.steps), "")
+    except ConfigError as error:
+        return {"why": f"no: {error}"}
+    do_phases(found, lambda: None)
+    failed = [phase.error.splitlines()[0] for phase in found.phases.values() if phase.error]
+
+    def known(*figures: float | None) -> list[float]:
+        return [math.nan if figure is None else figure for figure in figures]
+
+    return {
+        "predicted": known(found.planned_bytes and found.planned_bytes / 2**30, found.planned and found.planned.secs),
+        "made": known(found.most_bytes and found.most_bytes / 2**30, found.median_secs),
+        "why": f"no: {failed[0].removeprefix('ConfigError: ')}" if failed else "not reported",
+        "losses": [step.loss for step in found.steps],
+    }
 
 
 if __name__ == "__main__":
