@@ -23,7 +23,8 @@ from parallax.sharding.mesh import resolve_sizes, torus_pieces
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin for Linux, is not installed: {how_to_install('gpu-compiler')}"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-CUDNN_VERSION = "major: 9 minor: 10"  # assumed for GPUs that are not present
+# Assumed for GPUs that are not present. Without a version of CUDA no product would be in float8.
+CUDNN_VERSION, CUDA_VERSION = "major: 9 minor: 10", "major: 12 minor: 9"
 # The driver's name of a GPU, which JAX looks up, if this project uses a shorter one.
 DRIVER_NAMES = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
 
@@ -169,7 +170,8 @@ def target_config(chip: Chip) -> str:
     lines = [f"{name}: {value}" for name, value in info.items()]
     lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
     named = f'platform_name: "CUDA" device_description_str: "{DRIVER_NAMES.get(chip.name, chip.name)}"'
-    return f"gpu_device_info {{ {' '.join(lines)} }} dnn_version_info {{ {CUDNN_VERSION} }} {named}"
+    versions = f"dnn_version_info {{ {CUDNN_VERSION} }} runtime_version {{ {CUDA_VERSION} }}"
+    return f"gpu_device_info {{ {' '.join(lines)} }} {versions} {named}"
 
 
 def without_chips(argv: Sequence[str]) -> None:

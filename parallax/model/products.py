@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.kernels import is_for_absent_gpus, platform_traced
+from parallax.model.kernels import platform_traced
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
@@ -258,8 +258,8 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
     """The product of two operands, in this dtype; in their own if they are not rounded."""
     if x.sums is None:
         return jnp.einsum(letters, x.values, w.values)
-    if x.sums == jnp.float32 and platform_traced() == "gpu" and not is_for_absent_gpus():
-        # The pattern that XLA turns into one call of cuBLASLt; without a GPU it would multiply in the compute dtype.
+    if x.sums == jnp.float32 and platform_traced() == "gpu":
+        # The pattern that XLA turns into one call of cuBLASLt, with the option FLOAT8_ON_GPU.
         return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
     return in_units(jnp.einsum(letters, x.values, w.values, preferred_element_type=x.sums), x, w, dtype)
 

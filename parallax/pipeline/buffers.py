@@ -10,13 +10,18 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.sharding.collectives import as_varying, varying_axes
-from parallax.sharding.host import DEVICE, HOST, is_on_host, to_device, to_host
+from parallax.sharding.host import is_on_host, to_device, to_host
 
 
-def zeros(like: Any, *leading: int, memory: str = DEVICE) -> Array:
+def zeros(like: Any, *leading: int) -> Array:
     """Zeros for stacked arrays like this one, varying over the same axes and over pp."""
-    room = as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
-    return to_host(room) if memory == HOST else room
+    return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
+
+
+def host_slots(like: Any, *leading: int) -> Array:
+    """Slots for such arrays in host memory, unset; each is written before it is read. Zeros would travel there."""
+    room = lax.empty((*leading, *like.shape), like.dtype)
+    return to_host(as_varying(room, varying_axes(like) | {"pp"}))
 
 
 def read_slot(stacked: Any, *numbers: Array | int) -> Any:

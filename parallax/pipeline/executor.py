@@ -23,12 +23,12 @@ from jax.extend.core import jaxpr_as_fun
 from parallax.config.remat import LAYER_INPUT, is_moved, saved_parts
 from parallax.model.context import Context
 from parallax.pipeline.boundary import PipelineBoundary
-from parallax.pipeline.buffers import index, read_slot, row_major, write_slot, zeros
+from parallax.pipeline.buffers import host_slots, index, read_slot, row_major, write_slot, zeros
 from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import after, permute, vary_all
-from parallax.sharding.host import DEVICE, HOST
+from parallax.sharding.host import DEVICE
 from parallax.sharding.plan import GRADIENTS
 
 # `step(stack, carry, layer, number, gathered)` runs one layer of a kind: `layer` is its index in the stage, `number` in
@@ -367,17 +367,17 @@ class Stage:
     def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
         """Empty slots for the arrays of `plan`."""
 
-        def memory(part: str | None) -> str:
-            return HOST if is_moved(self.residuals_on, part) else DEVICE
+        def room(part: str | None, like: Any, *sizes: int) -> Array:
+            return (host_slots if is_moved(self.residuals_on, part) else zeros)(like, *sizes)
 
         def empty(pool: str) -> list[list[Array]]:
             if pool == "FB" and self.remat == "stage":  # the stage's input
-                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(LAYER_INPUT))]]
+                return [[room(LAYER_INPUT, pools[pool][0][0], slots[pool])]]
             found = []
             for stack, leaves in zip(self.loop.stacks, pools[pool], strict=True):
                 parts = itertools.chain(stack.parts if pool == "FB" else (), itertools.repeat(None))
                 sizes = slots[pool], stack.stage_layers
-                found.append([zeros(leaf, *sizes, memory=memory(part)) for leaf, part in zip(leaves, parts)])
+                found.append([room(part, leaf, *sizes) for leaf, part in zip(leaves, parts)])
             return found
 
         return {pool: empty(pool) for pool in slots}

@@ -104,7 +104,7 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
         return [latest_amax(amax, jnp.ones_like(amax)) for amax in found]
 
     out = [shardings[at] for at in places]
-    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh))
+    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh, model.model.matmul))
     for at, amax in zip(places, jitted(params, batch), strict=True):
         leaves[at] = amax
     return jax.tree.unflatten(structure, leaves)
@@ -137,7 +137,7 @@ class TrainStep:
             self.train_step,
             donate_argnums=0,
             out_shardings=(self.shardings, whole),
-            compiler_options=compiler_options(model.mesh),
+            compiler_options=compiler_options(model.mesh, model.model.matmul),
         )
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
@@ -226,7 +226,7 @@ def make_train_step(
 
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
-    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh))
+    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.model.matmul))
     return lambda params, batch: jitted(params, model.checked(batch))
 
 

@@ -36,7 +36,10 @@ def test_a_small_step_compiles_for_gpus_that_are_not_here(where, kernel):
     assert f"| tiny_gqa | {where} | fits |" in printed
 
 
-FLOAT8_PRODUCTS = """
+# The compiled step of a small model on one GPU, with changes to its config.
+STEP = """
+import sys
+
 from configs.tiny_gqa import get_config
 from parallax.analysis.hlo import parse_hlo
 from parallax.analysis.topology import devices_of, without_chips
@@ -47,21 +50,53 @@ from parallax.training.step import step_of
 without_chips(["--topology"])
 config = get_config()
 config.mesh.update(simulate=0, pp=1, dp=1, tp=1)
-config.model.update(vocab=256, dtype="bfloat16", matmul="float8")
+config.model.update(vocab=256, dtype="bfloat16")
+config.update_from_flattened_dict(dict(change.split("=") for change in sys.argv[1:]))
 settings = read_settings(config.to_dict())
 step = step_of(settings, make_mesh(settings.mesh, devices_of("H100:1")))
 module = parse_hlo(step.lower(settings.data.global_batch, settings.data.seq).compile().as_text())
-dots = [(one, home) for home in module.computations.values() for one in home.instructions if one.kind == "dot"]
-left = [home.find(one.operands[0]).shape for one, home in dots]
-print(sum(shape.startswith("f8e4m3") for shape in left), sum(shape.startswith("f8e5m2") for shape in left))
+found = [(one, home) for home in module.computations.values() for one in home.instructions]
+"""
+PRODUCTS = """
+calls = [(one, home) for one, home in found if one.target == "__cublas$lt$matmul$f8"]
+shapes = [{home.find(name).shape.split("[")[0] for name in one.operands[:2]} for one, home in calls]
+print(shapes.count({"f8e4m3fn"}), shapes.count({"f8e4m3fn", "f8e5m2"}))
+"""
+HOST_SLOTS = """
+on_host = [one for one, _ in found if "S(5)" in one.shape]
+print(sum(one.target == "AllocateBuffer" for one in on_host), sum(one.kind == "copy" for one in on_host))
+"""
+ARGUMENTS = """
+from parallax.analysis.step_time import compile_and_read, predict
+from parallax.analysis.topology import read_topology
+
+topology = read_topology("H100:1")
+print(compile_and_read(settings, topology, devices_of("H100:1")).arguments, predict(settings, topology).host_bytes)
 """
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_products_in_float8_are_compiled_as_such():
-    forward, of_inputs = map(int, run_beside("-c", FLOAT8_PRODUCTS).split())
-    assert forward >= 7 and of_inputs >= 7  # of a layer's four projections and three matrices of the MLP
+    forward, of_inputs = map(int, run_beside("-c", STEP + PRODUCTS, "model.matmul=float8").split())
+    assert forward >= 7 and of_inputs == 7  # of a layer's four projections and three matrices of the MLP
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_slots_in_host_memory_are_not_copied_there():
+    changes = ["pipeline.residuals_on=host", "pipeline.remat=elementwise"]
+    allocated, copied = map(int, run_beside("-c", STEP + HOST_SLOTS, *changes).split())
+    assert allocated > 8 and copied == 0
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_rests_in_host_memory_is_not_counted_as_on_the_gpu():
+    (here, nothing), (moved, on_host) = (
+        map(int, run_beside("-c", STEP + ARGUMENTS, *changes).split()) for changes in ([], ["optimizer.states_on=host"])
+    )
+    assert nothing == 0 and here - moved == on_host > 2**19
 
 
 @needs_compiler

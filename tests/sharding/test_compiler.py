@@ -50,7 +50,17 @@ def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
 
 
 def test_other_devices_are_told_nothing():
-    assert compiler_options(mesh_of(2, 2, 2)) == {}
+    assert compiler_options(mesh_of(2, 2, 2)) == compiler_options(mesh_of(2, 2, 2), "float8") == {}
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_products_in_float8_on_gpus_are_neither_for_triton_nor_merged(absent, monkeypatch):
+    monkeypatch.setattr("jax.default_backend", lambda: "cpu" if absent else "gpu")
+    mesh = ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object))
+    others = {"xla_gpu_mock_custom_calls": True} if absent else {}
+    assert compiler_options(mesh) == compiler_options(mesh, "int8") == others
+    apart = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    assert compiler_options(mesh, "float8") == others | apart
 
 
 def test_gathers_are_fused_into_compute_on_v5e_alone():
