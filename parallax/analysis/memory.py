@@ -44,11 +44,11 @@ FUSED = EXPENSIVE | SAME_BYTES | {
     "xor", "is_finite", "shift_left", "shift_right_logical", "shift_right_arithmetic", "broadcast_in_dim", "iota",
     "axis_index", "transpose", "slice", "dynamic_slice", "pad", "rev", "split", "concatenate", "stack", "unstack",
     "gather", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_seed", "threefry2x32",
-    "reduce_precision",
+    "reduce_precision", "empty",
 }
 # fmt: on
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
-# Operands are computed while they are read. device_put is one of them: it fills buffers in host memory with zeros.
+# Operands are computed while they are read. device_put is one of them: it allocates buffers in host memory.
 FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin", "device_put"}
 REDUCTION = "reduce_"
 # Components of the ticks' state by field; other fields are pipeline buffers.
