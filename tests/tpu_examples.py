@@ -104,8 +104,7 @@ def arguments_have_the_order_of_the_rule():
             assert tuple(found.layout.major_to_minor) == order_on_tpu(shape, dtype), (shape, dtype, found)
 
 
-def masters_come_from_the_host_in_the_layout_of_their_stack(d_model):
-    """A copy from the host that changes the memory layout ends the compiler, and this process."""
+def compiled_with(d_model, pipeline, optimizer):
     settings = read_settings(get_config().to_dict())
     model = dict(layers=4, d_model=d_model, d_ff=512, heads=4, kv_heads=4, d_head=128, vocab=1024, dtype="bfloat16")
     settings = dataclasses.replace(
@@ -113,11 +112,23 @@ def masters_come_from_the_host_in_the_layout_of_their_stack(d_model):
         mesh=MeshConfig(pp=1, dp=16, tp=1, simulate=0),
         model=dataclasses.replace(settings.model, **model),
         data=dataclasses.replace(settings.data, seq=512, global_batch=16),
-        pipeline=dataclasses.replace(settings.pipeline, microbatches=1),
-        optimizer=dataclasses.replace(settings.optimizer, masters_on="host"),
+        pipeline=dataclasses.replace(settings.pipeline, microbatches=1, **pipeline),
+        optimizer=dataclasses.replace(settings.optimizer, **optimizer),
     )
-    step = step_of(settings, make_mesh(settings.mesh, devices_of("v5e:4x4")))
-    assert step.lower(16, 512).compile().memory_analysis().temp_size_in_bytes > 0
+    return step_of(settings, make_mesh(settings.mesh, devices_of("v5e:4x4"))).lower(16, 512).compile()
+
+
+def masters_come_from_the_host_in_the_layout_of_their_stack(d_model):
+    """A copy from the host that changes the memory layout ends the compiler, and this process."""
+    assert compiled_with(d_model, {}, dict(masters_on="host")).memory_analysis().temp_size_in_bytes > 0
+
+
+def slots_on_the_host_are_allocated_there():
+    """Zeros would take memory of the chip first, and travel."""
+    compiled = compiled_with(512, dict(residuals_on="host", remat="elementwise"), {})
+    on_host = [line for line in compiled.as_text().splitlines() if re.search(r"= \S*S\(5\)|= \(\S*S\(5\)", line)]
+    allocated = [line for line in on_host if "AllocateBuffer" in line]
+    assert len(allocated) > 8 and not any("copy-start(" in line for line in on_host), on_host
 
 
 if __name__ == "__main__":
@@ -129,3 +140,4 @@ if __name__ == "__main__":
     arguments_have_the_order_of_the_rule()
     for piece in (64, 100, 128):
         masters_come_from_the_host_in_the_layout_of_their_stack(16 * piece)
+    slots_on_the_host_are_allocated_there()
