@@ -88,6 +88,9 @@ def main() -> None:
         os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         absent_devices(args.topology)
+    import parallax as px
+
+    px.read_settings(config_with(args.config, dict(args.set)).to_dict())  # what is wrong is said once, not in each row
     made, last = ("measured", " loss |") if args.here else ("compiled", "")
     print(" ".join([args.config, *([] if args.here else ["on", args.topology]), *(f"{k}={v}" for k, v in args.set)]))
     print(f"| option | memory predicted | {made} | step predicted | {made} |{last}")

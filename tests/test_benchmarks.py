@@ -37,6 +37,7 @@ RUNS = {
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
     "options.py": r"\| weights bfloat16 \|( [+-]\d\.\d\d GiB \|){2}( [+-]\d+\.\d % \|){2}",
+    "options.py --here": r"\| weights bfloat16 \|.*\| not reported \|( [+-]\d+\.\d % \|){2} \d\.\d{6} \|",
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
     "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
@@ -52,7 +53,7 @@ RUNS = {
 }
 NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py", "updates.py")
 NEED_CUDA = ("gpus.py", "published.py")
-PROCESSES = ("curves.py", "soak.py", "step.py")
+PROCESSES = ("curves.py", "options.py --here", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
     "bare.py",
@@ -190,6 +191,8 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("gspmd.py --set mesh.tp", "argument --set: 'mesh.tp' is not KEY=VALUE"),
         ("guard.py --rows 0", "argument --rows: '0' must be a whole number of 1 or more"),
         ("hf_table.py --smoke --write", "figures of --smoke must not go into docs/convert.md; leave out --write"),
+        ("options.py --here --topology v5e:4x4", "argument --topology: not allowed with argument --here"),
+        ("options.py --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),
         ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("overlap.py --topology v5e:4x", "--topology=v5e:4x is not a topology"),
         ("predictions.py --configs nothing", "no row is of these configs, meshes, schedules and remat"),
