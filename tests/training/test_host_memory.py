@@ -263,6 +263,7 @@ def test_a_plan_has_less_on_the_device_and_says_what_the_link_carries():
 RESIDUALS = {
     "inputs": dict(mesh=(2, 1, 1), schedule="gpipe", remat="layer", residuals_on="host"),
     "a set": dict(mesh=(1, 2, 1), remat="elementwise", residuals_on="input ffn"),
+    "in flight": dict(mesh=(2, 2, 1), schedule="one_f_one_b", remat="attention", residuals_on="host"),
     "all, split": dict(mesh=(2, 1, 1), schedule="zero_bubble", remat="none", residuals_on="host"),
     "context": dict(mesh=(1, 1, 1, 1, 2), context="ring", remat="attention", residuals_on="host"),
     "stage": dict(mesh=(2, 1, 1), schedule="interleaved", virtual=2, remat="stage", residuals_on="input"),
