@@ -89,7 +89,9 @@ def main() -> None:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         absent_devices(args.topology)
     import parallax as px
+    from parallax.runtime.errors import check_whole
 
+    check_whole("--steps", args.steps, least=3)  # the first two are not counted
     px.read_settings(config_with(args.config, dict(args.set)).to_dict())  # what is wrong is said once, not in each row
     made, last = ("measured", " loss |") if args.here else ("compiled", "")
     print(" ".join([args.config, *([] if args.here else ["on", args.topology]), *(f"{k}={v}" for k, v in args.set)]))

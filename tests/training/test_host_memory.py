@@ -228,10 +228,10 @@ def test_what_cannot_be_is_refused(name):
 PLANNED = dict(model=dict(layers=8, d_model=1024, d_ff=4096, dtype="bfloat16", vocab=4096, kernel="xla"))
 
 
-def planned(**changes):
+def planned(where="v5e:2x2", **changes):
     config = get_config().to_dict()
     sections = PLANNED | {"mesh": {"dp": 4}, "data": {"seq": 512, "global_batch": 16}} | changes
-    return plan(read_settings(config, **sections), "v5e:2x2")
+    return plan(read_settings(config, **sections), where)
 
 
 @pytest.mark.slow
@@ -256,6 +256,14 @@ def test_a_plan_has_less_on_the_device_and_says_what_the_link_carries():
     assert residuals.estimate.link_bytes == 2 * 2 * saved  # of each microbatch, there and back
     # All but the input of the layer that is at work.
     assert residuals.peak_bytes == stays.peak_bytes - saved * 7 // 8
+
+    # On GPUs all copies wait, and one way for the other, at 63 GB/s.
+    for on_host in (
+        dict(optimizer=dict(states_on="host", masters_on="host")),
+        dict(pipeline=dict(residuals_on="host")),
+    ):
+        found = planned("H100:4", **on_host).estimate
+        assert found.link_secs == pytest.approx(found.link_bytes / 63e9) and found.link_bytes
 
 
 # ---- residuals
