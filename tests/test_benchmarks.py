@@ -193,7 +193,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("hf_table.py --smoke --write", "figures of --smoke must not go into docs/convert.md; leave out --write"),
         ("options.py --here --topology v5e:4x4", "argument --topology: not allowed with argument --here"),
         ("options.py --here --steps 2", "--steps=2 must be a whole number of 3 or more"),
-        ("options.py --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),
+        ("options.py --here --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),
         ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
         ("overlap.py --topology v5e:4x", "--topology=v5e:4x is not a topology"),
         ("predictions.py --configs nothing", "no row is of these configs, meshes, schedules and remat"),
