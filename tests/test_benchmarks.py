@@ -16,8 +16,9 @@ from parallax.analysis.topology import CUDA_PLUGINS
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-# All but what they share and the models that they compare with, so that none is forgotten.
-NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.stem != "arguments" and "_model" not in path.stem)
+# What they share, and the models that bare.py and gspmd.py compare with, which these run.
+MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py"}
+NAMES = sorted({path.name for path in FOLDER.glob("*.py")} - MODULES)  # so that none is forgotten
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
 RUNS = {

@@ -69,7 +69,7 @@ def compiler_options(mesh: Mesh, matmul: str = "compute") -> dict[str, bool | in
     """Compiler options for this mesh, and for products in this form, as ModelConfig has it; empty for chips that were
     not measured.
 
-    Options that the installed compiler does not accept are left out; a line on stderr says so once.
+    TPU options that the installed compiler does not accept are left out; a line on stderr says so once.
     """
     if _is_on(mesh, "gpu"):
         return (ABSENT if is_absent_gpus(mesh) else {}) | (FLOAT8_ON_GPU if matmul == "float8" else {})
