@@ -136,7 +136,12 @@ class Annotated(ShardedModel):
 
 def gather(dtype: str, weight: Array, stored: NamedSharding) -> Array:
     """A weight in the compute dtype, whole over dp; a norm's scale as it is."""
-    if "dp" not in stored.spec:
+    whole = P(*(tuple(axis for axis in axes if axis != "dp") for axes in map(axes_of, stored.spec)))
+    if whole == P(*map(axes_of, stored.spec)):
         return weight
-    whole = P(*(None if axis == "dp" else axis for axis in stored.spec))
     return lax.with_sharding_constraint(weight.astype(dtype), stored.update(spec=whole))
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes over which a spec's entry shards a dim; the rows of tables have several."""
+    return (entry,) if isinstance(entry, str) else entry or ()
