@@ -4,9 +4,9 @@ For:      a first run on one A100 or H100; with 20 tokens a parameter, 92,000 st
 Numbers:  those of configs/llama_1b_16.py: 16 layers of d_model 2048, gated d_ff 8192, 16 heads of 128.
 Command:  python train.py --config=configs/gpu_80gb.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: one NVIDIA GPU of 80 GB, as A100 or H100.
-Memory:   33.7 GiB of 80, as planned (python -m parallax.plan --topology=H100:1), and 34.0 measured; JAX reserves
-          60 by default.
-Time:     4.0 s a step on one H100 80GB (MFU 48 %), measured with jax 0.11.2 by python -m parallax.firstrun
+Memory:   48.7 GiB of 80, as planned (python -m parallax.plan --topology=H100:1), and 48.9 measured; JAX reserves
+          60 by default. pipeline.microbatches=16 takes 33.5 and 2 % more time.
+Time:     3.8 s a step on one H100 80GB (MFU 50 %), measured with jax 0.11.2 by python -m parallax.firstrun
           --config=configs/gpu_80gb.py --steps=12; planned 2.9 s (67 %). An A100 is planned at 8.4 s.
 Loss:     not yet run; random tokens begin at 10.80.
 """
@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"
     config.model.kernel = "cudnn"
 
-    config.pipeline.microbatches = 16
+    config.pipeline.microbatches = 8
     config.pipeline.remat = "elementwise"
 
     config.loss.chunk_tokens = 4096

@@ -186,6 +186,7 @@ PARSED = {
             "predictions.py --tpu",
             "plan.py --rounds 3",
             "overlap.py --config llama_1b_16 --topology v5e:4x4",
+            "attention.py",
             "gspmd.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",

@@ -1,0 +1,142 @@
+"""Attention kernels for packed documents on this machine's device: time and TFLOP/s, forward and backward.
+
+    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--products]
+
+Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. TFLOP/s
+are of the products of the scores below the diagonal, as if a window were one document; the backward pass has 2.5 times
+those of the forward pass. A kernel that refuses the windows says why. `--products` measures matrix products of --tokens
+rows by dtype in place of attention.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from arguments import Arguments, run_benchmark, whole_number
+
+SMALLEST = {"tokens": 256, "seqs": [128], "heads": 2, "width": 16, "document": 64, "rounds": 2}
+SHAPES = (2048, 8192), (4096, 16_384), (8192, 28_672)  # d_model and d_ff of the products
+DTYPES = "bfloat16", "float8_e4m3fn", "int8"
+CALLS = 3  # between two readings of the clock
+
+
+def main() -> None:
+    parser = Arguments(description=__doc__, smallest=SMALLEST)
+    parser.add_argument("--tokens", type=whole_number, default=16_384, help="at least one window is computed")
+    parser.add_argument("--seqs", type=whole_number, nargs="+", default=[2048, 8192, 32_768], help="tokens of a window")
+    parser.add_argument("--heads", type=whole_number, default=16)
+    parser.add_argument("--width", type=whole_number, default=128, help="of a head")
+    parser.add_argument("--document", type=whole_number, default=512, help="tokens of a document")
+    parser.add_argument("--rounds", type=whole_number, default=8)
+    parser.add_argument("--products", action="store_true", help="matrix products in place of attention")
+    args = parser.parse_args()
+    import jax
+
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    for line in products(args) if args.products else attention(args):
+        print(line, flush=True)
+
+
+def attention(args: argparse.Namespace) -> Iterator[str]:
+    """Lines of the table, by window and kernel."""
+    import jax
+    import jax.numpy as jnp
+
+    yield "| windows | kernel | forward | forward and backward | TFLOP/s forward | backward |"
+    yield "|---" * 6 + "|"
+    for seq in args.seqs:
+        rows = max(1, args.tokens // seq)
+        shape = rows, seq, args.heads, args.width
+        q, k, v, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
+        segments = jnp.broadcast_to(jnp.arange(seq) // args.document, (rows, seq)).astype(jnp.int32)
+        flops = 2 * 2 * rows * args.heads * args.width * seq * (seq + 1) // 2
+        for name, attend in kernels_of(segments, args.width**-0.5).items():
+            try:
+                forward = median_secs(jax.jit(attend), args.rounds, q, k, v)
+                both = median_secs(jax.jit(partial(gradients, attend)), args.rounds, q, k, v, dy)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                yield f"| {rows} x {seq} | {name} | no: {str(error).splitlines()[0][:100]} |"
+                continue
+            rates = flops / forward / 1e12, 2.5 * flops / max(both - forward, 1e-9) / 1e12
+            millis = f"{1e3 * forward:.2f} ms | {1e3 * both:.2f} ms"
+            yield f"| {rows} x {seq} | {name} | {millis} | {rates[0]:.0f} | {rates[1]:.0f} |"
+
+
+def kernels_of(segments: Any, scale: float) -> dict[str, Callable]:
+    """Attention of q, k, v to documents, by kernel."""
+    import jax
+
+    from parallax.model.blockwise import blockwise_attention
+    from parallax.model.kernels import causal_attention, cudnn_attention, platform_traced, triton_attention
+
+    mask_B1ST = segments[:, None, :, None] == segments[:, None, None, :]
+
+    def causal_alone(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
+
+    def masked(q: Any, k: Any, v: Any) -> Any:
+        return cudnn_attention(q, k, v, mask_B1ST, is_causal=True, scale=scale)
+
+    def with_segments(attend: Callable, q: Any, k: Any, v: Any) -> Any:
+        return attend(q, k, v, segments, scale=scale)
+
+    blocks = {"blocks in XLA": partial(with_segments, blockwise_attention)}
+    of_platform = {
+        "gpu": {
+            "cuDNN, mask of documents as a bias": masked,
+            "cuDNN, causal alone": causal_alone,
+            "Triton, segments": partial(with_segments, triton_attention),
+        },
+        "tpu": {"splash, segments": partial(with_segments, causal_attention)},
+    }
+    return of_platform.get(platform_traced(), {}) | blocks
+
+
+def gradients(attend: Callable, q: Any, k: Any, v: Any, dy: Any) -> Any:
+    import jax
+
+    return jax.vjp(attend, q, k, v)[1](dy)
+
+
+def products(args: argparse.Namespace) -> Iterator[str]:
+    """Lines of the table of products, by shape and dtype."""
+    import jax
+    import jax.numpy as jnp
+
+    yield "| product | dtype | time | TFLOP/s |\n|---|---|---|---|"
+    for d_model, d_ff in [(64, 256)] if args.smoke else SHAPES:
+        for dtype in DTYPES:
+            x = jax.random.normal(jax.random.key(0), (args.tokens, d_model)).astype(dtype)
+            w = jax.random.normal(jax.random.key(1), (d_model, d_ff)).astype(dtype)
+            summed = jnp.int32 if dtype == "int8" else jnp.bfloat16
+            options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+            product = jax.jit(partial(jnp.matmul, preferred_element_type=summed), compiler_options=options)
+            secs = median_secs(product, args.rounds, x, w)
+            rate = 2 * args.tokens * d_model * d_ff / secs / 1e12
+            yield f"| {args.tokens} x {d_model} x {d_ff} | {dtype} | {1e6 * secs:.0f} us | {rate:.0f} |"
+
+
+def median_secs(run: Callable, rounds: int, *arrays: Any) -> float:
+    """Seconds of a call, the median of all rounds; the first call, which compiles, is excluded."""
+    import jax
+
+    jax.block_until_ready(run(*arrays))
+    found = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            made = run(*arrays)
+        jax.block_until_ready(made)
+        found.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    run_benchmark(main)
