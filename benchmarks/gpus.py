@@ -51,7 +51,8 @@ def figures(name: str, where: str) -> list[str]:
     devices, topology = absent_devices(where), read_topology(where)
     try:
         settings = settings_on_topology(read_settings(on_devices(config_of(name), len(devices)).to_dict()), topology)
-        predicted, made = predict(settings, topology), compile_and_read(settings, topology, devices)
+        predicted = predict(settings, topology)
+        made = compile_and_read(settings, topology, devices, kernel_efficiency=1.0)
     except ConfigError as error:
         return [f"no: {str(error).splitlines()[0]}", *[""] * (len(HEAD) - 3)]
     sent, hidden = (sum(row.bytes * share(row) for row in made.sent) for share in (lambda _: 1, lambda row: row.hidden))

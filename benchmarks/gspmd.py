@@ -110,7 +110,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
         program = step.lower(*shape).compile()
     read = read_step(program, step.model, seq=shape[1])
     flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
-    return read, step_time(read, chip(topology), flops)
+    return read, step_time(read, chip(topology), flops, kernel_efficiency=1.0)
 
 
 def figures(read: Any, times: Any) -> list[str]:

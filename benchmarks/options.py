@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
 
+from parallax.runtime.chips import KERNEL_EFFICIENCY
+
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
 INT8, FLOAT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul": "float8"}, {"model.matmul_residuals": "8bit"}
 AGAIN = {"pipeline.remat": "elementwise ffn"}
@@ -76,7 +78,7 @@ def main() -> None:
     where.add_argument("--here", action="store_true", help="run the steps on this machine's devices")
     parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
     parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
-    parser.add_argument("--kernels", type=float, default=0.7, help="share of peak that kernels reach")
+    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--steps", type=whole_number, default=8, help="of a row that is measured")
     parser.add_argument("--child", choices=OPTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()

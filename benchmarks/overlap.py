@@ -1,6 +1,6 @@
 """The share of FSDP's, TP's, CP's and EP's communication that compute hides, in a step compiled without chips.
 
-    python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 0.7]
+    python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 1]
     python benchmarks/overlap.py --config gpu_80gb_x8 --topology H100:1x8
 
 Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. One row for each
@@ -9,9 +9,9 @@ for, dp and the batch are larger. *GiB* are arguments and temporaries of a chip.
 milliseconds as parallax.analysis estimates them, and *share* is that of waits in the step. *dp*, *cp*, *ep* and *tp*
 are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while something is
 computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
-the longer of their FLOPs, at the share of peak that --kernels says, and their bytes, and *MFU* is with them, *MFU-*
-leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute between start and done
-covers.
+the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of plans. *MFU* is
+with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute
+between start and done covers.
 """
 
 import argparse
@@ -30,6 +30,8 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_of, run_benchmark
+
+from parallax.runtime.chips import KERNEL_EFFICIENCY
 
 
 class Row(NamedTuple):
@@ -123,7 +125,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
-    parser.add_argument("--kernels", type=float, default=1.0, help="share of peak that kernels reach")
+    parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     args = parser.parse_args()
     rows = ROWS[args.config]
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:

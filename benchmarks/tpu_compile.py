@@ -96,7 +96,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     read = read_step(compiled, model, seq=args.seq)
     tokens = config.data.global_batch * args.seq / mesh.size
     flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
-    return Step(read, step_time(read, chip(args.topology), flops), compile_secs)
+    return Step(read, step_time(read, chip(args.topology), flops, kernel_efficiency=1.0), compile_secs)
 
 
 def row(step: Step) -> str:

@@ -21,6 +21,7 @@ from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
+from parallax.runtime.chips import KERNEL_EFFICIENCY
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
@@ -393,7 +394,8 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     if made.time is None:
         yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
         return
-    yield f"MFU {percent(made.time.mfu)} (compiled; bubble {percent(made.time.bubble)})"
+    how = ", ".join(filter(None, ["compiled", made.time.kernels]))
+    yield f"MFU {percent(made.time.mfu)} ({how}; bubble {percent(made.time.bubble)})"
     yield ""
     yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
     if topology.chip.platform == "gpu":
@@ -419,6 +421,7 @@ def rests_on(topology: Topology) -> dict[str, str]:
         "compute": "for each fusion of the program the longer of its products at the chip's peak and its bytes at "
         f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
         **({"messages": sent} if topology.devices > 1 else {}),
+        "attention": f"cuDNN's FLOPs at {100 * KERNEL_EFFICIENCY:.0f} % of the chip's peak, or its bytes",
         "not counted": "launches, latency, caches, tiles that do not fill the GPU: most steps take longer",
     }
 
@@ -489,7 +492,8 @@ def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[
         return
     best = min(timed, key=lambda choice: timed[choice].total_secs)
     flags = shlex.join(own.flags_to(best)) or "the config as it is"
-    yield f"fastest as compiled: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    how = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
+    yield f"{how}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
 def passed_over_line(search: Sweep) -> str:

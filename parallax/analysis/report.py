@@ -423,6 +423,7 @@ def time_section(report: Report) -> TitledTables:
         for one in report.computed
         if one.total / total > LEAST_SHOWN
     ]
-    mfu = f"MFU {percent(time.mfu)}; an average rank waits for others {percent(time.bubble)} of the time."
+    mfu = ", ".join(filter(None, [f"MFU {percent(time.mfu)}", time.kernels]))
+    mfu = f"{mfu}; an average rank waits for others {percent(time.bubble)} of the time."
     modules = Table(["compute of", "products", "the rest", "share of the step"], computed, 1)
     return TitledTables("time", f"Time of a step, by {by} and the bandwidth of links", [parts, mfu, "", modules])

@@ -53,7 +53,7 @@ from parallax.config.sections import EMBEDDING, HEAD
 from parallax.config.settings import Settings
 from parallax.model.transformer import ATTENTION, LAYER_PARTS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.runtime.chips import Chip
+from parallax.runtime.chips import KERNEL_EFFICIENCY, Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -335,8 +335,8 @@ class StepTime(NamedTuple):
     """Seconds of a step on the slowest rank.
 
     `exposed_secs` is the time in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
-    are estimated separately and can be left out: see `step_time`; `grouped_secs` are the part of them for products with
-    experts. `bubble` is the share of the time in which an average rank waits for others. `mfu` is model FLOPs over what
+    are estimated separately, at `kernel_efficiency` of peak, and can be left out: see `step_time`; `grouped_secs` are the
+    part of them for products with experts. `bubble` is the share of the time in which an average rank waits for others. `mfu` is model FLOPs over what
     the chip could compute in `total_secs`.
     """
 
@@ -347,6 +347,12 @@ class StepTime(NamedTuple):
     bubble: float
     mfu: float
     grouped_secs: float = 0.0
+    kernel_efficiency: float = KERNEL_EFFICIENCY
+
+    @property
+    def kernels(self) -> str:
+        """How kernels are priced, in words; "" without kernels."""
+        return f"kernels at {100 * self.kernel_efficiency:.0f} % of peak" if self.pallas_secs else ""
 
 
 def step_time(
@@ -356,7 +362,7 @@ def step_time(
     *,
     dtype: str = "bfloat16",
     matmul: str = "compute",
-    kernel_efficiency: float = 1.0,
+    kernel_efficiency: float = KERNEL_EFFICIENCY,
 ) -> StepTime:
     """The time of one step with `model_flops` on a device, whose products are in `dtype`, or as `matmul` says.
 
@@ -366,7 +372,7 @@ def step_time(
     the same axes run one after the other, but messages in opposite directions overlap. The part of a collective that
     compute between its start and its end does not cover is exposed. Pallas calls, for which the compiler estimates no
     cycles, take the longer of their FLOPs at `kernel_efficiency` of peak and of reading operands and writing results
-    once; an efficiency of 1 is a lower bound. Raises ConfigError if the program has no cycles, as on CPU.
+    once; with 1 the time is a lower bound. Raises ConfigError if the program has no cycles, as on CPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(
@@ -381,7 +387,8 @@ def step_time(
         f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     )
     kernels, bubble = sum(critical[name] for name in KERNEL_PARTS), 1 - sum(own.values()) / total
-    return StepTime(critical["compute"], exposed, kernels, total, bubble, used, critical[GROUPED_PRODUCTS])
+    grouped = critical[GROUPED_PRODUCTS]
+    return StepTime(critical["compute"], exposed, kernels, total, bubble, used, grouped, kernel_efficiency)
 
 
 class Clock:
@@ -469,7 +476,7 @@ class Overlap(NamedTuple):
 
 
 def compile_and_read(
-    settings: Settings, topology: Topology, devices: list[Any], *, kernel_efficiency: float = 1.0
+    settings: Settings, topology: Topology, devices: list[Any], *, kernel_efficiency: float = KERNEL_EFFICIENCY
 ) -> CompiledStep:
     """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)

@@ -18,6 +18,9 @@ from typing import NamedTuple
 from parallax.runtime.errors import ConfigError, nearest
 
 GIB = 2**30
+# Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
+# no cycles for kernels, and none is measured to reach the peak.
+KERNEL_EFFICIENCY = 0.7
 
 
 class GpuTarget(NamedTuple):

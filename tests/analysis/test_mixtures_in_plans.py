@@ -1,6 +1,7 @@
 """What FLOPs, plans, sweeps and reports say of mixtures of experts."""
 
 import dataclasses
+import inspect
 import itertools
 import random
 from collections import Counter
@@ -28,7 +29,16 @@ from parallax.analysis.flops import (
 from parallax.analysis.layouts import Choice, build_if_legal
 from parallax.analysis.memory import Memory
 from parallax.analysis.plan import plan, plan_heading, single_changes
-from parallax.analysis.step_time import Clock, CompiledStep, StepTime, compiled_parts, predict, traced_work
+from parallax.analysis.step_time import (
+    Clock,
+    CompiledStep,
+    StepTime,
+    compile_and_read,
+    compiled_parts,
+    predict,
+    step_time,
+    traced_work,
+)
 from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
@@ -40,6 +50,7 @@ from parallax.model.grouped_kernel import (
     weights_by_group,
 )
 from parallax.model.traffic import even_load, exchange_of, exchanged_rows
+from parallax.runtime.chips import KERNEL_EFFICIENCY
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
 from parallax.training.run import size_tables
@@ -216,6 +227,16 @@ channel_id=1, replica_groups={{0,1,2,3}}, metadata={op_name="jit(f)/mlp/exchange
 custom_call_target="tpu_custom_call"
 }
 """
+
+
+def test_kernels_of_a_plan_take_the_share_of_peak_that_is_said():
+    kernel = read_hlo_text(HEADER + COMPILED, mesh_of(ep=4, dp=1)).pallas_calls[1]
+    how = dict(dtype="bfloat16", lockstep=True)
+    memory = FOUR.chip._replace(hbm_bandwidth=1e30)
+    secs = [sum(Clock(None, memory, **how, kernel_efficiency=share).run([kernel]).values()) for share in (1, 0.7)]
+    assert secs[0] / secs[1] == pytest.approx(KERNEL_EFFICIENCY) == pytest.approx(0.7)
+    for what in (step_time, compile_and_read):
+        assert inspect.signature(what).parameters["kernel_efficiency"].default == KERNEL_EFFICIENCY
 
 
 def test_kernels_and_ragged_exchanges_are_priced_by_the_rows_in_use():

@@ -29,6 +29,7 @@ from parallax.analysis.plan import (
     Change,
     compiled_lines,
     eight_bit_lines,
+    fastest_line,
     helpful_changes,
     plan_heading,
     sets_table,
@@ -856,6 +857,16 @@ def test_asked_for_devices_without_their_compiler_one_line_says_how_to_get_it(mo
     monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ("no_plugin",))
     with pytest.raises(ConfigError, match=re.escape(GET_CUDA)):
         devices_of("H100:1x8")
+
+
+def test_the_headline_of_a_compiled_plan_says_how_kernels_are_priced():
+    time = StepTime(1.0, {}, 0.5, 1.5, 0.0, 0.5)
+    lines = lambda time: list(compiled_lines(CompiledStep("", 1, 1, 2, time), PAIR))  # noqa: E731
+    assert "MFU 50.0 % (compiled, kernels at 70 % of peak; bubble 0.0 %)" in lines(time)
+    assert "MFU 50.0 % (compiled, kernels at 100 % of peak; bubble 0.0 %)" in lines(time._replace(kernel_efficiency=1))
+    assert "MFU 50.0 % (compiled; bubble 0.0 %)" in lines(time._replace(pallas_secs=0.0))
+    (line,) = fastest_line({Choice.of(tiny()): CompiledStep("", time=time)}, Choice.of(tiny()))
+    assert line.startswith("fastest as compiled, kernels at 70 % of peak: 1.500 s a step")
 
 
 def test_a_plan_compiled_for_gpus_says_what_becomes_of_its_collectives_and_what_its_figures_rest_on():

@@ -34,6 +34,7 @@ def refusing(monkeypatch):
         ("TPU v5 lite", {"xla_tpu_enable_async_all_to_all"}),
         ("TPU v5p", {"xla_tpu_enable_async_all_to_all", "xla_tpu_enable_sparse_core_collective_offload_all_gather"}),
         ("TPU v6 lite", {"xla_tpu_enable_ragged_dot_kernel"}),
+        ("TPU7x", {"xla_tpu_enable_async_all_to_all", "xla_tpu_enable_sparse_core_collective_offload_all_gather"}),
         ("TPU v99", set()),  # of which nothing was measured
     ],
 )
@@ -41,6 +42,12 @@ def test_each_chip_is_told_what_was_measured_on_it(kind, said, refusing):
     refusing(lambda options: "")
     options = compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))
     assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
+
+
+@pytest.mark.parametrize("kind", ["TPU v5p", "TPU7x"])
+def test_an_operation_may_fill_64_mib_of_vmem_where_products_are_faster_with_it(kind, refusing):
+    refusing(lambda options: "")
+    assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))["xla_tpu_scoped_vmem_limit_kib"] == 64 * 1024
 
 
 def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
