@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from parallax.checkpoint import steps
-from parallax.checkpoint.arrays import flatten, shape_and_dtype
+from parallax.checkpoint.arrays import check_written, flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime import files
@@ -48,7 +48,9 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         files.check_writable(self._folder)
         # Orbax would remove the files of a step in any order; so here it keeps all steps.
         how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(async_options=how))
+        options = ocp.CheckpointManagerOptions(async_options=how, lightweight_initialize=True)
+        self._plain = files.PlainPath(self._folder)
+        self._manager = ocp.CheckpointManager(self._plain.path, options=options)
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -95,6 +97,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             if jax.process_index() == 0:
                 if step not in steps.complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
+                steps.remove_notes(self._folder, step)
                 files.sync(self._folder)
         self._in_flight = {}
         if jax.process_index() == 0:
@@ -104,6 +107,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.
         if jax.process_index() == 0:
             (unfinished,) = (at for step, at in steps.unfinished_saves(self._folder) if step == self._in_flight["step"])
+            check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
             steps.write_manifest(unfinished, self._in_flight)
 
@@ -127,8 +131,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._in_flight = {}
             if jax.process_index() == 0:
                 steps.remove_unfinished(self._folder, step)
-            how = f"cannot save step {step} in {self._folder}: {first_line(error)}"
-            raise CheckpointError(f"{how}; older steps are untouched") from error
+            reason = first_line(error).replace(str(self._plain.path), str(self._folder))
+            raise CheckpointError(f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched") from error
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours
