@@ -42,8 +42,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
-    """Paths that match a glob pattern, sorted; relative to `folder` if given."""
-    return sorted(map(Path, glob.glob(str(pattern), root_dir=folder, recursive=True)))
+    """Paths that match a glob pattern, sorted; relative to `folder` if given. Folders at its beginning that exist by
+    their letters are not patterns: "lr=[1e-3]/*.txt"."""
+    find = lambda written: glob.glob(written, root_dir=folder, recursive=True)  # noqa: E731
+    pattern = Path(pattern)
+    at = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
+    found = find(os.path.join(glob.escape(str(at)), pattern.relative_to(at)))
+    return sorted(map(Path, found or find(str(pattern))))
 
 
 def free_bytes(folder: Path) -> int:
