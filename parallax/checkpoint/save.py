@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         settings: a JSON dict, which is written into every manifest.
         carry: writes further files of a step, such as its tokenizer, into the folder that it is given.
         say: reports problems that cannot be raised because another error is being raised.
+        on_disk: is called with a step and the seconds since its save began, once the step is on disk.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         settings: Mapping[str, Any],
         carry: Callable[[Path], None] = lambda at: None,
         say: Callable[[str], None] = print,
+        on_disk: Callable[[int, float], None] = lambda step, secs: None,
     ):
         self._folder, self._config = folder.resolve(), config
-        self._settings, self._carry, self._say = settings, carry, say
+        self._settings, self._carry, self._say, self._on_disk = settings, carry, say, on_disk
         self._in_flight: dict[str, Any] = {}
+        self._began = 0.0  # when the save in flight began
         say_errors_once()
         files.check_writable(self._folder)
         # Orbax would remove the files of a step in any order; so here it keeps all steps.
@@ -64,10 +68,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._manager.close()
 
     def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
-        """Start to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
+        """Copy named trees of arrays, such as {"params": ..., "rest": ...}, and begin to write them; a step is saved
+        once."""
         self.wait()
         if step in steps.complete_steps(self._folder):
             return
+        self._began = time.monotonic()
         flat = {part: flatten(tree) for part, tree in parts.items()}
         arrays = {}
         for part, tree in flat.items():
@@ -100,6 +106,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
                 steps.remove_notes(self._folder, step)
                 files.sync(self._folder)
         self._in_flight = {}
+        self._on_disk(step, time.monotonic() - self._began)
         if jax.process_index() == 0:
             self._remove_replaced()
 
