@@ -10,7 +10,8 @@ import numpy as np
 import tensorstore
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
-from parallax.runtime.errors import CheckpointError
+from parallax.runtime.errors import CheckpointError, first_few, first_line
+from parallax.runtime.files import PlainPath
 
 PIECE_BYTES = 1 << 26
 # Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.
@@ -45,7 +46,8 @@ class ArrayReader:
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
         context = new_cache() if cache is None else cache
-        self._array = tensorstore.open(_zarr(folder, name), context=context, open=True).result()
+        self._folder = PlainPath(folder)
+        self._array = tensorstore.open(_zarr(self._folder, name), context=context, open=True).result()
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype
         self.running = RunningFingerprint()
@@ -96,7 +98,8 @@ class ArrayWriter:
 
     def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
         metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about, stacked)), "order": "C"}
-        spec = _zarr(folder, name) | {"metadata": metadata}
+        self._folder = PlainPath(folder)
+        spec = _zarr(self._folder, name) | {"metadata": metadata}
         self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
@@ -114,9 +117,28 @@ class ArrayWriter:
         return {**shape_and_dtype(self._about), "fingerprint": self._running.value}
 
 
-def _zarr(folder: Path, name: str) -> dict[str, Any]:
+def check_written(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> None:
+    """Open each array of a step that was just written; CheckpointError names those that cannot be opened as described.
+
+    Orbax skips a part of its work without an error if it does not find what it wrote.
+    """
+    wrong = []
+    for part, of_part in arrays.items():
+        cache = new_cache()
+        for name, about in of_part.items():
+            try:
+                ArrayReader(folder / part, name, about, cache)
+            except (ValueError, OSError) as error:
+                wrong.append(f"{part} {name} ({first_line(error)})")
+    if wrong:
+        raise CheckpointError(f"what was written cannot be read back: {first_few(wrong)}")
+
+
+def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:
     """The tensorstore spec of an array in orbax's format."""
-    kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+    # Not a URL, in which some letters would have to be escaped.
+    base = {"driver": "file", "path": f"{folder.path}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     return {"driver": "zarr", "kvstore": kvstore}
 
 

@@ -10,9 +10,17 @@ import orbax.checkpoint as ocp
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, wrong_files
+from parallax.checkpoint.steps import (
+    DamagedError,
+    complete_steps,
+    files_of,
+    odd_files,
+    read_manifest,
+    wrong_files,
+)
 from parallax.config.settings import compare_settings
 from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
+from parallax.runtime.files import PlainPath
 from parallax.runtime.multihost.job import tried_by_all
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -78,9 +86,10 @@ def restore(
             raise CheckpointError(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
+    plain = PlainPath(folder)
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
     try:
-        loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+        loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         how = first_line(error)
         if jax.process_count() > 1:
@@ -114,6 +123,10 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
     files = files_of(manifest, parts)
     names = sorted(files)[jax.process_index() :: jax.process_count()]
     wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)
+    # Files that no manifest lists are of no process's share.
+    odd = odd_files(folder / str(step), parts) if wrong or jax.process_index() == 0 else []
+    if odd:
+        raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
         raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved(hit)}")

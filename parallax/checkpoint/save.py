@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from parallax.checkpoint import steps
-from parallax.checkpoint.arrays import flatten, shape_and_dtype
+from parallax.checkpoint.arrays import check_written, flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime import files
@@ -30,6 +31,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         settings: a JSON dict, which is written into every manifest.
         carry: writes further files of a step, such as its tokenizer, into the folder that it is given.
         say: reports problems that cannot be raised because another error is being raised.
+        on_disk: is called with a step and the seconds since its save began, once the step is on disk.
     """
 
     def __init__(
@@ -40,15 +42,19 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         settings: Mapping[str, Any],
         carry: Callable[[Path], None] = lambda at: None,
         say: Callable[[str], None] = print,
+        on_disk: Callable[[int, float], None] = lambda step, secs: None,
     ):
         self._folder, self._config = folder.resolve(), config
-        self._settings, self._carry, self._say = settings, carry, say
+        self._settings, self._carry, self._say, self._on_disk = settings, carry, say, on_disk
         self._in_flight: dict[str, Any] = {}
+        self._began = 0.0  # when the save in flight began
         say_errors_once()
         files.check_writable(self._folder)
         # Orbax would remove the files of a step in any order; so here it keeps all steps.
         how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(async_options=how))
+        options = ocp.CheckpointManagerOptions(async_options=how, lightweight_initialize=True)
+        self._plain = files.PlainPath(self._folder)
+        self._manager = ocp.CheckpointManager(self._plain.path, options=options)
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -62,10 +68,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._manager.close()
 
     def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
-        """Start to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
+        """Copy named trees of arrays, such as {"params": ..., "rest": ...}, and begin to write them; a step is saved
+        once."""
         self.wait()
         if step in steps.complete_steps(self._folder):
             return
+        self._began = time.monotonic()
         flat = {part: flatten(tree) for part, tree in parts.items()}
         arrays = {}
         for part, tree in flat.items():
@@ -95,8 +103,10 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             if jax.process_index() == 0:
                 if step not in steps.complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
+                steps.remove_notes(self._folder, step)
                 files.sync(self._folder)
         self._in_flight = {}
+        self._on_disk(step, time.monotonic() - self._began)
         if jax.process_index() == 0:
             self._remove_replaced()
 
@@ -104,6 +114,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.
         if jax.process_index() == 0:
             (unfinished,) = (at for step, at in steps.unfinished_saves(self._folder) if step == self._in_flight["step"])
+            check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
             steps.write_manifest(unfinished, self._in_flight)
 
@@ -127,8 +138,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._in_flight = {}
             if jax.process_index() == 0:
                 steps.remove_unfinished(self._folder, step)
-            how = f"cannot save step {step} in {self._folder}: {first_line(error)}"
-            raise CheckpointError(f"{how}; older steps are untouched") from error
+            reason = first_line(error).replace(str(self._plain.path), str(self._folder))
+            raise CheckpointError(f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched") from error
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours

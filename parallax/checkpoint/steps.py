@@ -8,6 +8,7 @@ folder that does not count.
 import itertools
 import json
 import re
+import stat
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -20,8 +21,8 @@ from parallax.runtime.units import in_bytes
 
 FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"
-# Orbax rewrites this file after the manifest is written, and does not need it to restore.
-NOT_COUNTED = "_CHECKPOINT_METADATA"
+# Orbax writes these beside the parts when the manifest is complete, and nothing reads them.
+NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
@@ -98,7 +99,8 @@ def latest_step(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NOT_COUNTED]
+    notes = [folder / name for name in NOTES]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in notes]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
     # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))
@@ -121,6 +123,8 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         size = path.stat().st_size
         if path.is_symlink() or size > LIMIT_BYTES:
             raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
+        if path.parent.is_symlink():
+            raise NotADirectoryError
         written = files.read_object(path)
         written_format = written["format"]
     except (FileNotFoundError, NotADirectoryError):
@@ -147,6 +151,16 @@ def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, d
 def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
     """Problems with files of a step's folder: existence and sizes, and with `contents` checksums."""
     hows = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
+    return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
+
+
+def odd_files(folder: Path, parts: Collection[str]) -> list[str]:
+    """Links, pipes and the like in the folders of some parts of a step, listed in its manifest or not.
+
+    Orbax and TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
+    """
+    paths = [path for part in parts for path in (folder / part, *sorted((folder / part).rglob("*")))]
+    hows = {path.relative_to(folder).as_posix(): _odd_kind(path) for path in paths}
     return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
 
 
@@ -179,6 +193,12 @@ def remove_step(folder: Path, step: int) -> None:
     at = folder / str(step)
     (at / MANIFEST).replace(at / REMOVED)
     files.remove(at)
+
+
+def remove_notes(folder: Path, step: int) -> None:
+    """Remove what is in a step and not in its manifest."""
+    for name in NOTES:
+        files.remove(folder / str(step) / name, missing_ok=True)
 
 
 def set_aside(folder: Path, step: int, why: str) -> Path:
@@ -279,13 +299,23 @@ def _is_array(array: Any) -> bool:
     return sizes and isinstance(array.get("dtype"), str) and _is_count(array.get("fingerprint"), CHECKSUM_LIMIT)
 
 
+def _odd_kind(path: Path) -> str | None:
+    try:
+        kind = path.lstat().st_mode
+    except OSError as error:
+        return None if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    if stat.S_ISLNK(kind):
+        return "is a link, or in a folder that is one"
+    return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "is no plain file"
+
+
 def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bool) -> str | None:
     path = folder / name
     try:
         if path.resolve() != folder.resolve() / name:
             return "is a link, or in a folder that is one"
         if not path.is_file():
-            return "is missing"
+            return "is no plain file" if path.exists() else "is missing"
         if (size := path.stat().st_size) != wanted["bytes"]:
             return f"has {size} bytes instead of {wanted['bytes']}"
         return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
-from parallax.runtime.run_files import LARGEST_STEP, RunFiles, number_of, row_of
+from parallax.runtime.run_files import COPIED, LARGEST_STEP, RunFiles, is_of_save, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
 FRESH_SECS = 1.0  # between two reads of the files
@@ -82,7 +82,7 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    Rows contain only finite numbers; any other loss is None. A line counts when it is complete; invalid lines are
+    `copied` are steps whose state was copied to be saved. Rows contain only finite numbers; any other loss is None. A line counts when it is complete; invalid lines are
     counted in `torn`, and values that are neither a finite number nor null in `odd`.
     """
 
@@ -114,12 +114,16 @@ class Metrics:
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
+        self.copied: set[int] = set()  # steps whose state was copied to be saved
         self.torn = self.odd = 0
         self._inode, self._offset = 0, 0
 
     def _add(self, row: dict[str, Any] | None) -> None:
         if row is None:
             self.torn += 1
+            return
+        if is_of_save(row):
+            self.copied |= {row["step"]} if COPIED in row else set()
             return
         numbers = {key: number_of(row[key]) for key in NUMBERS if row.get(key) is not None}
         finite = {key: number for key, number in numbers.items() if number is not None and math.isfinite(number)}
@@ -480,7 +484,7 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
         memory = f", memory {in_bytes(speed['memory_bytes'])}" if "memory_bytes" in speed else ""
         add("of peak", Text(f"{peak}{memory}"))
         add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
-    add("checkpoints", saved_text(run.saved, status))
+    add("checkpoints", saved_text(run.saved, status, run.metrics.copied))
     add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
     if run.load:
         load, entropy = run.load
@@ -495,8 +499,8 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     return table
 
 
-def saved_text(saved: Saved, status: Status) -> Text:
-    """Saved steps, steps being saved, and damaged ones."""
+def saved_text(saved: Saved, status: Status, copied: Container[int]) -> Text:
+    """Steps on disk, steps being copied and written, and damaged ones."""
     if saved.error:
         return Text(saved.error, style=BAD)
     text = Text("none yet")
@@ -507,8 +511,10 @@ def saved_text(saved: Saved, status: Status) -> Text:
         steps = ", ".join(f"{step:,}" for step in saved.unfinished)
         if status.over:
             text.append(f"; a save of step {steps} was not finished", style="yellow")
+        elif all(step in copied for step in saved.unfinished):
+            text.append(f"; step {steps} is copied, not yet on disk", style="cyan")
         else:
-            text.append(f"; saving step {steps}", style="cyan")
+            text.append(f"; copying step {steps}", style="cyan")
     if saved.damaged:
         text.append(f"; damaged: {', '.join(f'{step:,}' for step in saved.damaged)}", style=BAD)
     return text

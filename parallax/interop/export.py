@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, flatten, new_cache
-from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, write_manifest, wrong_files
+from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, check_written, flatten, new_cache
+from parallax.checkpoint.steps import (
+    DamagedError,
+    complete_steps,
+    files_of,
+    odd_files,
+    read_manifest,
+    write_manifest,
+    wrong_files,
+)
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -156,6 +164,8 @@ def open_step(workdir: Path, step: int | None) -> SavedStep:
         CheckpointError: there is no such checkpoint, or it has no parameters.
     """
     folder = workdir / "checkpoints"
+    if folder.is_dir():
+        files.PlainPath(folder)  # a name that cannot be read is not taken for damage
     step = max(complete_steps(folder), default=None) if step is None else step
     if step is None:
         raise CheckpointError(f"{workdir} has no checkpoint to export")
@@ -167,6 +177,7 @@ def open_step(workdir: Path, step: int | None) -> SavedStep:
     copied = {name: found.files[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in found.files}
     wrong = (
         [f"its file {name} is missing" for name in CARRIED if name not in found.files]
+        or odd_files(found.folder, ["params"])
         or wrong_files(found.folder, copied, contents=True)
         or wrong_files(found.folder, found.files, contents=False)
     )
@@ -239,6 +250,7 @@ def make_run(
         corpus, code = {"tokenizer": tokenizer.fingerprint}, {"parallax": code_version()}
         about = {**settings.to_dict(), "corpus": corpus, "code": code}
         described = {"params": {name: array.described() for name, array in arrays.items()}}
+        check_written(step, described)
         write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
 
 

@@ -12,9 +12,11 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import uuid
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,9 @@ from parallax.runtime.errors import CheckpointError, errors_as, writing
 LARGEST_BYTES = 1 << 28  # of a file that is read as a whole; a manifest of 10^5 shards has a tenth of it
 DEEPEST = 64  # nested lists and objects; ours have six levels
 SHOWN = 40
+DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
+# What is more than a name to Orbax and TensorStore: patterns, "\\" for "/", locks, buckets. Other letters are not tried.
+MEANT_OTHERWISE = re.compile(r"[^\w./=+,@:~ -]|\.__lock(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 PROBE = "probe-"  # prefix of files that `check_writable` creates and that a kill may leave behind
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
@@ -37,8 +42,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
-    """Paths that match a glob pattern, sorted; relative to `folder` if given."""
-    return sorted(map(Path, glob.glob(str(pattern), root_dir=folder, recursive=True)))
+    """Paths that match a glob pattern, sorted; relative to `folder` if given. Folders at its beginning that exist by
+    their letters are not patterns: "lr=[1e-3]/*.txt"."""
+    find = lambda written: glob.glob(written, root_dir=folder, recursive=True)  # noqa: E731
+    pattern = Path(pattern)
+    at = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
+    found = find(os.path.join(glob.escape(str(at)), pattern.relative_to(at)))
+    return sorted(map(Path, found or find(str(pattern))))
 
 
 def free_bytes(folder: Path) -> int:
@@ -174,6 +184,31 @@ class AppendFile:
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
     """Create a folder and its parents, if missing."""
     path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+
+class PlainPath:
+    """`path` leads to an existing folder, and libraries take each of its letters for itself.
+
+    It is the folder's own path, or one through a descriptor of the folder, valid while this object exists.
+
+    Raises:
+        OSError: the folder cannot be opened.
+        CheckpointError: its own path has other letters, and this system has no paths of descriptors.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder.resolve()
+        found = MEANT_OTHERWISE.search(str(self.path))
+        if found is None:
+            return
+        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, opened)
+        self.path = DESCRIPTORS / str(opened)
+        if not (self.path.exists() and self.path.samefile(folder)):
+            raise CheckpointError(
+                f"{str(folder)!r} cannot hold checkpoints: {found[0]!r} is not part of a name for the library that "
+                f"writes them, and {DESCRIPTORS} is missing; use letters, digits and any of . _ - = + , @ : ~"
+            )
 
 
 def remove(path: Path, *, missing_ok: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Names of the files in a run's folder, and how to read metrics.jsonl."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
 # In checkpoints of imported weights: the original folder's metadata that a run does not need.
 RECORD = "huggingface.json"
+
+# In lines of metrics.jsonl of their own: seconds until a step's state was copied, and until it was on disk.
+COPIED, ON_DISK = "perf/copied_secs", "perf/on_disk_secs"
 
 LARGEST_STEP = 1 << 53  # beyond it, floats cannot distinguish consecutive steps
 
@@ -48,6 +52,11 @@ def row_of(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if type(row.get("step")) is int and abs(row["step"]) < LARGEST_STEP else None
+
+
+def is_of_save(row: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl says only that a step was copied, or is on disk."""
+    return (COPIED in row or ON_DISK in row) and "train/loss" not in row
 
 
 def number_of(value: Any) -> float | None:

@@ -44,6 +44,7 @@ class RunFolder(RunFiles):
             with writing(self.path):
                 _take(lock, self.path)
             try:
+                files.PlainPath(self.path)  # refused now, not at the first save
                 yield
             finally:
                 self._remove_if_bare(before)

@@ -16,7 +16,7 @@ from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
 from parallax.runtime.multihost.job import is_first
 from parallax.runtime.progress import make_room, printing_progress, progress_printer
-from parallax.runtime.run_files import RunFiles, row_of
+from parallax.runtime.run_files import ON_DISK, RunFiles, is_of_save, row_of
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WANDB_SECS = 60  # timeout of the service at the start and at the end of a run
@@ -104,6 +104,11 @@ class RunLogger:
                 for writer in self._writers:
                     writer.begin(step, self.say)
 
+    def on_disk(self, step: int, secs: float) -> None:
+        """Print and record that a step's checkpoint is on disk, `secs` after its save began."""
+        self.say(f"step {step} is on disk")
+        self.record(step, {ON_DISK: secs})
+
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl, and a step of each writer. Non-finite numbers are null, since JSON has no
         NaN."""
@@ -124,8 +129,16 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl, empty if the file is missing; an incomplete last line is left out."""
-    return [row for line in _lines(path) if (row := row_of(line)) is not None]
+    """The metrics of each step in metrics.jsonl, with the times of its save; incomplete lines are left out."""
+    steps: list[dict[str, Any]] = []
+    latest: dict[int, dict[str, Any]] = {}
+    for row in filter(None, map(row_of, _lines(path))):
+        if is_of_save(row) and row["step"] in latest:
+            latest[row["step"]].update(row)
+        else:
+            latest[row["step"]] = row
+            steps.append(row)
+    return steps
 
 
 def _lines(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import FIRST_SECS, waiting
+from parallax.runtime.run_files import COPIED
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps, not_finite
 from parallax.training.load import COUNTS, load_values
@@ -209,8 +210,12 @@ class TrainingLoop:
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
         job.set_phase(f"saving step {step}")
-        with waiting(f"saving step {step}"):
+        with waiting("writing the checkpoint of an earlier step"):
+            self.checkpoints.wait()
+        began = time.monotonic()
+        with waiting(f"copying step {step}"):  # it is written while the next steps run
             self.checkpoints.save(step, checkpoint_parts(state), loss=loss)
+        self.logger.record(step, {COPIED: time.monotonic() - began})
 
     def read(self, ended: DispatchedStep) -> dict[str, Any]:
         """Wait for a step and return its metrics; DivergenceError if too many steps were not finite."""

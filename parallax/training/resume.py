@@ -17,7 +17,7 @@ from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings
 from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
-from parallax.runtime.files import read_bytes
+from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD, RunFiles
 from parallax.training.folder import RunFolder
@@ -162,6 +162,7 @@ def check_source(source: str) -> None:
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
         )
+    PlainPath(RunFiles(source).checkpoints)  # refused now, not when the weights are loaded
 
 
 def is_fixed(key: str) -> bool:

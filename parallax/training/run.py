@@ -202,7 +202,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
         )
         job.wait_for_all("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
-        with waiting("finishing the last save"):
+        with waiting(f"writing the checkpoint of step {done}"):
             checkpoints.wait()
         if done < settings.train.steps:
             cause = stop.signal or "another process"
@@ -257,7 +257,12 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
 
     config = parts.settings.checkpoint
     return CheckpointWriter(
-        folder.checkpoints, config, settings=checkpoint_settings(parts), carry=carry, say=logger.say_besides
+        folder.checkpoints,
+        config,
+        settings=checkpoint_settings(parts),
+        carry=carry,
+        say=logger.say_besides,
+        on_disk=logger.on_disk,
     )
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from parallax.cli import watch
 from parallax.cli.watch import Metrics, WatchedRun, follow, main, picture, plot, write_svg
 from parallax.runtime.errors import CheckpointError
+from parallax.runtime.run_files import COPIED
 
 GONE = 2**22 + 1  # no process has this number: it is more than Linux gives
 
@@ -147,7 +148,13 @@ def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_r
     del metadata["starts"][-1]["ended"]
     run.files.metadata.write_text(json.dumps(metadata))
     run.refresh()
-    assert "step 4; saving step 12; damaged: 8" in shown_of(run, width=120)
+    assert "step 4; copying step 12; damaged: 8" in shown_of(run, width=120)
+    with run.files.metrics.open("a") as file:
+        file.write(json.dumps({"step": 12, COPIED: 0.5}) + "\n")
+    steps = run.metrics.steps[:]
+    run.refresh()
+    assert "step 4; step 12 is copied, not yet on disk; damaged: 8" in shown_of(run, width=120)
+    assert run.metrics.steps == steps
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -18,6 +18,7 @@ import parallax
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import (
+    NOTES,
     DamagedError,
     check_steps,
     latest_step,
@@ -27,6 +28,7 @@ from parallax.checkpoint.steps import (
     tidy,
 )
 from parallax.config.sections import CheckpointConfig
+from parallax.interop.export import CARRIED, open_step
 from parallax.runtime.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
@@ -103,17 +105,67 @@ def test_where_every_step_is_damaged_none_is_loaded(saved):
 def test_a_flipped_bit_is_found_in_every_file_and_names_the_arrays_that_it_hits(saved):
     folder, parts = saved
     rng = np.random.default_rng(0)
-    counted = [folder / "2" / name for name in read_manifest(folder, 2)["files"]]
+    # Of a folder that a save has ended, the manifest is the only file that it does not list.
+    there = [path for path in sorted((folder / "2").rglob("*")) if path.is_file()]
+    listed = {folder / "2" / name for name in read_manifest(folder, 2)["files"]}
+    assert {*there} - listed == {folder / "2" / "manifest.json"}
     named = []
-    for path in [p for p in counted if p.stat().st_size]:
+    for path in [p for p in there if p.stat().st_size]:
         good = path.read_bytes()
         flip(path, rng.integers(len(good)), 1 << rng.integers(8))
-        with pytest.raises(DamagedError, match="does not match its checksum") as error:
+        with pytest.raises(DamagedError, match="does not match its (own )?checksum|cannot be read") as error:
             restore(folder, 2, abstract(parts))
         named.append(str(error.value))
         path.write_bytes(good)
     assert restore(folder, 2, abstract(parts))
     assert len(named) > 10 and any("params embedding" in text or "params blocks.mlp" in text for text in named)
+
+
+def link_out(path):
+    """To a pipe outside of the step, which whoever follows the link would wait for."""
+    outside = path.parents[len(path.parts) - path.parts.index("run") - 1] / "outside"
+    os.mkfifo(outside)
+    path.symlink_to(outside)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("put", [os.mkfifo, link_out], ids=["pipe", "link"])
+@pytest.mark.parametrize("name", ["d", "manifest.ocdbt", "_METADATA", "_sharding", "array_metadatas/process_7"])
+def test_a_pipe_or_a_link_in_a_part_is_damage_and_is_not_read(tmp_path, name, put):
+    """In place of a file, or one that the manifest does not list, as somebody would send it."""
+    folder = tmp_path / "run" / "checkpoints"
+    parts, step = save_steps(folder, {1: 3.0, 2: 2.0}, mesh=(1, 2, 2)), folder / "2"
+    path = largest_file(step / "params" / "d") if name == "d" else step / "params" / name
+    path.unlink(missing_ok=True)
+    put(path)
+    what = "is no plain file" if put is os.mkfifo else "is a link, or in a folder that is one"
+    for _ in ("listed", "not listed"):
+        with pytest.raises(DamagedError, match=rf"damaged: its file params/\S*{path.name} {what}; its arrays are not read"):
+            restore(folder, 2, abstract(parts))
+        rewrite(folder, 2, lambda m: m["files"].pop(path.relative_to(step).as_posix(), None))
+    assert restore_newest(folder, abstract(parts)).step == 1
+    rewrite(folder, 2, lambda m: m["files"].update({name: {"bytes": 0, "crc32": 0} for name in CARRIED}))
+    for name in CARRIED:
+        (step / name).touch()
+    with pytest.raises(DamagedError, match=f"its file params/.* {what}"):
+        open_step(tmp_path / "run", 2)
+
+
+def test_a_link_to_a_step_is_no_step_for_whoever_names_it(saved):
+    folder, parts = saved
+    (folder / "2").rename(folder / "elsewhere")
+    (folder / "2").symlink_to(folder / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 2 in .*; steps there: 1"):
+        restore(folder, 2, abstract(parts))
+
+
+def test_notes_of_orbax_that_a_kill_has_left_are_not_read(saved):
+    folder, parts = saved
+    for name in NOTES:
+        os.mkfifo(folder / "2" / name)
+    assert restore_newest(folder, abstract(parts)).step == 2
+    save_steps(folder, {3: 1.0}, mesh=(1, 2, 2))
+    assert latest_step(folder) == 3
 
 
 def test_a_flipped_bit_of_one_array_names_that_array_alone(tmp_path):

@@ -14,14 +14,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoint_examples import save_settings
-from run_examples import at_batch, losses, stop_at, tiny_config, write_corpus
+from rich.console import Console
+from run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
+from stand_ins import full_disk, on_write
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli.command import load_config
+from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
+from parallax.runtime.run_files import COPIED, ON_DISK
 from parallax.training.divergence import SkippedSteps
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, drop_after, read_metrics
@@ -40,7 +44,7 @@ def halfway(whole_run, tmp_path):
     folder = tmp_path / "halfway"
     shutil.copytree(whole_run, folder)
     shutil.rmtree(folder / "checkpoints" / "8")
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in (folder / "metrics.jsonl").read_text().splitlines() if "train/loss" in row]
     (folder / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
     return folder
 
@@ -108,6 +112,41 @@ def test_a_finished_run_has_nothing_to_do(corpus, whole_run, capsys):
     outcome = train(tiny_config(corpus), whole_run)
     assert outcome.reason == "nothing to do" and outcome.step == 8
     assert "nothing to do" in capsys.readouterr().out and losses(whole_run) == before
+
+
+def test_a_step_is_said_to_be_on_disk_when_it_is_and_copied_before(corpus, tmp_path, monkeypatch):
+    """The disk takes the last of step 4 no sooner than step 6 is over."""
+    later, seen = threading.Event(), {}
+
+    def slow(manifest):
+        assert manifest.parent.name.startswith("8") or later.wait(60)
+
+    def look():
+        seen.update(read_metrics(tmp_path / "metrics.jsonl")[3], log=(tmp_path / "log.txt").read_text())
+        assert latest_step(tmp_path / "checkpoints") is None
+        shown = io.StringIO()
+        Console(file=shown, width=120).print(picture([WatchedRun(tmp_path)], Console(width=120)))
+        assert "none yet; step 4 is copied, not yet on disk" in shown.getvalue()
+        later.set()
+
+    on_write(monkeypatch, "checkpoints/*/manifest.json", slow)
+    at_step(monkeypatch, 6, look)
+    assert train(tiny_config(corpus), tmp_path).reason == "finished"
+    assert COPIED in seen and ON_DISK not in seen and "on disk" not in seen["log"]
+    lines, rows = (tmp_path / "log.txt").read_text(), read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert {row["step"]: row[COPIED] < row[ON_DISK] for row in rows if ON_DISK in row} == {4: True, 8: True}
+    assert lines.index("step 6/8") < lines.index("step 4 is on disk")
+    assert lines.index("step 8 is on disk") < lines.index("finished: step 8 is saved")
+
+
+def test_a_step_that_fails_to_reach_the_disk_is_not_said_to_be_there(corpus, tmp_path, monkeypatch):
+    on_write(monkeypatch, "checkpoints/8*/manifest.json", full_disk)
+    with pytest.raises(CheckpointError, match="cannot save step 8"):
+        train(tiny_config(corpus), tmp_path)
+    lines, rows = (tmp_path / "log.txt").read_text(), read_metrics(tmp_path / "metrics.jsonl")
+    assert "step 4 is on disk" in lines and "step 8 is" not in lines
+    assert COPIED in rows[-1] and ON_DISK not in rows[-1]
 
 
 def test_the_run_folder_says_what_the_run_is(corpus, whole_run):
