@@ -3,7 +3,7 @@
 import collections
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.inference.ends import ends_of, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
@@ -22,13 +23,12 @@ from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.model.products import is_amax_name
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import RECORD
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
+from parallax.runtime.run_files import ENDS, RECORD
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
 # Small texts that users expect in such a folder.
-BESIDE = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (ENDS, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -82,20 +82,32 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
+    ends = _ends_of_import(source, content, record["files"])
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
+        **({ENDS: json_text({"eos_token_id": ends})} if ends else {}),
         **{name: source / name for name in copied},
     }
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
-    if model.padded_vocab == model.vocab:
-        return config
-    note = (
-        f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple={model.vocab_multiple}), "
-        "so that mesh.tp divides it; the padding has no logits, and to-hf leaves it out"
-    )
-    return config._replace(notes=(*config.notes, note))
+    return config._replace(notes=(*config.notes, *_notes(settings, tokenizer, ends)))
+
+
+def _notes(settings: Settings, tokenizer: Tokenizer, ends: Sequence[int]) -> Iterator[str]:
+    """What the run does with the model that its user should know."""
+    model = settings.model
+    if model.padded_vocab != model.vocab:
+        yield (
+            f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple="
+            f"{model.vocab_multiple}), so that mesh.tp divides it; the padding has no logits, and to-hf leaves it out"
+        )
+    known = [number for number in ends if 0 <= number < model.vocab]
+    if known:
+        listed = ", ".join(str(number) for number in dict.fromkeys([*known, tokenizer.end]))
+        yield f"a generated text ends at one of the tokens {listed}: eos_token_id, and the end of a document"
+    for number in [number for number in ends if number not in known]:
+        yield f"eos_token_id={number} ends nothing: vocab_size={model.vocab} has no such token"
 
 
 def _our_parts(
@@ -223,7 +235,8 @@ def to_hf(
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
-        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer)
+        ends = ends_of(tokenizer, model.vocab, source.folder)
+        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer, ends)
         dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
     else:
@@ -342,9 +355,17 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 # ---- special tokens and generation
 
 
-def _special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
+    """The ids that end a text in config.json and in generation_config.json, each once."""
+    with errors_as(CheckpointError, f"{source / ENDS} cannot be read: ", "; mend it, or remove it", ValueError):
+        generation = files.object_of(texts.get(ENDS, "{}"))
+    return list(dict.fromkeys([*eos_ids(CONFIG, content), *eos_ids(ENDS, generation)]))
+
+
+def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
     """Ids of special tokens for config.json; null if there is none, since an absent field has another default."""
-    return {"bos_token_id": tokenizer.begin[0] if tokenizer.begin else None, "eos_token_id": tokenizer.end}
+    begin = tokenizer.begin[0] if tokenizer.begin else None
+    return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def _texts_beside(
@@ -364,19 +385,16 @@ def _texts_beside(
     if TOKENIZER_CONFIG not in texts:
         length = content.get("max_position_embeddings", context)
         texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))
-    if GENERATION not in texts:
+    if ENDS not in texts:
         said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         known = {key: ids for key, ids in said.items() if ids is not None}
-        texts[GENERATION] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
+        texts[ENDS] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
     if trained:
-        try:
-            generation = files.object_of(texts[GENERATION])
-        except ValueError as error:
-            raise CheckpointError(f"the imported {GENERATION} is damaged: {error}; import it again") from error
-        ids = generation.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        with errors_as(CheckpointError, f"the imported {ENDS} is damaged: ", "; import it again", ValueError):
+            generation = files.object_of(texts[ENDS])
+        ids = eos_ids(ENDS, generation)
         if end not in ids:
-            texts[GENERATION] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
+            texts[ENDS] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
     return texts
 
 

@@ -12,6 +12,8 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
 # In checkpoints of imported weights: the original folder's metadata that a run does not need.
 RECORD = "huggingface.json"
+# Beside a tokenizer: the ids at which the model ends a text, as `eos_token_id`.
+ENDS = "generation_config.json"
 
 LARGEST_STEP = 1 << 53  # beyond it, floats cannot distinguish consecutive steps
 

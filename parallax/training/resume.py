@@ -19,7 +19,7 @@ from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
-from parallax.runtime.run_files import RECORD, RunFiles
+from parallax.runtime.run_files import ENDS, RECORD, RunFiles
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
@@ -140,20 +140,20 @@ def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
     return found
 
 
-def import_record(folder: RunFolder, source: str) -> bytes | None:
-    """The record of the folder from which a run's weights were imported, which its checkpoints carry.
+def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:
+    """What a run's checkpoints carry of the folder from which its weights were imported, by name: a record, and the ids
+    at which the model ends a text.
 
-    It is in the run's newest step, or in that of `source`, from which the run starts; None if there is none.
+    They are in the run's newest step, or in that of `source`, from which the run starts; there may be none.
     """
     own = complete_steps(folder.checkpoints)
     checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
     for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
-        if RECORD not in files:
-            return None
-        if not wrong_files(at, {RECORD: files[RECORD]}, contents=True):
-            return read_bytes(at / RECORD)
-    return None
+        carried = {name: files[name] for name in (RECORD, ENDS) if name in files}
+        if not wrong_files(at, carried, contents=True):
+            return {name: read_bytes(at / name) for name in carried}
+    return {}
 
 
 def check_source(source: str) -> None:

@@ -14,8 +14,10 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
+from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.inference.generate import generate
 from parallax.model.rope import Rope
 
 BOS = "<s>"
@@ -137,7 +139,7 @@ BESIDE = {
 
 def imported(folder, **changes):
     """A folder of somebody's with all that stands beside a model, and the run that was made of it."""
-    config = config_of("MistralForCausalLM", vocab_size=272, eos_token_id=271, **changes)
+    config = config_of("MistralForCausalLM", **{"vocab_size": 272, "eos_token_id": 271} | changes)
     write_folder(folder / "theirs", config, random_tensors(shapes_of(config), "BF16"))
     published(folder / "theirs", template=True)
     for name, text in BESIDE.items():
@@ -278,9 +280,46 @@ def test_a_generation_config_that_is_none_is_named(tmp_path, capsys):
     config = config_of("LlamaForCausalLM")
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
     (folder / "generation_config.json").write_text("{")
-    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
-    own_run(tmp_path / "tuned", load_settings(tmp_path / "run"))
-    flags = [str(tmp_path / "tuned"), str(tmp_path / "out"), "--like", str(tmp_path / "run")]
-    assert main(["to-hf", *flags]) == 3
-    assert "the imported generation_config.json is damaged" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 3
+    assert f"{folder}/generation_config.json cannot be read: " in capsys.readouterr().err
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}')
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 2
+    message = "generation_config.json: eos_token_id=[2, '</s>'] is not supported; supported: a token's id, a list"
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("run*"))
+
+
+ENDS = [BPE.end, 3, 271]
+
+
+def ends_of(run):
+    return px.load(run).ends
+
+
+def test_an_import_ends_its_texts_where_its_configs_say(tmp_path, capsys):
+    """Also after `export` and `import`, and as another architecture; an id that the model lacks ends nothing."""
+    imported(tmp_path, eos_token_id=[3, 9999])
+    said = capsys.readouterr().out
+    assert f"a generated text ends at one of the tokens 3, 271, {BPE.end}: eos_token_id" in said
+    assert "eos_token_id=9999 ends nothing: vocab_size=272 has no such token" in said
+    assert list(ends_of(tmp_path / "run")) == ENDS
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    assert main(["import", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert list(ends_of(tmp_path / "back")) == ENDS
+    assert exported(tmp_path / "back", tmp_path / "out")["eos_token_id"] == ENDS
+    assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == ENDS
+
+
+def test_generation_stops_at_an_end_of_the_import(tmp_path, capsys):
+    imported(tmp_path)
+    run, how = px.load(tmp_path / "run"), dict(tokens=8, temperature=0.0)
+    (free,) = generate(run.model, run.params, [run.tokenizer.encode("It is")], SampleConfig(prompt="", **how))
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, int(free[4])]}))
+    assert main(["from-hf", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "stops")]) == 0
+    stops, (prompt,) = px.load(tmp_path / "stops"), [run.tokenizer.encode("It is")]
+    kept = free[: free.tolist().index(free[4])]
+    assert stops.generate("It is", **how) == run.tokenizer.decode([*prompt, *kept])
+
+
+def test_a_run_from_an_import_ends_its_texts_there(corpus, tmp_path):
+    imported(tmp_path, eos_token_id=[3, 271])
+    assert list(ends_of(tuned(corpus, tmp_path))) == ENDS
