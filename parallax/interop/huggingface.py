@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,16 +38,18 @@ WEIGHT_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+COMPUTE_DTYPES = ("float32", "bfloat16")  # of model.dtype
 ROPE_TABLE = ".rotary_emb.inv_freq"  # derived from the config, but stored in old files
 
 
 # ---- import
 
 
-def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
+def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, except its model.
 
-    Parameters have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
+    The run computes in the dtype of the weights in the folder, or with `own_dtype` in that of the settings. Parameters
+    have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
         ConfigError: the model is not supported; names the field.
@@ -82,6 +85,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
+    if not own_dtype and _stored_dtype(record["dtypes"], tensors) in COMPUTE_DTYPES:
+        settings = read_settings(settings, model={"dtype": _stored_dtype(record["dtypes"], tensors)})
     ends = _ends_of_import(source, content, record["files"])
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
@@ -91,12 +96,23 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         **{name: source / name for name in copied},
     }
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
-    return config._replace(notes=(*config.notes, *_notes(settings, tokenizer, ends)))
+    notes = _notes(settings, tokenizer, ends, config.context, _stored_dtype(record["dtypes"], tensors))
+    return config._replace(notes=(*config.notes, *notes))
 
 
-def _notes(settings: Settings, tokenizer: Tokenizer, ends: Sequence[int]) -> Iterator[str]:
+def _notes(
+    settings: Settings, tokenizer: Tokenizer, ends: Sequence[int], context: int, stored_dtype: str
+) -> Iterator[str]:
     """What the run does with the model that its user should know."""
-    model = settings.model
+    model, data = settings.model, settings.data
+    yield (
+        f"the weights are {stored_dtype}; a run computes in {model.dtype} (model.dtype), with "
+        f"{settings.optimizer.weights_dtype} parameters (optimizer.weights_dtype)"
+    )
+    yield (
+        f"it trains on {data.global_batch} windows of {data.seq} tokens in a step (data.global_batch, data.seq); the "
+        f"model's context is {context}"
+    )
     if model.padded_vocab != model.vocab:
         yield (
             f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple="
@@ -137,6 +153,14 @@ def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) 
     said = content.get("torch_dtype") or content.get("dtype")
     plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
     return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
+
+
+def _stored_dtype(dtypes: Mapping[str, str], tensors: Mapping[str, Weight]) -> str:
+    """The dtype of most entries of the weights."""
+    entries: collections.Counter[str] = collections.Counter()
+    for name, dtype in dtypes.items():
+        entries[dtype] += math.prod(tensors[name].shape)
+    return entries.most_common(1)[0][0]
 
 
 def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> dict[str, tuple[int, ...]]:

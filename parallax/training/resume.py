@@ -29,7 +29,7 @@ FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 TOKENIZER = "corpus.tokenizer"
-MATMUL_PARTS_KEY = "model.matmul_parts"
+DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
 # seq.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
@@ -102,6 +102,9 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
     own = flatten(wanted)
     step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
+    if DTYPE in changed:
+        there, here = changed[DTYPE]
+        say(f"train.init_from={source!r} computed in {there}, this run computes in {here} ({DTYPE})")
     there, here = changed.get(TOKENIZER, (None, None))
     if there is not None and here is not None:
         raise CheckpointError(

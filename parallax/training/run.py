@@ -311,7 +311,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
-        f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        f"{batch} x {seq} = {batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
     ]
     if settings.model.kernel == AUTO and jax.default_backend() != "cpu":
         lines.append(f"attention by {model.model.kernel} (model.kernel={AUTO!r})")

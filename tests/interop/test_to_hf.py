@@ -17,7 +17,7 @@ from parallax.cli.evaluate import evaluate
 from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
-from parallax.inference.generate import generate
+from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
 
 BOS = "<s>"
@@ -309,15 +309,19 @@ def test_an_import_ends_its_texts_where_its_configs_say(tmp_path, capsys):
     assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == ENDS
 
 
-def test_generation_stops_at_an_end_of_the_import(tmp_path, capsys):
+def test_generation_stops_at_an_end_of_the_import(tmp_path):
     imported(tmp_path)
     run, how = px.load(tmp_path / "run"), dict(tokens=8, temperature=0.0)
-    (free,) = generate(run.model, run.params, [run.tokenizer.encode("It is")], SampleConfig(prompt="", **how))
+    prompt = encode(run.tokenizer, "It is")
+    (free,) = generate(run.model, run.params, [prompt], SampleConfig(**how), vocab=run.tokenizer.vocab)
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, int(free[4])]}))
     assert main(["from-hf", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "stops")]) == 0
-    stops, (prompt,) = px.load(tmp_path / "stops"), [run.tokenizer.encode("It is")]
-    kept = free[: free.tolist().index(free[4])]
-    assert stops.generate("It is", **how) == run.tokenizer.decode([*prompt, *kept])
+    kept = [*prompt, *free[: free.tolist().index(free[4])]]
+    assert (
+        px.load(tmp_path / "stops").generate("It is", **how)
+        == run.tokenizer.decode(kept)
+        != run.generate("It is", **how)
+    )
 
 
 def test_a_run_from_an_import_ends_its_texts_there(corpus, tmp_path):
