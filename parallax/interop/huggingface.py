@@ -380,10 +380,12 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 
 
 def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
-    """The ids that end a text in config.json and in generation_config.json, each once."""
+    """The ids that end a text: those of generation_config.json, as in `transformers`; if it has none, of config.json,
+    in which models often keep the default of their class."""
     with errors_as(CheckpointError, f"{source / ENDS} cannot be read: ", "; mend it, or remove it", ValueError):
         generation = files.object_of(texts.get(ENDS, "{}"))
-    return list(dict.fromkeys([*eos_ids(CONFIG, content), *eos_ids(ENDS, generation)]))
+    of_config = eos_ids(CONFIG, content)
+    return eos_ids(ENDS, generation) or of_config
 
 
 def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:

@@ -137,13 +137,15 @@ BESIDE = {
 }
 
 
-def imported(folder, **changes):
+def imported(folder, generation=BESIDE["generation_config.json"], **changes):
     """A folder of somebody's with all that stands beside a model, and the run that was made of it."""
     config = config_of("MistralForCausalLM", **{"vocab_size": 272, "eos_token_id": 271} | changes)
     write_folder(folder / "theirs", config, random_tensors(shapes_of(config), "BF16"))
     published(folder / "theirs", template=True)
-    for name, text in BESIDE.items():
+    for name, text in (BESIDE | {"generation_config.json": generation}).items():
         (folder / "theirs" / name).write_text(json.dumps(text, indent=3))
+    if generation is None:
+        (folder / "theirs" / "generation_config.json").unlink()
     (folder / "theirs" / "chat_template.jinja").write_text(TEMPLATE)
     assert main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run")]) == 0
     return config
@@ -288,23 +290,34 @@ def test_a_generation_config_that_is_none_is_named(tmp_path, capsys):
     assert message in capsys.readouterr().err and not list(tmp_path.glob("run*"))
 
 
+SAYS_ENDS = {
+    "both: as in transformers, the one about generation decides": ([3, 4], {"eos_token_id": [271, 5]}, [271, 5]),
+    "config.json alone": ([3, 4], None, [3, 4]),
+    "config.json, since the other has none": (3, {"temperature": 0.5}, [3]),
+    "none": (None, {"eos_token_id": None}, []),
+}
+
+
+@pytest.mark.parametrize("what", SAYS_ENDS)
+def test_an_import_ends_its_texts_where_its_configs_say(tmp_path, capsys, what):
+    eos, generation, ends = SAYS_ENDS[what]
+    imported(tmp_path, generation=generation, eos_token_id=eos)
+    listed = ", ".join(map(str, [*ends, BPE.end]))
+    said = f"a generated text ends at one of the tokens {listed}: eos_token_id"
+    assert (said in capsys.readouterr().out) == bool(ends)
+    assert px.load(tmp_path / "run").ends == (BPE.end, *ends)
+
+
 ENDS = [BPE.end, 3, 271]
 
 
-def ends_of(run):
-    return px.load(run).ends
-
-
-def test_an_import_ends_its_texts_where_its_configs_say(tmp_path, capsys):
-    """Also after `export` and `import`, and as another architecture; an id that the model lacks ends nothing."""
-    imported(tmp_path, eos_token_id=[3, 9999])
-    said = capsys.readouterr().out
-    assert f"a generated text ends at one of the tokens 3, 271, {BPE.end}: eos_token_id" in said
-    assert "eos_token_id=9999 ends nothing: vocab_size=272 has no such token" in said
-    assert list(ends_of(tmp_path / "run")) == ENDS
+def test_what_ends_a_text_is_kept_by_export_and_import_and_as_another_architecture(tmp_path, capsys):
+    """An id that the model lacks ends nothing."""
+    imported(tmp_path, generation={"eos_token_id": [3, 9999, 271]})
+    assert "eos_token_id=9999 ends nothing: vocab_size=272 has no such token" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
     assert main(["import", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
-    assert list(ends_of(tmp_path / "back")) == ENDS
+    assert px.load(tmp_path / "back").ends == (*ENDS,)
     assert exported(tmp_path / "back", tmp_path / "out")["eos_token_id"] == ENDS
     assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == ENDS
 
@@ -325,5 +338,5 @@ def test_generation_stops_at_an_end_of_the_import(tmp_path):
 
 
 def test_a_run_from_an_import_ends_its_texts_there(corpus, tmp_path):
-    imported(tmp_path, eos_token_id=[3, 271])
-    assert list(ends_of(tuned(corpus, tmp_path))) == ENDS
+    imported(tmp_path, generation={"eos_token_id": [3, 271]})
+    assert px.load(tuned(corpus, tmp_path)).ends == (*ENDS,)
