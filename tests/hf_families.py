@@ -134,7 +134,8 @@ def import_pair(theirs: transformers.PreTrainedModel, folder: Path) -> Pair:
     """A model that is saved in a folder, and the run that is made of it."""
     Bytes().save(folder / "theirs")
     with contextlib.redirect_stdout(io.StringIO()):
-        flags = ["--workdir", str(folder / "run"), f"--config.data.seq={max(LENGTHS)}"]
+        # The comparison is in float32, whatever the file has.
+        flags = ["--workdir", str(folder / "run"), f"--config.data.seq={max(LENGTHS)}", "--config.model.dtype=float32"]
         assert main(["from-hf", str(folder / "theirs"), *flags]) == 0
     return Pair(theirs, folder / "run")
 

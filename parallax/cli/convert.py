@@ -19,7 +19,7 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.cli.arguments import Parser, about_command, local_path, positive
-    from parallax.cli.command import HELP, config_keys, read_line
+    from parallax.cli.command import HELP, config_keys, key_default, read_line
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
     from parallax.data.vocabulary import VOCAB_MULTIPLE
@@ -58,7 +58,8 @@ def _export(flags: argparse.Namespace) -> None:
 
 def _from_hf(flags: argparse.Namespace) -> None:
     with waiting(f"importing {flags.source}"):
-        found = from_hf(flags.source, flags.workdir, settings_of_import(flags.settings, flags.workdir))
+        settings, own_dtype = settings_of_import(flags.settings, flags.workdir)
+        found = from_hf(flags.source, flags.workdir, settings, own_dtype=own_dtype)
     for note in found.notes:
         print(note)
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
@@ -71,8 +72,9 @@ def _to_hf(flags: argparse.Namespace) -> None:
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 
-def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settings:
-    """The settings of an imported run, except its model; its tokenizer is the imported one.
+def settings_of_import(written_settings: Sequence[str], workdir: Path) -> tuple[Settings, bool]:
+    """The settings of an imported run, except its model; its tokenizer is the imported one. Also whether its
+    model.dtype was chosen: by a flag, or by a config that differs from the default.
 
     Raises:
         ConfigError: a flag is not a setting, or is one that the imported model determines.
@@ -80,9 +82,11 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settin
     # Flags of the command line come after these, so they take precedence.
     ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
     config = read_line([__name__, *ours, *written_settings], {}, config=CONFIGS / "base.py").config
-    keys = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
-    check_own_keys([key.partition("=")[0] for key in keys])
-    return read_settings(config)
+    flags = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
+    keys = [flag.partition("=")[0] for flag in flags]
+    check_own_keys(keys)
+    settings = read_settings(config)
+    return settings, "model.dtype" in keys or settings.model.dtype != key_default("model.dtype")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

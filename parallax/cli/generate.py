@@ -1,9 +1,10 @@
 """Generate text with a trained model.
 
     python -m parallax.generate --workdir runs/mine --prompt "def "
+    python -m parallax.generate --workdir runs/mine --prompt "def " --prompt "class " --stop "return"
 
-The text goes to stdout, everything else to stderr. Missing values, also of the mesh, are those of the run's
-config.json.
+A text ends where the model says, or before a text of --stop. Texts go to stdout, those of several prompts below a line
+with their number, and everything else to stderr. Missing values, also of the mesh, are those of the run's config.json.
 """
 
 import argparse
@@ -27,7 +28,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
 # Flags from keys of the config's sections.
-SAMPLE_FIELDS = dataclasses.fields(SampleConfig)
+SAMPLE_FIELDS = [field for field in dataclasses.fields(SampleConfig) if field.name != "prompt"]
 MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name in MESH_KEYS]
 
 
@@ -38,28 +39,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: show(run(parse(arguments))))
 
 
-def show(text: str) -> None:
-    """Print the generated text; on a terminal, with unprintable characters escaped."""
-    print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text)
+def show(texts: Sequence[str]) -> None:
+    """Print the generated texts; on a terminal, with unprintable characters escaped."""
+    for number, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            print(f"==> {number} of {len(texts)} <==")
+        print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text)
 
 
-def run(flags: argparse.Namespace) -> str:
-    """The prompt and the text that the run's model generates after it; the speed goes to stderr."""
+def run(flags: argparse.Namespace) -> list[str]:
+    """Each prompt and the text that the run's model generates after it; the speed goes to stderr."""
     settings = load_settings(flags.workdir)
+    prompts = flags.prompt or [settings.sample.prompt] * bool(settings.sample.prompt)
+    if not prompts:
+        raise ConfigError('there is no prompt; write --prompt "TEXT", once for each text to generate')
+    for text in flags.stop:
+        if not text:
+            raise ConfigError("--stop='' holds no text; leave it out, or write at least one character")
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
     mesh = mesh_config(settings.mesh, _given(flags, MESH_FIELDS))
     choose = ", ".join(map(_flag, MESH_FIELDS))
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
-    length, seq = len(encode(trained.tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
+    ids = [encode(trained.tokenizer, prompt, "--prompt" if flags.prompt else "sample.prompt") for prompt in prompts]
+    length, seq = max(map(len, ids)) + sample.tokens, settings.data.seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
-        text = complete(trained.model, trained.params, trained.tokenizer, sample)
-    secs = time.perf_counter() - start
-    _say(f"up to {sample.tokens} tokens in {secs:.1f} s, {sample.tokens / secs:.1f} tokens/s, compilation included")
-    return text
+        how = {"ends": trained.ends, "stop": flags.stop}
+        texts = complete(trained.model, trained.params, trained.tokenizer, ids, sample, **how)
+    secs, tokens = time.perf_counter() - start, len(ids) * sample.tokens
+    _say(f"up to {tokens} tokens in {secs:.1f} s, {tokens / secs:.1f} tokens/s, compilation included")
+    return texts
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -67,13 +79,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    prompt = "text to go on from; several give as many texts; default: the run's sample.prompt"
+    parser.add_argument("--prompt", action="append", default=[], help=prompt)
+    stop = "text before which generation ends, besides the model's own ends; may be given several times"
+    parser.add_argument("--stop", action="append", default=[], help=stop)
     for origin, keys in (("the run's sample.{}", SAMPLE_FIELDS), ("as in training", MESH_FIELDS)):
         for key in keys:
             meaning = f"{key.metadata['key'].meaning}; default: {origin.format(key.name)}"
             parser.add_argument(_flag(key), type=key.type, help=meaning)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = ["--workdir", "--step", *map(_flag, SAMPLE_FIELDS), *map(_flag, MESH_FIELDS)]
+        known = ["--workdir", "--step", "--prompt", "--stop", *map(_flag, SAMPLE_FIELDS), *map(_flag, MESH_FIELDS)]
         raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(unknown[0].partition('=')[0], known)}")
     return flags
 

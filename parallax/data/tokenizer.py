@@ -55,6 +55,10 @@ class Bytes:
         """The name of an id in tokenizer.json."""
         return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
 
+    def special_id(self, name: str) -> int | None:
+        """The id of the special token with this name; None if there is none."""
+        return self.end if name == END_OF_DOCUMENT else None
+
     def save(self, folder: Path) -> None:
         """Write the files for `load_tokenizer`: tokenizer.json, and tokenizer_config.json if there was one."""
         make_folder(folder)
@@ -167,6 +171,10 @@ class Bpe:
 
     def token(self, number: int) -> str:
         return self._inner.id_to_token(number)
+
+    def special_id(self, name: str) -> int | None:
+        added = self._inner.get_added_tokens_decoder()
+        return next((number for number, token in added.items() if token.content == name), None)
 
     def save(self, folder: Path) -> None:
         make_folder(folder)

@@ -78,14 +78,15 @@ class Decoder:
         self.arrangement = Arrangement(placement, model.kinds)
         self.orders = list(arrangements(placement, model.kinds).values())
 
-    def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
-        """Generate up to `tokens` ids after each row, int32 [B, tokens]; a row that has reached `end` is filled with
-        `end`.
+    def write(
+        self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, ends: tuple[int, ...]
+    ) -> Array:
+        """Generate up to `tokens` ids after each row, int32 [B, tokens]; what follows one of `ends` has no meaning.
 
         `pick(key, logits [B, V], rows [B], positions [B])` chooses the ids that follow the text at `positions` in rows
-        of the global batch. With a negative `end` no row ends.
+        of the global batch.
         """
-        local = partial(self._write, pick=pick, tokens=tokens, end=end)
+        local = partial(self._write, pick=pick, tokens=tokens, ends=ends)
         specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
         rows = Layout.parse(ROWS).spec(self.mesh)
         in_specs = (specs, Prompts(rows, rows), P())
@@ -94,7 +95,7 @@ class Decoder:
 
     # ---- what runs on each device
 
-    def _write(self, params, prompts, key, *, pick, tokens, end):
+    def _write(self, params, prompts, key, *, pick, tokens, ends):
         weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape
         rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
 
@@ -108,13 +109,14 @@ class Decoder:
         def step(state):
             ids_B = lax.dynamic_index_in_dim(state.ids_BN, state.count - 1, axis=1, keepdims=False)
             next_B, caches = following(ids_B[:, None], state.caches, prompt + state.count - 1)
-            return _append(state._replace(caches=caches), jnp.where(ids_B == end, end, next_B), end)
+            # A row that has ended repeats its end.
+            return _append(state._replace(caches=caches), jnp.where(_are_in(ends, ids_B), ids_B, next_B), ends)
 
         first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
-        ids_BN = as_varying(jnp.full((batch, tokens), end, jnp.int32), BATCH_AXES)
+        ids_BN = as_varying(jnp.zeros((batch, tokens), jnp.int32), BATCH_AXES)
         start = DecodeState(ids_BN, caches, jnp.int32(0), True)
         more = lambda state: (state.count < tokens) & state.running  # noqa: E731
-        return lax.while_loop(more, step, _append(start, first_B, end)).ids_BN
+        return lax.while_loop(more, step, _append(start, first_B, ends)).ids_BN
 
     def _advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
@@ -222,10 +224,14 @@ class DecodeState(NamedTuple):
     running: Array | bool  # whether any row of the global batch has not ended
 
 
-def _append(state: DecodeState, next_B: Array, end: int) -> DecodeState:
+def _append(state: DecodeState, next_B: Array, ends: tuple[int, ...]) -> DecodeState:
     ids_BN = lax.dynamic_update_slice_in_dim(state.ids_BN, next_B[:, None], state.count, axis=1)
-    running = sum_over(jnp.any(next_B != end).astype(jnp.int32), BATCH_AXES) > 0
+    running = sum_over(jnp.any(~_are_in(ends, next_B)).astype(jnp.int32), BATCH_AXES) > 0
     return state._replace(ids_BN=ids_BN, count=state.count + 1, running=running)
+
+
+def _are_in(ends: tuple[int, ...], ids_B: Array) -> Array:
+    return jnp.isin(ids_B, jnp.array(ends, jnp.int32))
 
 
 def _once(ids_B: Array) -> Array:

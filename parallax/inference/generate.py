@@ -19,28 +19,64 @@ from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import ConfigError
+from parallax.runtime.errors import ConfigError, quoted
 from parallax.sharding.activations import TOKEN_AXES
 
-NO_END = -1  # no token has this id
+
+def complete(
+    model: ShardedModel,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    config: SampleConfig,
+    *,
+    ends: Sequence[int],
+    stop: Sequence[str] = (),
+) -> list[str]:
+    """Each prompt, of `encode`, with the text generated after it: `config.tokens` tokens, or up to one of `ends` or the
+    first of the texts `stop`, which are left out. A text that is one token, or the name of a special token, ends the
+    generation, too; others only cut the text."""
+    own = (id_of(tokenizer, text) for text in stop)
+    ends = [*ends, *(number for number in own if number is not None)]
+    written = generate(model, params, prompts, config, ends=ends, vocab=tokenizer.vocab)
+    texts = [(tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])) for prompt, ids in zip(prompts, written)]
+    return [_before_stop(lead, text, stop) for lead, text in texts]
 
 
-def complete(model: ShardedModel, params: Any, tokenizer: Tokenizer, config: SampleConfig) -> str:
-    """The prompt and the generated text: `config.tokens` tokens, or up to the document's end."""
-    prompt = encode(tokenizer, config.prompt)
-    (written,) = generate(model, params, [prompt], config, end=tokenizer.end, vocab=tokenizer.vocab)
-    return tokenizer.decode([*prompt, *written])
-
-
-def encode(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
-    """Ids that begin a document, then those of a prompt; ConfigError if there are none, or it is not valid text."""
-    try:
-        ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"sample.prompt={prompt!r} is not text: {error.reason}; write it in UTF-8") from error
+def encode(tokenizer: Tokenizer, prompt: str, name: str = "prompt") -> np.ndarray:
+    """Ids that begin a document, then those of a prompt; ConfigError, with the prompt's `name`, if there are none, or
+    it is not valid text."""
+    check_text(name, prompt)
+    ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
     if len(ids) == 0:
-        raise ConfigError(f"sample.prompt={prompt!r} has no tokens; give it at least one character")
+        raise ConfigError(f"{name}={prompt!r} has no tokens; give it at least one character")
     return ids
+
+
+def id_of(tokenizer: Tokenizer, text: str) -> int | None:
+    """The id of a text that is a single token, or the name of a special one; None for other texts.
+
+    >>> from parallax.data.tokenizer import Bytes
+    >>> id_of(Bytes(), "a"), id_of(Bytes(), "<|endoftext|>"), id_of(Bytes(), "ab")
+    (97, 256, None)
+    """
+    check_text("stop", text)
+    if not text:
+        raise ConfigError("stop='' holds no text; leave it out, or write at least one character")
+    ids = tokenizer.encode(text)
+    if len(ids) == 1 and tokenizer.decode(ids) == text:
+        return int(ids[0])
+    return tokenizer.special_id(text)
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raise ConfigError unless `text` is a text that UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={quoted(text)} is not a text; write it in quotes")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}={text!r} is not text: {error.reason}; write it in UTF-8") from error
 
 
 def generate(
@@ -49,10 +85,10 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: SampleConfig,
     *,
-    end: int | None = None,
+    ends: Sequence[int] = (),
     vocab: int | None = None,
 ) -> list[np.ndarray]:
-    """Continue each prompt of token ids by `config.tokens` ids, or up to `end`, which is left out.
+    """Continue each prompt of token ids by `config.tokens` ids, or up to one of `ends`, which is left out.
 
     Ids of `vocab` and above, which a padded vocab has, are never chosen. The noise of a row depends only on
     `config.seed`, the row and the position, so that the text is the same on every mesh; `config.prompt` is not read.
@@ -61,11 +97,10 @@ def generate(
     _check_ids(prompts, model.model.vocab)
     check_length(model.model, prompts, config)
     how = dataclasses.replace(config, prompt="", seed=0)
-    end = NO_END if end is None else end
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
-    written = np.asarray(_write_ids(params, batch, key, model=model, config=how, end=end, vocab=vocab))
-    return [_before_end(ids, end) for ids in written[: len(prompts)]]
+    written = np.asarray(_write_ids(params, batch, key, model=model, config=how, ends=tuple(ends), vocab=vocab))
+    return [_before_end(ids, ends) for ids in written[: len(prompts)]]
 
 
 def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
@@ -88,23 +123,38 @@ def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:
     return Prompts(ids_BS, empty_B)
 
 
-@partial(jax.jit, static_argnames=("model", "config", "end", "vocab"))
+@partial(jax.jit, static_argnames=("model", "config", "ends", "vocab"))
 def _write_ids(
-    params: Any, prompts: Prompts, key: Array, *, model: ShardedModel, config: SampleConfig, end: int, vocab: int | None
+    params: Any,
+    prompts: Prompts,
+    key: Array,
+    *,
+    model: ShardedModel,
+    config: SampleConfig,
+    ends: tuple[int, ...],
+    vocab: int | None,
 ) -> Array:
     def pick(key: Array, logits_BV: Array, rows_B: Array, positions_B: Array) -> Array:
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.model.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
     decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
-    ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, end=end)
+    ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, ends=ends)
     # Every process of a job gets all rows.
     return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))
 
 
-def _before_end(ids_N: np.ndarray, end: int) -> np.ndarray:
-    ends = np.flatnonzero(ids_N == end)
-    return ids_N[: ends[0]] if len(ends) else ids_N
+def _before_end(ids_N: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    at = np.flatnonzero(np.isin(ids_N, ends))
+    return ids_N[: at[0]] if len(at) else ids_N
+
+
+def _before_stop(lead: str, text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of the texts `stop` after `lead`, whose last letter may differ in it: a prompt may end
+    within a letter's bytes."""
+    start = next((at for at, (one, other) in enumerate(zip(lead, text)) if one != other), min(len(lead), len(text)))
+    found = [at for at in (text.find(one, start) for one in stop) if at >= 0]
+    return text[: min(found, default=len(text))]
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -17,6 +18,7 @@ from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
 from parallax.config.settings import Settings, load_settings, read_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
@@ -47,6 +49,7 @@ class Run:
     model: ShardedModel
     params: Any
     tokenizer: Tokenizer
+    ends: tuple[int, ...] = ()  # ids at which generation stops
 
     @property
     def tokenizer_file(self) -> Path:
@@ -75,17 +78,23 @@ class Run:
         steps, values = zip(*(pair for pair in pairs if pair[1] is not None))
         return np.array(steps), np.array(values, float)
 
-    def generate(self, prompt: str, **how: Any) -> str:
-        """The prompt and the generated text; `how` are keys of the config's section `sample`.
+    def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **how: Any) -> str | list[str]:
+        """The prompt and the generated text; a list of them for several prompts, which are generated together.
 
-        Missing ones are those of the run: tokens (a maximum), temperature (0 is greedy), top_k, top_p, seed.
+        The text ends where the model says, before the first of the texts `stop`, or after `tokens`. `how` are keys of
+        the config's section `sample`; missing ones are those of the run: tokens, temperature (0 is greedy), top_k,
+        top_p, seed.
         """
-        sample = read_settings(self.settings, sample={**how, "prompt": prompt}).sample
-        return complete(self.model, self.params, self.tokenizer, sample)
+        sample = read_settings(self.settings, sample=how).sample
+        alone = isinstance(prompt, str)
+        prompts = [encode(self.tokenizer, text) for text in ([prompt] if alone else prompt)]
+        stop = [stop] if isinstance(stop, str) else stop
+        texts = complete(self.model, self.params, self.tokenizer, prompts, sample, ends=self.ends, stop=stop)
+        return texts[0] if alone else texts
 
     def batch_of(self, text: str) -> dict[str, np.ndarray]:
         """A text as a batch of one row: the arrays that `capture_activations` and the model's loss read."""
-        ids = encode(self.tokenizer, text)
+        ids = encode(self.tokenizer, text, "text")
         if len(ids) < 2:
             raise ConfigError(f"{text!r} is {len(ids)} token, which has no next one; use two or more")
         return as_batch(ids[None], end=self.tokenizer.end)
@@ -158,7 +167,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
             f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
-    return Run(workdir, step, settings, model, params, tokenizer)
+    return Run(workdir, step, settings, model, params, tokenizer, ends_of(tokenizer, vocab, folder))
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:

@@ -26,7 +26,7 @@ from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer,
 from parallax.interop.safetensors import read_model, write_model
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_few, shown, writing
-from parallax.runtime.run_files import RECORD
+from parallax.runtime.run_files import ENDS, RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.training.step import model_of
@@ -34,7 +34,7 @@ from parallax.training.step import model_of
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 OF_EXPERTS = ".mlp.experts."  # part of names of arrays that also have a dim for experts
 CARRIED = ("config.json", TOKENIZER_FILE)
-CARRIED_IF_THERE = (TOKENIZER_CONFIG,)
+CARRIED_IF_THERE = (TOKENIZER_CONFIG, ENDS)
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:

@@ -3,7 +3,8 @@
 import collections
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.inference.ends import ends_of, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
@@ -22,13 +24,12 @@ from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.model.products import is_amax_name
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import RECORD
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
+from parallax.runtime.run_files import ENDS, RECORD
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
 # Small texts that users expect in such a folder.
-BESIDE = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (ENDS, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -37,16 +38,18 @@ WEIGHT_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+COMPUTE_DTYPES = ("float32", "bfloat16")  # of model.dtype
 ROPE_TABLE = ".rotary_emb.inv_freq"  # derived from the config, but stored in old files
 
 
 # ---- import
 
 
-def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
+def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, except its model.
 
-    Parameters have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
+    The run computes in the dtype of the weights in the folder, or with `own_dtype` in that of the settings. Parameters
+    have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
         ConfigError: the model is not supported; names the field.
@@ -82,20 +85,45 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
+    if not own_dtype and _stored_dtype(record["dtypes"], tensors) in COMPUTE_DTYPES:
+        settings = read_settings(settings, model={"dtype": _stored_dtype(record["dtypes"], tensors)})
+    ends = _ends_of_import(source, content, record["files"])
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
+        **({ENDS: json_text({"eos_token_id": ends})} if ends else {}),
         **{name: source / name for name in copied},
     }
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
-    if model.padded_vocab == model.vocab:
-        return config
-    note = (
-        f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple={model.vocab_multiple}), "
-        "so that mesh.tp divides it; the padding has no logits, and to-hf leaves it out"
+    notes = _notes(settings, tokenizer, ends, config.context, _stored_dtype(record["dtypes"], tensors))
+    return config._replace(notes=(*config.notes, *notes))
+
+
+def _notes(
+    settings: Settings, tokenizer: Tokenizer, ends: Sequence[int], context: int, stored_dtype: str
+) -> Iterator[str]:
+    """What the run does with the model that its user should know."""
+    model, data = settings.model, settings.data
+    yield (
+        f"the weights are {stored_dtype}; a run computes in {model.dtype} (model.dtype), with "
+        f"{settings.optimizer.weights_dtype} parameters (optimizer.weights_dtype)"
     )
-    return config._replace(notes=(*config.notes, note))
+    yield (
+        f"it trains on {data.global_batch} windows of {data.seq} tokens in a step (data.global_batch, data.seq); the "
+        f"model's context is {context}"
+    )
+    if model.padded_vocab != model.vocab:
+        yield (
+            f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple="
+            f"{model.vocab_multiple}), so that mesh.tp divides it; the padding has no logits, and to-hf leaves it out"
+        )
+    known = [number for number in ends if 0 <= number < model.vocab]
+    if known:
+        listed = ", ".join(str(number) for number in dict.fromkeys([*known, tokenizer.end]))
+        yield f"a generated text ends at one of the tokens {listed}: eos_token_id, and the end of a document"
+    for number in [number for number in ends if number not in known]:
+        yield f"eos_token_id={number} ends nothing: vocab_size={model.vocab} has no such token"
 
 
 def _our_parts(
@@ -125,6 +153,14 @@ def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) 
     said = content.get("torch_dtype") or content.get("dtype")
     plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
     return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
+
+
+def _stored_dtype(dtypes: Mapping[str, str], tensors: Mapping[str, Weight]) -> str:
+    """The dtype of most entries of the weights."""
+    entries: collections.Counter[str] = collections.Counter()
+    for name, dtype in dtypes.items():
+        entries[dtype] += math.prod(tensors[name].shape)
+    return entries.most_common(1)[0][0]
 
 
 def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> dict[str, tuple[int, ...]]:
@@ -223,7 +259,8 @@ def to_hf(
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
-        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer)
+        ends = ends_of(tokenizer, model.vocab, source.folder)
+        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer, ends)
         dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
     else:
@@ -342,9 +379,19 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 # ---- special tokens and generation
 
 
-def _special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
+    """The ids that end a text: those of generation_config.json, as in `transformers`; if it has none, of config.json,
+    in which models often keep the default of their class."""
+    with errors_as(CheckpointError, f"{source / ENDS} cannot be read: ", "; mend it, or remove it", ValueError):
+        generation = files.object_of(texts.get(ENDS, "{}"))
+    of_config = eos_ids(CONFIG, content)
+    return eos_ids(ENDS, generation) or of_config
+
+
+def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
     """Ids of special tokens for config.json; null if there is none, since an absent field has another default."""
-    return {"bos_token_id": tokenizer.begin[0] if tokenizer.begin else None, "eos_token_id": tokenizer.end}
+    begin = tokenizer.begin[0] if tokenizer.begin else None
+    return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def _texts_beside(
@@ -364,19 +411,16 @@ def _texts_beside(
     if TOKENIZER_CONFIG not in texts:
         length = content.get("max_position_embeddings", context)
         texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))
-    if GENERATION not in texts:
+    if ENDS not in texts:
         said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         known = {key: ids for key, ids in said.items() if ids is not None}
-        texts[GENERATION] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
+        texts[ENDS] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
     if trained:
-        try:
-            generation = files.object_of(texts[GENERATION])
-        except ValueError as error:
-            raise CheckpointError(f"the imported {GENERATION} is damaged: {error}; import it again") from error
-        ids = generation.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        with errors_as(CheckpointError, f"the imported {ENDS} is damaged: ", "; import it again", ValueError):
+            generation = files.object_of(texts[ENDS])
+        ids = eos_ids(ENDS, generation)
         if end not in ids:
-            texts[GENERATION] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
+            texts[ENDS] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
     return texts
 
 

@@ -38,8 +38,17 @@ def einsum_letters(pattern: str, *operands: Array) -> str:
     expected = einsum_layout(inputs, output.names)
     if expected != output:
         raise NotationError(f"{pattern!r}: the result is {str(expected)!r}, not {str(output)!r}.")
-    for layout, operand in zip(inputs, operands, strict=True):
+    if len(operands) != len(inputs):
+        raise NotationError(f"{pattern!r}: it has {len(inputs)} operands, but {len(operands)} arrays are given.")
+    sizes: dict[str, tuple[int, Layout]] = {}
+    for layout, operand in zip(inputs, operands):
         check_rank(pattern, layout, operand)
+        for name, size in zip(layout.names, operand.shape):
+            known, where = sizes.setdefault(name, (size, layout))
+            if size != known:
+                raise NotationError(
+                    f"{pattern!r}: on a device {name} is {known} in {str(where)!r} and {size} in {str(layout)!r}."
+                )
     letters = ["".join(DIMS[name] for name in layout.names) for layout in (*inputs, output)]
     return f"{','.join(letters[:-1])}->{letters[-1]}"
 

@@ -19,7 +19,7 @@ from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
-from parallax.runtime.run_files import RECORD, RunFiles
+from parallax.runtime.run_files import ENDS, RECORD, RunFiles
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
@@ -29,7 +29,7 @@ FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 TOKENIZER = "corpus.tokenizer"
-MATMUL_PARTS_KEY = "model.matmul_parts"
+DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
 # seq.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
@@ -102,6 +102,9 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
     own = flatten(wanted)
     step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
+    if DTYPE in changed:
+        there, here = changed[DTYPE]
+        say(f"train.init_from={source!r} computed in {there}, this run computes in {here} ({DTYPE})")
     there, here = changed.get(TOKENIZER, (None, None))
     if there is not None and here is not None:
         raise CheckpointError(
@@ -140,20 +143,20 @@ def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
     return found
 
 
-def import_record(folder: RunFolder, source: str) -> bytes | None:
-    """The record of the folder from which a run's weights were imported, which its checkpoints carry.
+def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:
+    """What a run's checkpoints carry of the folder from which its weights were imported, by name: a record, and the ids
+    at which the model ends a text.
 
-    It is in the run's newest step, or in that of `source`, from which the run starts; None if there is none.
+    They are in the run's newest step, or in that of `source`, from which the run starts; there may be none.
     """
     own = complete_steps(folder.checkpoints)
     checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
     for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
-        if RECORD not in files:
-            return None
-        if not wrong_files(at, {RECORD: files[RECORD]}, contents=True):
-            return read_bytes(at / RECORD)
-    return None
+        carried = {name: files[name] for name in (RECORD, ENDS) if name in files}
+        if not wrong_files(at, carried, contents=True):
+            return {name: read_bytes(at / name) for name in carried}
+    return {}
 
 
 def check_source(source: str) -> None:

@@ -22,6 +22,7 @@ from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
+from parallax.inference.ends import ends_in
 from parallax.inference.generate import check_length, complete, encode
 from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
@@ -32,7 +33,7 @@ from parallax.runtime.errors import ConfigError, writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
-from parallax.runtime.run_files import RECORD
+from parallax.runtime.run_files import ENDS
 from parallax.runtime.units import in_bytes
 from parallax.runtime.version import code_versions
 from parallax.sharding.mesh import make_mesh
@@ -45,7 +46,7 @@ from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import LearningRates, TrainingLoop, checkpoint_parts, state_from
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
-from parallax.training.resume import check_source, import_record, load_newest, load_params, step_to_resume
+from parallax.training.resume import check_source, files_of_import, load_newest, load_params, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
 from parallax.training.step import (
     TrainState,
@@ -78,6 +79,7 @@ class RunComponents(NamedTuple):
     tx: optax.GradientTransformation
     train_data: Reader
     eval_data: Reader | None
+    of_import: dict[str, bytes]  # files of the import from which its weights came, by name
 
 
 def train(
@@ -150,7 +152,9 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         model, tx = model_and_optimizer(settings, mesh)
         check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
-        check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
+        check_length(
+            settings.model, [encode(train_data.tokenizer, settings.sample.prompt, "sample.prompt")], settings.sample
+        )
     shape = (settings.data.global_batch, settings.data.seq)
     rows, columns = own_part(model.batch_sharding, shape)
     if (len(rows), len(columns)) != shape:
@@ -164,7 +168,8 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
                 f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0 "
                 "with checkpoint.keep_best=0"
             )
-    return RunComponents(settings, model, tx, train_data, eval_data)
+    of_import = files_of_import(folder, settings.train.init_from)
+    return RunComponents(settings, model, tx, train_data, eval_data, of_import)
 
 
 def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
@@ -244,13 +249,12 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
-    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and the record
-    of the folder from which its weights were imported."""
-    record = import_record(folder, parts.settings.train.init_from) if job.is_first() else None
+    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and files of
+    the import from which its weights came."""
 
     def carry(at: Path) -> None:
-        if record is not None:
-            write_file(at / RECORD, record)
+        for name, content in parts.of_import.items():
+            write_file(at / name, content)
         parts.train_data.tokenizer.save(at)
         write_file(at / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
         write_file(at / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
@@ -278,7 +282,9 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
     if sample.prompt:
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
-            text = complete(parts.model, state.params, data.tokenizer, sample)
+            prompt = encode(data.tokenizer, sample.prompt, "sample.prompt")
+            ends = ends_in(data.tokenizer, parts.settings.model.vocab, parts.of_import.get(ENDS))
+            (text,) = complete(parts.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
         say(f"sample of {sample.tokens} tokens:\n\n{text}")
 
 
@@ -310,7 +316,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
-        f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        f"{batch} x {seq} = {batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
     ]
     if settings.model.kernel == AUTO and jax.default_backend() != "cpu":
         lines.append(f"attention by {model.model.kernel} (model.kernel={AUTO!r})")

@@ -14,6 +14,7 @@ from checkpoint_examples import flip, truncate
 from decoded import decoded_logits
 from jaxprs import equations
 
+import parallax as px
 from configs.base import get_config
 from parallax.checkpoint.arrays import flatten
 from parallax.cli.generate import main
@@ -221,7 +222,7 @@ def test_a_prompt_has_no_square_of_scores(name):
     decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
     shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
     pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
-    write = functools.partial(decoder.write, pick=pick, tokens=3, end=-1)
+    write = functools.partial(decoder.write, pick=pick, tokens=3, ends=())
     made = [var.aval.shape for one in equations(write, model.shapes, shapes, jax.random.key(0)) for var in one.outvars]
     assert not [shape for shape in made if sum(size >= prompt for size in shape) > 1]
     assert any(sum(size == LONGEST_SIDE["cpu"] for size in shape) > 1 for shape in made)  # blocks
@@ -275,10 +276,21 @@ def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
     params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
     (free,) = generate(model, params, [prompt], GREEDY)
     end = int(free[4])
-    (stopped,) = generate(model, params, [prompt], GREEDY, end=end)
+    (stopped,) = generate(model, params, [prompt], GREEDY, ends=[end])
     assert stopped.tolist() == free[: free.tolist().index(end)].tolist()
     (bounded,) = generate(model, params, [prompt], dataclasses.replace(GREEDY, temperature=5.0), vocab=7)
     assert max(bounded) < 7
+
+
+def test_each_row_stops_at_the_first_of_several_ends():
+    """Rows of different lengths, on a mesh that shards them: the others go on."""
+    alone, model = model_on("gqa"), model_on("gqa", (2, 2, 2))
+    prompts = [[9, 8, 7, 6, 5], [1, 2], [3]]
+    free = [row.tolist() for row in generate(alone, params_on("gqa", alone), prompts, GREEDY)]
+    ends = [free[0][3], free[1][6]]
+    expected = [row[: min([row.index(end) for end in ends if end in row], default=len(row))] for row in free]
+    written = generate(model, params_on("gqa", model), prompts, GREEDY, ends=ends)
+    assert [row.tolist() for row in written] == expected and len({*map(len, expected)}) > 1
 
 
 def test_another_seed_writes_another_text_without_compiling_again(caplog):
@@ -334,16 +346,14 @@ def test_the_command_runs_as_a_module(whole_run):
 @pytest.mark.parametrize(
     "flags, status, message",
     [
-        (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
-        (
-            ["--prompt", "\udc80"],
-            2,
-            "sample.prompt='\\udc80' holds a zero byte or half a surrogate pair, which is not text",
-        ),
+        ([], 2, 'there is no prompt; write --prompt "TEXT", once for each text to generate'),
+        (["--prompt", "a", "--prompt", ""], 2, "--prompt='' has no tokens; give it at least one character"),
+        (["--prompt", "\udc80"], 2, "--prompt='\\udc80' is not text: surrogates not allowed; write it in UTF-8"),
+        (["--prompt", "a", "--stop", ""], 2, "--stop='' holds no text; leave it out, or write at least one character"),
         (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
         (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
         (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),
-        (["--prompt", "a", "def"], 2, "unknown argument 'def'; known: --workdir, --step"),
+        (["--prompt", "a", "def"], 2, "unknown argument 'def'; known: --workdir, --step, --prompt, --stop"),
         (["--prompt", "a", "--step", "5"], 3, "there is no checkpoint of step 5 in "),
         (["--prompt", "a", "--tp", "3"], 2, "choose with --pp, --dp, --tp, --simulate"),
         (
@@ -397,8 +407,33 @@ def test_a_step_is_read_by_the_tokenizer_that_it_carries(whole_run, tmp_path, ca
 
 def test_complete_is_the_prompt_and_more():
     model = model_on("gqa", (2, 2, 2))
-    text = complete(model, params_on("gqa", model), Bytes(), dataclasses.replace(GREEDY, prompt="\n\t"))
+    (text,) = complete(model, params_on("gqa", model), Bytes(), [Bytes().encode("\n\t")], GREEDY, ends=[Bytes.end])
     assert text.startswith("\n\t") and len(text) > 2
+
+
+def test_a_text_ends_before_the_first_of_the_texts_to_stop_at(whole_run):
+    run = px.load(whole_run)
+    how = {"tokens": 12, "temperature": 0.0}
+    free = run.generate("It is", **how)
+    assert run.generate("It is", stop="It", **how) == free, "the prompt is not searched"
+    one, two = free[8], free[9:11]
+    assert run.generate("It is", stop=[two], **how) == free[: free.index(two, 5)]
+    stops = [free.index(text, 5) for text in (one, two)]
+    assert run.generate("It is", stop=[two, one, "nowhere"], **how) == free[: min(stops)]
+    with pytest.raises(ConfigError, match="stop=3 is not a text; write it in quotes"):
+        run.generate("It is", stop=[3], **how)
+
+
+def test_several_prompts_are_generated_together_as_alone(whole_run, capsys):
+    run, prompts = px.load(whole_run), ["It is", "A truth universally", "x"]
+    how = {"tokens": 6, "temperature": 0.0}
+    texts = [run.generate(prompt, **how) for prompt in prompts]
+    assert run.generate(prompts, **how) == texts and len({*texts}) == 3
+    mesh = ["--pp=1", "--dp=2", "--tp=1", "--simulate=0"]
+    flags = [f"--prompt={prompt}" for prompt in prompts]
+    assert main(["--workdir", str(whole_run), *flags, "--tokens=6", "--temperature=0", *mesh]) == 0
+    printed = "".join(f"==> {number} of 3 <==\n{text}\n" for number, text in enumerate(texts, 1))
+    assert capsys.readouterr().out == printed
 
 
 def test_a_text_that_cannot_be_written_is_said_and_is_no_success(whole_run, monkeypatch, capsys):

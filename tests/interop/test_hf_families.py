@@ -4,6 +4,7 @@ And an exported run is usable there as it is: its model, its tokenizer, and text
 """
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from own_runs import OWN, own_run, own_settings
 from test_convert import params_of
 from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
 
+import parallax as px
 from parallax.cli.convert import main
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.inference.generate import encode
@@ -265,6 +267,26 @@ def test_a_prompt_is_encoded_as_they_encode_it(chat):
     for text in TEXTS:
         assert encode(ours, text).tolist() == theirs(text).input_ids
         assert theirs(text).input_ids[0] == theirs.bos_token_id
+
+
+def test_generation_stops_where_theirs_does(chat):
+    """At an end of generation_config.json, or of config.json without it; none of them ends a document."""
+    model = AutoModelForCausalLM.from_pretrained(chat / "theirs", attn_implementation="eager").eval()
+    there = AutoTokenizer.from_pretrained(chat / "theirs")
+    inputs = there("It is", return_tensors="pt")
+    how = {"suppress_tokens": list(range(len(there), model.config.vocab_size))}
+    free = written(model, inputs, eos_token_id=None, **how)[0].tolist()
+    for place, name in ((3, "generation_config.json"), (6, "config.json")):
+        file = chat / "theirs" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [there.eos_token_id, free[place]]}))
+        if name == "config.json":
+            (chat / "theirs" / "generation_config.json").unlink()
+        model = AutoModelForCausalLM.from_pretrained(chat / "theirs", attn_implementation="eager").eval()
+        *kept, end = written(model, inputs, **how)[0].tolist()
+        assert end == free[place] and [*kept, end] == free[: free.index(end) + 1]
+        assert main(["from-hf", str(chat / "theirs"), "--workdir", str(chat / f"stops at {place}")]) == 0
+        ours = px.load(chat / f"stops at {place}").generate("It is", tokens=16, temperature=0.0)
+        assert ours == there.decode([*inputs.input_ids[0], *kept], skip_special_tokens=True)
 
 
 def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus):

@@ -32,7 +32,7 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.cli.command import load_config
 from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
-from parallax.config.settings import load_settings, read_settings
+from parallax.config.settings import default_settings, load_settings, read_settings
 from parallax.data.tokenizer import Bytes, train_bpe
 from parallax.interop.export import RECORD, SavedStep, make_run
 from parallax.interop.hf_config import read_config, write_config
@@ -285,6 +285,34 @@ def test_the_config_becomes_keys_of_the_model_and_the_rest_stays_as_configured(t
     assert complete_steps(tmp_path / "run" / "checkpoints") == {0}
 
 
+COMPUTES_IN = {
+    "bfloat16": ("BF16", [], "bfloat16"),
+    "float32": ("F32", [], "float32"),
+    "float16, which no run computes in": ("F16", [], "float32"),
+    "bfloat16, but a flag says otherwise": ("BF16", ["--config.model.dtype=float32"], "float32"),
+    "float32, but a config says otherwise": ("F32", ["--config=own.json"], "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTES_IN)
+def test_a_run_computes_in_the_dtype_of_the_file_and_both_are_said(tmp_path, monkeypatch, capsys, what):
+    stored, flags, dtype = COMPUTES_IN[what]
+    monkeypatch.chdir(tmp_path)
+    own = read_settings(default_settings(), model={"dtype": "bfloat16"}).to_dict()
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    config = config_of("LlamaForCausalLM", max_position_embeddings=8192)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config), stored))
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run"), *flags]) == 0
+    settings, said = load_settings(tmp_path / "run"), capsys.readouterr().out
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    assert settings.model.dtype == dtype and settings.optimizer.weights_dtype == "float32"
+    assert f"the weights are {names[stored]}; a run computes in {dtype} (model.dtype), with float32 parameters" in said
+    data = settings.data
+    assert (
+        f"it trains on {data.global_batch} windows of {data.seq} tokens in a step (data.global_batch, data.seq)" in said
+    )
+
+
 def described(architecture, **changes):
     return read_config(config_of(architecture, **changes)).model
 
@@ -339,7 +367,11 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path):
     tuned.data = tiny_config(corpus).data
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
+    tuned.model.dtype = "bfloat16"
     state, start = first_state(tuned, tmp_path / "on")
+    log = (tmp_path / "on" / "log.txt").read_text()
+    assert f"train.init_from='{tmp_path}/run' computed in float32, this run computes in bfloat16 (model.dtype)" in log
+    assert f"{tuned.data.global_batch} x {tuned.data.seq} = " in log
     there = params_of(tmp_path / "run", 0)
     same_bytes({name: np.asarray(x) for name, x in flatten(state.params).items()}, there)
     assert start == 0

@@ -14,8 +14,10 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
+from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
 
 BOS = "<s>"
@@ -135,13 +137,15 @@ BESIDE = {
 }
 
 
-def imported(folder, **changes):
+def imported(folder, generation=BESIDE["generation_config.json"], **changes):
     """A folder of somebody's with all that stands beside a model, and the run that was made of it."""
-    config = config_of("MistralForCausalLM", vocab_size=272, eos_token_id=271, **changes)
+    config = config_of("MistralForCausalLM", **{"vocab_size": 272, "eos_token_id": 271} | changes)
     write_folder(folder / "theirs", config, random_tensors(shapes_of(config), "BF16"))
     published(folder / "theirs", template=True)
-    for name, text in BESIDE.items():
+    for name, text in (BESIDE | {"generation_config.json": generation}).items():
         (folder / "theirs" / name).write_text(json.dumps(text, indent=3))
+    if generation is None:
+        (folder / "theirs" / "generation_config.json").unlink()
     (folder / "theirs" / "chat_template.jinja").write_text(TEMPLATE)
     assert main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run")]) == 0
     return config
@@ -278,9 +282,61 @@ def test_a_generation_config_that_is_none_is_named(tmp_path, capsys):
     config = config_of("LlamaForCausalLM")
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
     (folder / "generation_config.json").write_text("{")
-    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
-    own_run(tmp_path / "tuned", load_settings(tmp_path / "run"))
-    flags = [str(tmp_path / "tuned"), str(tmp_path / "out"), "--like", str(tmp_path / "run")]
-    assert main(["to-hf", *flags]) == 3
-    assert "the imported generation_config.json is damaged" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 3
+    assert f"{folder}/generation_config.json cannot be read: " in capsys.readouterr().err
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}')
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 2
+    message = "generation_config.json: eos_token_id=[2, '</s>'] is not supported; supported: a token's id, a list"
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("run*"))
+
+
+SAYS_ENDS = {
+    "both: as in transformers, the one about generation decides": ([3, 4], {"eos_token_id": [271, 5]}, [271, 5]),
+    "config.json alone": ([3, 4], None, [3, 4]),
+    "config.json, since the other has none": (3, {"temperature": 0.5}, [3]),
+    "none": (None, {"eos_token_id": None}, []),
+}
+
+
+@pytest.mark.parametrize("what", SAYS_ENDS)
+def test_an_import_ends_its_texts_where_its_configs_say(tmp_path, capsys, what):
+    eos, generation, ends = SAYS_ENDS[what]
+    imported(tmp_path, generation=generation, eos_token_id=eos)
+    listed = ", ".join(map(str, [*ends, BPE.end]))
+    said = f"a generated text ends at one of the tokens {listed}: eos_token_id"
+    assert (said in capsys.readouterr().out) == bool(ends)
+    assert px.load(tmp_path / "run").ends == (BPE.end, *ends)
+
+
+ENDS = [BPE.end, 3, 271]
+
+
+def test_what_ends_a_text_is_kept_by_export_and_import_and_as_another_architecture(tmp_path, capsys):
+    """An id that the model lacks ends nothing."""
+    imported(tmp_path, generation={"eos_token_id": [3, 9999, 271]})
+    assert "eos_token_id=9999 ends nothing: vocab_size=272 has no such token" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    assert main(["import", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert px.load(tmp_path / "back").ends == (*ENDS,)
+    assert exported(tmp_path / "back", tmp_path / "out")["eos_token_id"] == ENDS
+    assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == ENDS
+
+
+def test_generation_stops_at_an_end_of_the_import(tmp_path):
+    imported(tmp_path)
+    run, how = px.load(tmp_path / "run"), dict(tokens=8, temperature=0.0)
+    prompt = encode(run.tokenizer, "It is")
+    (free,) = generate(run.model, run.params, [prompt], SampleConfig(**how), vocab=run.tokenizer.vocab)
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, int(free[4])]}))
+    assert main(["from-hf", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "stops")]) == 0
+    kept = [*prompt, *free[: free.tolist().index(free[4])]]
+    assert (
+        px.load(tmp_path / "stops").generate("It is", **how)
+        == run.tokenizer.decode(kept)
+        != run.generate("It is", **how)
+    )
+
+
+def test_a_run_from_an_import_ends_its_texts_there(corpus, tmp_path):
+    imported(tmp_path, generation={"eos_token_id": [3, 271]})
+    assert px.load(tuned(corpus, tmp_path)).ends == (*ENDS,)

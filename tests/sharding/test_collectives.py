@@ -295,6 +295,22 @@ def test_a_pattern_that_cannot_be_is_refused_with_a_reason(function, pattern, me
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 6), (5, 3)), "on a device d_model is 6 in 'batch d_model' and 5 in 'd_model d_ff/tp'"),
+        (((2, 1), (5, 3)), "on a device d_model is 1 in 'batch d_model' and 5 in 'd_model d_ff/tp'"),
+        (((2, 6),), "it has 2 operands, but 1 arrays are given"),
+        (((2, 6), (6, 3), (3,)), "it has 2 operands, but 3 arrays are given"),
+    ],
+)
+def test_an_einsum_of_arrays_that_do_not_fit_names_their_dims(shapes, message):
+    pattern = "batch d_model, d_model d_ff/tp -> batch d_ff/tp"
+    with pytest.raises(NotationError) as error:
+        einsum(pattern, *map(jnp.ones, shapes))
+    assert str(error.value) == f"{pattern!r}: {message}."
+
+
 def test_an_einsum_of_operands_that_are_cut_otherwise_is_refused():
     with pytest.raises(
         NotationError, match="d_ff is sharded over tp in one operand and over nothing in 'd_ff d_model'"
