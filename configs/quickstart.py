@@ -40,7 +40,6 @@ def get_config() -> ConfigDict:
     config.data.source = "stdlib"
     config.data.tokenizer = "bpe"
     config.data.bpe_vocab = 1024
-    config.data.cache = ".cache/data"
     config.data.seq = 256
     config.data.global_batch = 16
 

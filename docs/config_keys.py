@@ -36,7 +36,8 @@ that fits nothing else is an error of one line, before anything is compiled. Eac
 checks its values; Python makes it as `ModelConfig(layers=8)`, say, with the defaults for all other keys.
 
 Configs and run folders of earlier versions load: a key that was renamed counts as what it is today, a key that came
-later has its default, and one line on stderr says so.
+later has its default, and one line on stderr says so. A run's folder [does not decide
+all keys](reliability.md#a-runs-folder-from-somebody-else).
 """
 PRESETS = """## Presets
 

@@ -52,7 +52,7 @@ TINY = (
     "--config.model.d_ff=32 --config.model.heads=4 --config.model.d_head=8 --config.data.seq=32 "
     "--config.sample.tokens=4 --config.optimizer.warmup_steps=1 --config.optimizer.name=adamw"
 )
-BYTES = "--config.data.source=moby --config.data.tokenizer=bytes --config.data.cache="
+BYTES = "--config.data.source=moby --config.data.tokenizer=bytes"
 FIRST = f"python train.py --config=configs/quickstart.py {TINY} {BYTES}"
 RUN = "python train.py --config=configs/tiny_gqa.py"
 
@@ -77,10 +77,9 @@ CHEAPER = {
     "python train.py --config=configs/quickstart.py --config.data.source=text --config.data.path='corpus/**/*.txt'": (
         f"{FIRST} --config.data.source=text --config.data.path='corpus/**/*.txt'"
     ),
-    "python train.py --config=configs/quickstart.py --config.data.source=prepared --config.data.path=prepared "
-    "--config.data.cache=": (
+    "python train.py --config=configs/quickstart.py --config.data.source=prepared --config.data.path=prepared": (
         f"python train.py --config=configs/quickstart.py {TINY} --config.data.source=prepared "
-        "--config.data.path=prepared --config.data.cache="
+        "--config.data.path=prepared"
     ),
     **{
         f"{RUN} {mesh}": f"{RUN} {TINY} {mesh}"

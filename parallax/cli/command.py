@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
-from parallax.config.settings import Settings, load_saved, read_settings
+from parallax.config.settings import NOT_SAVED, Settings, load_saved, read_settings, tell_files
 from parallax.runtime import errors
 from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
@@ -111,13 +111,15 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
         folder = own_values.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to resume"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
-    found = load_config(values.config)
+    found = load_config(values.config, overrides)
     with found.unlocked(), found.ignore_type():  # read_settings reports wrong types
         for name in overrides:
             section, _, key = name.partition(".")
             value = values[f"config.{name}"].value
             found.update({section: {key: _literal(value) if name in RENAMED else value}})
     sections, said = renamed(found.to_dict(), chosen=overrides)
+    if is_saved(values.config):
+        tell_files(Path(values.config), sections, overrides)
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
     return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
 
@@ -131,16 +133,24 @@ def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     return read_line(argv, own, config=saved)
 
 
-def load_config(path: str) -> ConfigDict:
-    """The config from get_config() of a file, or from a run's JSON; ConfigError if that fails."""
+def is_saved(path: str) -> bool:
+    """Whether a config was saved by a run, whose folder may come from somebody else; other configs are programs."""
+    return Path(path).suffix == ".json"
+
+
+def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
+    """The config from get_config() of a file, or from a run's JSON; ConfigError if that fails.
+
+    `written` are keys that the command line sets.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if (root := str(CONFIGS.parent)) not in sys.path:
         sys.path.append(root)  # configs import `configs.base`, whatever the current folder
     try:
-        if file.suffix == ".json":
-            return ConfigDict(load_saved(file))
+        if is_saved(path):
+            return ConfigDict(load_saved(file, uses=[name for name in NOT_SAVED if name not in written]))
         config = runpy.run_path(path)["get_config"]()
         if not isinstance(config, ConfigDict):
             raise TypeError(f"get_config() returns a {type(config).__name__}, not a ConfigDict")

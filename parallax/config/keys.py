@@ -29,6 +29,15 @@ class Key:
     says: str = ""  # the error for a refused value, after KEY=VALUE
     too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
+    saved: bool | None = None  # whether the saved config of a run decides it; None: as its section says
+
+    def decided_by_saved(self, kind: type, section_says: bool | None) -> bool | None:
+        """Whether the saved config of a run decides this key; None if nobody has said.
+
+        A text that is not one of a few words may name a place, so its section cannot say it.
+        """
+        free = kind is str and (not self.choices or bool(self.other))
+        return section_says if self.saved is None and not free else self.saved
 
     def checked(self, name: str, value: Any, kind: type, section: type["Section"]) -> Any:
         """The value as the key's type; ConfigError if it has another type or is out of range."""
@@ -80,15 +89,33 @@ class Section:
     `most` is the largest integer of keys without their own limit. Values far beyond any machine would only lead to
     tables of schedules and layers that fill the memory, or to numbers that do not fit into int32 on devices. `says` is
     the error for an integer that is too small.
+
+    A run's folder may come from somebody else. `saved` says whether its config decides the keys that do not say so
+    themselves: what is computed and read, but never where something is written, where compiled code is loaded from,
+    or who is told. `not_saved` are the names of the other keys.
     """
 
     section: ClassVar[str]
     most: ClassVar[int]
     says: ClassVar[str]
+    not_saved: ClassVar[frozenset[str]]
 
-    def __init_subclass__(cls, most: int = LARGEST_INT32, says: str = "must be a whole number of {} or more."):
+    def __init_subclass__(
+        cls,
+        most: int = LARGEST_INT32,
+        says: str = "must be a whole number of {} or more.",
+        saved: bool | None = None,
+    ):
         cls.most, cls.says = most, says
         cls.section = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__.removesuffix("Config")).lower()
+        fields = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
+        decided = {
+            name: field.metadata["key"].decided_by_saved(cls.__annotations__[name], saved)
+            for name, field in fields.items()
+        }
+        open_ = [f"{cls.section}.{name}" for name, said in decided.items() if said is None]
+        assert not open_, f"write saved=True or saved=False for {', '.join(open_)}: may a run's saved config decide it?"
+        cls.not_saved = frozenset(name for name, said in decided.items() if not said)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

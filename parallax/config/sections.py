@@ -44,7 +44,7 @@ AXIS = {"least": 1, "also": INFERRED, "says": "is not a number of devices; use 1
 
 
 @dataclass(frozen=True)
-class MeshConfig(Section, most=2**20):
+class MeshConfig(Section, most=2**20, saved=True):
     """Number of devices along each axis; one may be -1: all remaining devices."""
 
     pp: int = key(1, "pipeline: shards the layers", **AXIS)
@@ -75,7 +75,7 @@ class MeshConfig(Section, most=2**20):
 
 
 @dataclass(frozen=True)
-class ModelConfig(Section, most=2**24):
+class ModelConfig(Section, most=2**24, saved=True):
     """The model: a decoder-only transformer."""
 
     vocab: int = key(0, "number of entries; 0: the tokenizer's, rounded up to a multiple of 128")
@@ -88,6 +88,7 @@ class ModelConfig(Section, most=2**24):
     layers_of: str = key(
         "",
         'kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
+        saved=True,
     )
     experts: int = key(8, "moe: number of experts in a layer", least=1, most=2**12)
     experts_per_token: int = key(2, "moe: number of experts for each token", least=1)
@@ -156,6 +157,7 @@ class ModelConfig(Section, most=2**24):
         " ".join(MATMUL_PARTS),
         "int8, float8: the parts of a layer with 8-bit products: attention, its projections; mlp, the MLP of dense "
         "layers and of shared experts; experts, those of mixtures",
+        saved=True,
     )
     matmul_residuals: str = key(
         "compute",
@@ -337,10 +339,10 @@ class ModelConfig(Section, most=2**24):
 
 
 @dataclass(frozen=True)
-class LayoutConfig(Section):
+class LayoutConfig(Section, saved=True):
     """How arrays are sharded."""
 
-    residual: str = key(RESIDUAL_VALUES[0], f'or "{RESIDUAL_VALUES[1]}"')
+    residual: str = key(RESIDUAL_VALUES[0], f'or "{RESIDUAL_VALUES[1]}"', saved=True)
     tensor_parallel: str = key("column_row", "how kernels are sharded over tp", choices=("column_row", "scatter"))
     embedding: str = key("vocab_parallel", "how tables are sharded over tp", choices=("vocab_parallel", "all_to_all"))
     context: str = key(
@@ -373,7 +375,7 @@ class LayoutConfig(Section):
 
 
 @dataclass(frozen=True)
-class PipelineConfig(Section, most=2**14):
+class PipelineConfig(Section, most=2**14, saved=True):
     """When stages run and what they save.
 
     Saved per microbatch in flight, by `remat`: "none" everything that the backward pass reads; "layer" each layer's
@@ -383,17 +385,24 @@ class PipelineConfig(Section, most=2**14):
     "attention" is these and attention.
     """
 
-    schedule: str = key("gpipe", "order in which stages run", choices=tuple(SCHEDULES), other="a CSV file", path=True)
+    schedule: str = key(
+        "gpipe", "order in which stages run", choices=tuple(SCHEDULES), other="a CSV file", path=True, saved=True
+    )
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "number per step; with mesh.pp=1, gradient accumulation", least=1)
     remat: str = key(
-        "layer", "what the backward pass recomputes", choices=REMAT, other='a set of parts, as "norm swiglu ffn"'
+        "layer",
+        "what the backward pass recomputes",
+        choices=REMAT,
+        other='a set of parts, as "norm swiglu ffn"',
+        saved=True,
     )
     residuals_on: str = key(
         "device",
         "memory of saved activations; a set names the parts that are in host memory",
         choices=RESIDUALS_ON,
         other='a set of parts, as "input ffn"',
+        saved=True,
     )
 
     def check(self) -> None:
@@ -403,7 +412,7 @@ class PipelineConfig(Section, most=2**14):
 
 
 @dataclass(frozen=True)
-class DataParallelConfig(Section):
+class DataParallelConfig(Section, saved=True):
     """How data axes shard parameters, and so when weights and gradients are sent over them.
 
     | policy | weights at rest | in a step | gradients | sent |
@@ -418,8 +427,8 @@ class DataParallelConfig(Section):
     another policy: "embedding=zero1 blocks/mlp=zero2"; the longest matching name counts.
     """
 
-    policy: str = key("zero3", "policy of all parameters", choices=POLICY_NAMES, other="one of your own")
-    exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"')
+    policy: str = key("zero3", "policy of all parameters", choices=POLICY_NAMES, other="one of your own", saved=True)
+    exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"', saved=True)
 
     def check(self) -> None:
         for word in self.exceptions.split():
@@ -437,7 +446,7 @@ class DataParallelConfig(Section):
 
 
 @dataclass(frozen=True)
-class FsdpConfig(Section):
+class FsdpConfig(Section, saved=True):
     """When weights are gathered, and in which dtypes weights and gradients are sent.
 
     With `prefetch` 0 a layer is gathered when it runs. With 1, in both passes, while a layer computes, the next one is
@@ -470,7 +479,7 @@ class FsdpConfig(Section):
 
 
 @dataclass(frozen=True)
-class LossConfig(Section):
+class LossConfig(Section, saved=True):
     """The loss: cross-entropy, a z-loss, and losses that balance the load of experts.
 
     The balance loss of a layer is the mean over the rows of the batch of `experts * sum(share * score)`: `share` is an
@@ -491,7 +500,7 @@ class LossConfig(Section):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, saved=True):
     """The optimizer and the learning rate schedule.
 
     Moments and weights in fewer bits than float32 are rounded stochastically. The random bits depend on train.seed, the
@@ -545,7 +554,7 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True)
-class GuardConfig(Section):
+class GuardConfig(Section, saved=True):
     """Skips updates whose loss or gradient is not finite, and spikes."""
 
     max_skipped_steps: int = key(3, "consecutive steps skipped for non-finite numbers; one more stops the run")
@@ -562,21 +571,22 @@ class GuardConfig(Section):
 
 
 @dataclass(frozen=True)
-class DataConfig(Section, most=2**24, says=TOO_SMALL):
+class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     """The text, the tokenizer and the windows of tokens."""
 
     source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"))
-    path: str = key("", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True)
-    field: str = key("text", "jsonl, parquet: the field or column that holds a document")
+    path: str = key("", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, saved=True)
+    field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
     tokenizer: str = key(
         AUTO,
         "auto: that of the run in train.init_from or of prepared data, else bytes; bpe is trained on the corpus",
         choices=(AUTO, "bytes", "bpe"),
         other="a tokenizer.json",
         path=True,
+        saved=True,
     )
     bpe_vocab: int = key(4096, "number of entries of a trained bpe tokenizer")
-    cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True)
+    cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True, saved=False)
     seq: int = key(256, "tokens in a window", least=1)
     global_batch: int = key(32, "windows in a step, over all devices", least=1)
     eval_fraction: float = key(
@@ -619,30 +629,36 @@ def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
 class TrainConfig(Section, says=TOO_SMALL):
     """How long to train, and how often to log and evaluate."""
 
-    steps: int = key(1000, "number of steps of the whole run, including those before a resume", least=1)
-    seed: int = key(0, "seed of initial values and dropout")
-    init_from: str = key("", "run folder from which a fresh run takes the weights, and nothing else", path=True)
-    log_every_steps: int = key(10, "steps between console lines; metrics.jsonl has every step", least=1)
-    eval_every_steps: int = key(200, "0: only at the end")
-    eval_batches: int = key(4, "global batches in an evaluation; 0: no evaluation")
+    steps: int = key(1000, "number of steps of the whole run, including those before a resume", least=1, saved=True)
+    seed: int = key(0, "seed of initial values and dropout", saved=True)
+    init_from: str = key(
+        "", "run folder from which a fresh run takes the weights, and nothing else", path=True, saved=True
+    )
+    log_every_steps: int = key(10, "steps between console lines; metrics.jsonl has every step", least=1, saved=True)
+    eval_every_steps: int = key(200, "0: only at the end", saved=True)
+    eval_batches: int = key(4, "global batches in an evaluation; 0: no evaluation", saved=True)
     stall_factor: float = key(
         10.0,
         "prints all stacks if a step takes this many times the median; 0 is off",
         least=1,
         also=0,
         says="must be 1 or more, or 0 for no watchdog",
+        saved=True,
     )
-    check_every: int = key(0, "steps between checks for faulty hardware, which run a step twice and compare; 0: never")
-    tensorboard: bool = key(False, "also write TensorBoard events (extra: tensorboard)")
-    wandb: str = key("", "Weights & Biases project that also gets the metrics (extra: wandb); empty: none")
+    check_every: int = key(
+        0, "steps between checks for faulty hardware, which run a step twice and compare; 0: never", saved=True
+    )
+    tensorboard: bool = key(False, "also write TensorBoard events (extra: tensorboard)", saved=False)
+    wandb: str = key("", "Weights & Biases project that also gets the metrics (extra: wandb); empty: none", saved=False)
     compile_cache: str = key(
         "auto",
         "folder of compiled programs; auto: on accelerators, the user's cache folder (~/.cache/parallax/jax)",
         choices=("auto", "off"),
         other="a folder, which all processes see",
         path=True,
+        saved=False,
     )
-    profile_steps: str = key("", "FIRST:LAST, as 20:25: steps to trace, both included; empty: none")
+    profile_steps: str = key("", "FIRST:LAST, as 20:25: steps to trace, both included; empty: none", saved=False)
 
     def check(self) -> None:
         if not self.compile_cache:
@@ -675,7 +691,7 @@ class TrainConfig(Section, says=TOO_SMALL):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section, says=TOO_SMALL):
+class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
     """When to save and what to keep: the last few, and the best few by eval/loss."""
 
     every_steps: int = key(500, "0: only at the end")
@@ -684,7 +700,7 @@ class CheckpointConfig(Section, says=TOO_SMALL):
 
 
 @dataclass(frozen=True)
-class DistributedConfig(Section, says="is too short; use a number of seconds of {} or more"):
+class DistributedConfig(Section, says="is too short; use a number of seconds of {} or more", saved=True):
     """How long the processes of a job wait for each other; in seconds."""
 
     start_secs: int = key(300, "for all processes to start", least=1)
@@ -696,10 +712,10 @@ class DistributedConfig(Section, says="is too short; use a number of seconds of 
 
 
 @dataclass(frozen=True)
-class SampleConfig(Section, says=TOO_SMALL):
+class SampleConfig(Section, says=TOO_SMALL, saved=True):
     """The text that a finished run writes."""
 
-    prompt: str = key("", "empty: no sample")
+    prompt: str = key("", "empty: no sample", saved=True)
     tokens: int = key(200, "number of tokens after the prompt", least=1, most=2**20)
     temperature: float = key(
         0.8,

@@ -1,8 +1,8 @@
 """Settings of a run: one frozen dataclass for each section of a config, checked when they are read."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS
-from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
+from parallax.runtime.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import read_object
 from parallax.runtime.html import html_table
 
 PRINTED_WIDTH = 100  # columns of printed settings
+# Keys that the saved config of a run does not decide.
+NOT_SAVED = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in sorted(section.not_saved))
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,16 +92,54 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
 
 
 def load_settings(run: Path) -> Settings:
-    """The settings with which a run folder was last trained."""
-    return read_settings(load_saved(run / "config.json"))
+    """The settings with which a run folder was last trained, as far as its config decides them: see `load_saved`."""
+    return read_settings(load_saved(run / "config.json", uses=("train.compile_cache",)))
 
 
-def load_saved(path: Path) -> dict[str, Any]:
-    """The saved config of a run, with the current keys; a line on stderr lists the changes."""
-    config, said = of_today(load_json(path))
+def load_saved(path: Path, uses: Collection[str] = ()) -> dict[str, Any]:
+    """The saved config of a run, with the current keys; a line on stderr lists the changes.
+
+    The folder may come from somebody else. So keys that a saved config does not decide (`NOT_SAVED`) have their
+    defaults; a line names those of them that the caller `uses`, if they had other values.
+    """
+    saved, said = of_today(load_json(path))
     if said:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
-    return config
+    left_out = {name: value for name, value in _values(saved, NOT_SAVED) if value != _default(name)}
+    for name in left_out:
+        section, _, key = name.partition(".")
+        saved[section] = {**saved[section], key: _default(name)}
+    if texts := [f"{name}={quoted(left_out[name])}" for name in uses if name in left_out]:
+        how = "a run's folder may come from somebody else; write it on the command line, or in a config of your own"
+        tell(f"{path} does not decide {' and '.join(texts)}: {how}", sys.stderr)
+    return saved
+
+
+def tell_files(path: Path, saved: Mapping[str, Any], written: Collection[str] = ()) -> None:
+    """A line on stderr with the files that a saved config names; `written` are keys that the command line sets."""
+    keys = {
+        f"{name}.{field.name}": ("", *field.metadata["key"].choices)
+        for name, section in SECTIONS.items()
+        for field in fields(section)
+        if field.metadata["key"].path
+    }
+    found = [(name, value) for name, value in _values(saved, keys) if value not in keys[name] and name not in written]
+    if texts := [f"{name}={quoted(value, LONGEST_PATH)}" for name, value in found]:
+        tell(f"{path} names files, which are only read, as data: {', '.join(texts)}", sys.stderr)
+
+
+def _default(name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(SECTIONS[section], key)
+
+
+def _values(sections: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Keys, as section.key, that are there, with their values."""
+    for name in names:
+        section, _, key = name.partition(".")
+        keys = sections.get(section)
+        if isinstance(keys, Mapping) and key in keys:
+            yield name, keys[key]
 
 
 def load_json(path: Path) -> dict[str, Any]:

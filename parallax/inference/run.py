@@ -15,8 +15,8 @@ import numpy as np
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
-from parallax.config.settings import Settings, load_settings, read_settings
-from parallax.data import as_batch
+from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
+from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, encode
@@ -101,7 +101,16 @@ class Run:
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
-        return open_split(self.settings, RunFolder(self.path), split).batch(index)
+        if split not in self._readers:
+            self._readers[split] = open_split(self.settings, RunFolder(self.path), split)
+        return self._readers[split].batch(index)
+
+    @cached_property
+    def _readers(self) -> dict[str, Reader]:
+        """Its opened splits; before the first, a line on stderr names the files that its config has read."""
+        config = RunFolder(self.path).config
+        tell_files(config, load_saved(config, uses=("data.cache",)))
+        return {}
 
     def __repr__(self) -> str:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())

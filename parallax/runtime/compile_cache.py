@@ -1,6 +1,7 @@
 """Location of JAX's persistent compilation cache.
 
-Whoever can write there can make this process run any program, so the default folder is writable only by the user.
+Whoever can write there can make this process run any program. So only this user may: of a folder that others can
+change, by themselves or by one above it, nothing is loaded.
 """
 
 import os
@@ -60,17 +61,21 @@ def _may_keep(setting: str) -> bool:
 
 
 def _made(setting: str) -> str:
-    """Create the folder and check that it is writable; "" and a message if it is not."""
+    """Create the folder and check that this user, and nobody else, can write in it; "" and a message if not."""
     try:
         folder = users_folder(os.environ) if setting == AUTO_FOLDER else Path(setting).expanduser().absolute()
-        for path in (folder.parent, folder):
-            files.make_folder(path, mode=0o700 if setting == AUTO_FOLDER else 0o777)
+        for path in (*reversed(folder.parents), folder):
+            files.make_folder(path, mode=0o700)
+        folder = folder.resolve(strict=True)  # nobody can point a link elsewhere afterwards
         files.try_writing(folder)
+        theirs = files.open_to_others(folder)
     except (OSError, RuntimeError) as error:  # the latter if the user has no home
         _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return ""
-    if setting == AUTO_FOLDER and not files.is_ours_alone(folder):
-        _complain(f"other users can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
+    if theirs:
+        _complain(
+            f"other users can change {theirs}; chmod go-w, or name a folder of yours alone in train.compile_cache"
+        )
         return ""
     return str(folder)
 

@@ -9,9 +9,11 @@ import contextlib
 import errno
 import fcntl
 import glob
+import grp
 import json
 import math
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -243,10 +245,41 @@ def check_writable(folder: Path) -> None:
         try_writing(folder)
 
 
-def is_ours_alone(folder: Path) -> bool:
-    """Whether only this user can write in a folder."""
+def open_to_others(folder: Path) -> Path | None:
+    """What gives other users a way to change the files in a folder whose path has no link: the folder, one above it, or
+    a file in it; None if there is nothing.
+
+    Root is nobody else, and owns /. In a folder above it with the sticky bit, as /tmp, anybody may write: there, nobody
+    can rename what others own.
+    """
+    trusted = {os.getuid(), Path("/").stat().st_uid}
     about = folder.stat()
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+    if about.st_uid != os.getuid() or _others_write(about):
+        return folder
+    for above in folder.parents:
+        there = above.stat()
+        if there.st_uid not in trusted or (_others_write(there) and not there.st_mode & stat.S_ISVTX):
+            return above
+    if about.st_mode & (stat.S_IXGRP | stat.S_IXOTH):  # others can open what is in it
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process may just have removed it
+                there = file.lstat()
+                if there.st_uid not in trusted or _others_write(there):
+                    return file
+    return None
+
+
+def _others_write(about: os.stat_result) -> bool:
+    """Whether other users may write; a group with this user's name and without other members is nobody else."""
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    if not about.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(about.st_gid)
+    except KeyError:
+        return True
+    return group.gr_gid != user.pw_gid or group.gr_name != user.pw_name or not {*group.gr_mem} <= {user.pw_name}
 
 
 # ---- JSON

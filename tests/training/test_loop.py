@@ -103,6 +103,7 @@ def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, whole
     assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
     settings, said = load_settings(tmp_path), []
     assert settings == load_settings(whole_run)
+    config["data"]["cache"] = ""  # which a saved config does not decide
     save_settings(tmp_path / "checkpoints", 8, config)
     assert step_to_resume(RunFolder(tmp_path), settings.to_dict(), "auto", said.append) == 8 and not said
 

@@ -1,6 +1,5 @@
 """What a run says of its settings when it starts; what of a config file goes with fewer steps on the command line."""
 
-import json
 import pathlib
 
 import pytest
@@ -22,6 +21,12 @@ QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 def read(*words):
     line = read_line(["train.py", *words], {})
     return read_settings(line.config), line.warnings
+
+
+def as_a_file(config, path):
+    """A config file of a user's own."""
+    path.write_text(f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({config!r})\n")
+    return f"--config={path}"
 
 
 def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
@@ -83,8 +88,7 @@ def test_a_file_that_is_wrong_by_itself_is_refused(tmp_path):
 def test_steps_to_trace_of_the_file_are_cut_too(written, left, tmp_path):
     config = get_config().to_dict()
     config["train"]["profile_steps"], config["optimizer"]["warmup_steps"] = written, 0
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings, warnings = read(f"--config={tmp_path / 'config.json'}", "--config.train.steps=20")
+    settings, warnings = read(as_a_file(config, tmp_path / "mine.py"), "--config.train.steps=20")
     assert settings.train.profile_steps == left and len(warnings) == (written != left)
     assert not warnings or f"train.profile_steps='{written}' goes beyond" in warnings[0]
     with pytest.raises(ConfigError, match="ends at step 52, but train.steps=20; use steps of the run"):
@@ -107,13 +111,13 @@ def test_other_commands_say_it_on_stderr(capsys):
 @pytest.mark.slow
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}
-    (tmp_path / "long.json").write_text(json.dumps(read_settings(tiny_config(corpus, **changes)).to_dict()))
+    config = tiny_config(corpus, **changes, **{"data.cache": ""}).to_dict()
 
     def run(folder, *words):
         command = command_line.parse(["train.py", f"--workdir={tmp_path / folder}", *words])
         return train(command.config, command.workdir, resume=command.resume, warnings=command.warnings)
 
-    short = [f"--config={tmp_path / 'long.json'}", *as_flags({"train.steps": 8, "checkpoint.every_steps": 0})]
+    short = [as_a_file(config, tmp_path / "long.py"), *as_flags({"train.steps": 8, "checkpoint.every_steps": 0})]
     assert run("whole", *short).step == 8
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
