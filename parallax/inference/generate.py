@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import ModelConfig, SampleConfig
-from parallax.data.tokenizer import Tokenizer
+from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
@@ -27,20 +27,27 @@ NO_END = -1  # no token has this id
 
 def complete(model: ShardedModel, params: Any, tokenizer: Tokenizer, config: SampleConfig) -> str:
     """The prompt and the generated text: `config.tokens` tokens, or up to the document's end."""
-    prompt = encode(tokenizer, config.prompt)
+    prompt = encode(tokenizer, config.prompt, special_tokens=config.special_tokens)
     (written,) = generate(model, params, [prompt], config, end=tokenizer.end, vocab=tokenizer.vocab)
-    return tokenizer.decode([*prompt, *written])
+    return tokenizer.decode([*prompt, *written], special_tokens=config.special_tokens)
 
 
-def encode(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
+def encode(tokenizer: Tokenizer, prompt: str, *, special_tokens: str = "text") -> np.ndarray:
     """Ids that begin a document, then those of a prompt; ConfigError if there are none, or it is not valid text."""
     try:
-        ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
+        ids = with_begin(tokenizer, tokenizer.encode(prompt, special_tokens=special_tokens))
     except UnicodeEncodeError as error:
         raise ConfigError(f"sample.prompt={prompt!r} is not text: {error.reason}; write it in UTF-8") from error
     if len(ids) == 0:
         raise ConfigError(f"sample.prompt={prompt!r} has no tokens; give it at least one character")
     return ids
+
+
+def stays_text(tokenizer: Tokenizer, sample: SampleConfig) -> str:
+    """A sentence on special tokens that a prompt spells and that stay text; "" if there are none."""
+    count = tokenizer.spelled(sample.prompt).total() if sample.special_tokens == "text" else 0
+    many = f"{count} special token{'s'[: count > 1]} of the tokenizer"
+    return f"the prompt spells {many} as text; special_tokens='tokens' makes tokens of them" if count else ""
 
 
 def generate(

@@ -85,10 +85,10 @@ class Run:
 
     def batch_of(self, text: str) -> dict[str, np.ndarray]:
         """A text as a batch of one row: the arrays that `capture_activations` and the model's loss read."""
-        ids = encode(self.tokenizer, text)
+        ids = encode(self.tokenizer, text, special_tokens=self.settings.sample.special_tokens)
         if len(ids) < 2:
             raise ConfigError(f"{text!r} is {len(ids)} token, which has no next one; use two or more")
-        return as_batch(ids[None], end=self.tokenizer.end)
+        return as_batch(ids[None])  # one document, also where the id of an end begins it
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
@@ -153,9 +153,9 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
         step, params = restore_params(checkpoints, step, model)
     folder = checkpoints / str(step)
     tokenizer, vocab = load_tokenizer(folder), model.model.vocab
-    if tokenizer.vocab > vocab:
+    if tokenizer.needed > vocab:
         raise DataError(
-            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={vocab}; "
+            f"the tokenizer in {folder} has {tokenizer.needed} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
     return Run(workdir, step, settings, model, params, tokenizer)

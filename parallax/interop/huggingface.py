@@ -66,10 +66,10 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     model = settings.model
     check_window(model, settings.data.seq)
     tokenizer = load_tokenizer(source)
-    if tokenizer.vocab > model.vocab:
+    if tokenizer.needed > model.vocab:
         raise DataError(
-            f"{source / TOKENIZER_FILE} has {tokenizer.vocab} entries, but vocab_size={model.vocab}; "
-            "put the model's own tokenizer there"
+            f"{source / TOKENIZER_FILE} has {tokenizer.needed} entries besides added tokens, but vocab_size="
+            f"{model.vocab}; it belongs to another model: use the {TOKENIZER_FILE} of the one whose {CONFIG} this is"
         )
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     fused = hf_weights.fused_tensors(model, config.architecture)

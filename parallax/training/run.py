@@ -150,7 +150,8 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         model, tx = model_and_optimizer(settings, mesh)
         check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
-        check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
+        prompt = encode(train_data.tokenizer, settings.sample.prompt, special_tokens=settings.sample.special_tokens)
+        check_length(settings.model, [prompt], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
     rows, columns = own_part(model.batch_sharding, shape)
     if (len(rows), len(columns)) != shape:
