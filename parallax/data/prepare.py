@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from parallax.config.settings import compare_settings
-from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, ids_file, smallest_dtype, totals, write_shard
+from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
 from parallax.runtime import files
@@ -201,8 +201,7 @@ def _manifest(
         raise DataError(f"the corpus is empty: {counts['empty_documents']} documents, none with text; give it some")
     token_counts = np.zeros(tokenizer.vocab, np.int64)
     for shard in shards:
-        with files.open_file(ids_file(folder, shard.name)) as opened:
-            token_counts += _histogram(np.fromfile(opened, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
+        token_counts += _histogram(shard.read_ids(folder, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
     return Manifest(
         request=request,
         tokenizer=tokenizer.name,

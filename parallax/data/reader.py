@@ -17,7 +17,7 @@ from parallax.data.prepare import Request, prepare
 from parallax.data.shards import Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
 from parallax.data.windows import batch_arrays
 from parallax.runtime.errors import ConfigError, DataError, check_choice
 from parallax.runtime.files import open_file
@@ -75,7 +75,7 @@ def open_reader(
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of prepared data, which must be the one in the config."""
     manifest = Manifest.read(folder)
-    tokenizer = _made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
+    tokenizer = made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
     made = manifest.request.get("special_tokens", "text")
@@ -86,7 +86,7 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     if config.tokenizer == AUTO:
         return tokenizer
     if config.tokenizer.endswith(".json"):
-        known = _made_by(load_tokenizer(config.tokenizer), tokenizer.fingerprint)
+        known = made_by(load_tokenizer(config.tokenizer), tokenizer.fingerprint)
         agrees = known.fingerprint == tokenizer.fingerprint
     else:
         agrees = config.tokenizer == tokenizer.name
@@ -96,12 +96,6 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
             f"with {tokenizer.vocab} ids and fingerprint {tokenizer.fingerprint[:12]}..."
         )
     return tokenizer
-
-
-def _made_by(tokenizer: Tokenizer, fingerprint: str) -> Tokenizer:
-    """The tokenizer as an earlier version understood its files, if it has that fingerprint, else as it is."""
-    earlier = tokenizer.earlier
-    return tokenizer if earlier is None or earlier.fingerprint != fingerprint else earlier
 
 
 class Reader:

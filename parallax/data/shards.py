@@ -46,6 +46,12 @@ class Shard:
         check_file(ids, self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
         check_file(documents, self.documents * DOCUMENT.itemsize, self.documents_sha256 if contents else None)
 
+    def read_ids(self, folder: Path, dtype: np.dtype) -> np.ndarray:
+        """All ids."""
+        file = ids_file(folder, self.name)
+        with reading_shard(file), open_file(file) as opened:
+            return np.fromfile(opened, dtype)
+
     def read_documents(self, folder: Path) -> np.ndarray:
         """The table of documents, of dtype `DOCUMENT`."""
         file = documents_file(folder, self.name)

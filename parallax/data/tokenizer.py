@@ -36,6 +36,7 @@ class Bytes:
     needed = 257  # least vocab of a model: only added tokens, which no plain text has, may lie beyond
     begin = ()  # ids that begin a document and a prompt: a BOS token, or none
     end = 256  # id that ends a document; no text encodes to it
+    config = ""  # content of tokenizer_config.json
     earlier = None  # the tokenizer as earlier versions understood its files, if that is another one
 
     @property
@@ -261,6 +262,12 @@ def _from_text(text: str, origin: str) -> Any:
 
 
 Tokenizer = Bytes | Bpe
+
+
+def made_by(tokenizer: Tokenizer, fingerprint: str) -> Tokenizer:
+    """The tokenizer as an earlier version understood its files, if it has that fingerprint, else as it is."""
+    earlier = tokenizer.earlier
+    return tokenizer if earlier is None or earlier.fingerprint != fingerprint else earlier
 
 
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:

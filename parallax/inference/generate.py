@@ -47,7 +47,7 @@ def stays_text(tokenizer: Tokenizer, sample: SampleConfig) -> str:
     """A sentence on special tokens that a prompt spells and that stay text; "" if there are none."""
     count = tokenizer.spelled(sample.prompt).total() if sample.special_tokens == "text" else 0
     many = f"{count} special token{'s'[: count > 1]} of the tokenizer"
-    return f"the prompt spells {many} as text; special_tokens='tokens' makes tokens of them" if count else ""
+    return f"the prompt spells {many} as text; sample.special_tokens='tokens' makes tokens of them" if count else ""
 
 
 def generate(

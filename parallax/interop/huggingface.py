@@ -88,6 +88,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         RECORD: json.dumps(record),
         **{name: source / name for name in copied},
     }
+    if tokenizer.config:  # it may name an end that only the model's config.json names
+        carried[TOKENIZER_CONFIG] = tokenizer.config
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
     if model.padded_vocab == model.vocab:
         return config
@@ -234,6 +236,8 @@ def to_hf(
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
     # The tokenizer config of a run without an import, but with a foreign tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
+    if files.object_if_readable(source.folder / TOKENIZER_CONFIG).keys() == {"eos_token"}:
+        own = {}  # written by the import, for an end that only config.json named
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     with export.new_folder(out) as unfinished:

@@ -22,7 +22,7 @@ from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
-from parallax.inference.generate import check_length, complete, encode
+from parallax.inference.generate import check_length, complete, encode, stays_text
 from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import chip
@@ -275,6 +275,8 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, data.tokenizer, sample)
+        if spelled := stays_text(data.tokenizer, sample):
+            say(f"note: {spelled}")
         say(f"sample of {sample.tokens} tokens:\n\n{text}")
 
 

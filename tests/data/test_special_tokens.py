@@ -341,11 +341,8 @@ def test_a_prompt_is_read_as_the_sample_says(tmp_path):
     prompt = f"{TURN}user\nthe cat{CLOSE}\n"
     assert encode(tokenizer, prompt, special_tokens="tokens").tolist() == theirs.encode(prompt).ids
     assert len(encode(tokenizer, prompt)) > 2 * len(theirs.encode(prompt).ids)
-    said = stays_text(tokenizer, SampleConfig(prompt=prompt))
-    assert (
-        said
-        == "the prompt spells 2 special tokens of the tokenizer as text; special_tokens='tokens' makes tokens of them"
-    )
+    said = "the prompt spells 2 special tokens of the tokenizer as text; sample.special_tokens='tokens' makes tokens"
+    assert stays_text(tokenizer, SampleConfig(prompt=prompt)) == f"{said} of them"
     assert not stays_text(tokenizer, SampleConfig(prompt=prompt, special_tokens="tokens"))
     ids = [*theirs.encode(prompt).ids, *tokenizer.encode("sat"), tokenizer.end]
     assert tokenizer.decode(ids, special_tokens="tokens") == f"{prompt}sat"
