@@ -176,6 +176,9 @@ def get_config() -> ConfigDict:
     # bytes; bpe is trained on the corpus
     config.data.tokenizer = "auto"
     config.data.bpe_vocab = 4096  # number of entries of a trained bpe tokenizer
+    # "text" | "tokens": what becomes of text that spells a special token, as a rendered chat does: it stays text, or is
+    # that token
+    config.data.special_tokens = "text"
     config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
     config.data.seq = 256  # tokens in a window
     config.data.global_batch = 32  # windows in a step, over all devices
@@ -219,6 +222,7 @@ def get_config() -> ConfigDict:
     # The text that a finished run writes.
     config.sample = ConfigDict()
     config.sample.prompt = ""  # empty: no sample
+    config.sample.special_tokens = "text"  # "text" | "tokens": as data.special_tokens, of the prompt
     config.sample.tokens = 200  # number of tokens after the prompt
     config.sample.temperature = 0.8  # 0 is greedy
     config.sample.top_k = 0  # 0 is off

@@ -80,7 +80,11 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> tuple[
         ConfigError: a flag is not a setting, or is one that the imported model determines.
     """
     # Flags of the command line come after these, so they take precedence.
-    ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
+    ours = [
+        f"--config.model.vocab_multiple={VOCAB_MULTIPLE}",
+        f"--config.data.tokenizer={workdir / 'tokenizer.json'}",
+        "--config.sample.special_tokens=tokens",  # of the model's template
+    ]
     config = read_line([__name__, *ours, *written_settings], {}, config=CONFIGS / "base.py").config
     flags = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
     keys = [flag.partition("=")[0] for flag in flags]

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from parallax.cli.arguments import Parser, about_command, local_path, positive
-from parallax.config.sections import AUTO, BUILT_IN, FILES, DataConfig, check_tokenizer
+from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bytes
+from parallax.data.tokenizer import Bytes, load_tokenizer, made_by
 from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
 
 TRAINING = DataConfig()
@@ -55,6 +55,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
     add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
     add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
+    tokens = as_training("special_tokens", meaning["special_tokens"])
+    add("--special-tokens", default=TRAINING.special_tokens, choices=SPECIAL_TOKENS, help=tokens)
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
     add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
     cores, mib = os.cpu_count() or 1, SHARD_BYTES >> 20
@@ -67,8 +69,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 def _prepare(parsed: argparse.Namespace) -> int:
     _fill_in(parsed)
     source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
-    how = {"tokenizer": parsed.tokenizer, "bpe_vocab": parsed.bpe_vocab, "shard_bytes": parsed.shard_mib << 20}
-    request = Request(source=source, **how)
+    how = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+    request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **how)
     if parsed.rebuild:
         remove_prepared(parsed.out)
     print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
@@ -110,7 +112,21 @@ def _inspect(parsed: argparse.Namespace) -> int:
             damaged += 1
             print(f"DataError: {error}", file=sys.stderr)
     print(f"checked     {len(manifest.shards)} shards: {damaged or 'none'} damaged")
+    if not damaged and manifest.request.get("special_tokens", "text") == "text":
+        _report_ends(manifest, parsed.folder)
     return DataError.exit_status if damaged else 0
+
+
+def _report_ends(manifest: Manifest, folder: Path) -> None:
+    """Say whether texts hold ends of documents, which earlier versions made of text with some tokenizers."""
+    tokenizer = made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
+    end, each = tokenizer.end, 1 + tokenizer.begin.count(tokenizer.end)
+    found = sum(int((shard.read_ids(folder, manifest.dtype) == end).sum()) for shard in manifest.shards)
+    if inside := found - each * manifest.documents:
+        print(
+            f"ends        {inside:,} inside of documents: text became the token {tokenizer.token(end)!r}, which ends "
+            "them; prepare it again in another folder"
+        )
 
 
 def _describe(manifest: Manifest, folder: Path) -> str:

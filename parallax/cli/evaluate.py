@@ -22,7 +22,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
     from parallax.data.shards import MANIFEST_FILE
-    from parallax.data.sources import SUFFIXES
+    from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
@@ -158,19 +158,7 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
 
 
 def _source(data: str) -> str:
-    """The kind of files, by their names.
-
-    >>> [_source(name) for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
-    ['text', 'jsonl', 'parquet']
-    """
-    at = Path(data).expanduser()
-    if (at / MANIFEST_FILE).is_file():
-        return "prepared"
-    names = [data, *(file.name for file in sorted(at.rglob("*")))]
-    for source in ("jsonl", "parquet"):
-        if any(name.endswith(SUFFIXES[source]) for name in names):
-            return source
-    return "text"
+    return "prepared" if (Path(data).expanduser() / MANIFEST_FILE).is_file() else kind_of(data)
 
 
 if __name__ == "__main__":

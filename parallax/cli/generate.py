@@ -22,7 +22,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import Parser, local_path
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import load_settings
-    from parallax.inference.generate import complete, encode
+    from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
@@ -60,11 +60,14 @@ def run(flags: argparse.Namespace) -> list[str]:
     mesh = mesh_config(settings.mesh, _given(flags, MESH_FIELDS))
     choose = ", ".join(map(_flag, MESH_FIELDS))
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
-    ids = [encode(trained.tokenizer, prompt, "--prompt" if flags.prompt else "sample.prompt") for prompt in prompts]
+    how = {"special_tokens": sample.special_tokens, "name": "--prompt" if flags.prompt else "sample.prompt"}
+    ids = [encode(trained.tokenizer, prompt, **how) for prompt in prompts]
     length, seq = max(map(len, ids)) + sample.tokens, settings.data.seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")
+    if spelled := stays_text(trained.tokenizer, prompts, sample.special_tokens):
+        _say(f"note: {spelled}")
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
         how = {"ends": trained.ends, "stop": flags.stop}

@@ -26,7 +26,9 @@ ADDED = {
     "fsdp": "gather_dtype",
     "loss": "balance_coefficient router_z_coefficient",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on",
+    "data": "special_tokens",
     "train": "compile_cache",
+    "sample": "special_tokens",
 }
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}
 

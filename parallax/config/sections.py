@@ -22,6 +22,7 @@ POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
+SPECIAL_TOKENS = ("text", "tokens")
 AUTO = "auto"  # a value that is chosen from other settings
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # values nearer to 1 are 1 in float32, with which bias correction would divide 0 by 0
@@ -586,6 +587,12 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         saved=True,
     )
     bpe_vocab: int = key(4096, "number of entries of a trained bpe tokenizer")
+    special_tokens: str = key(
+        "text",
+        "what becomes of text that spells a special token, as a rendered chat does: it stays text, or is that token",
+        choices=SPECIAL_TOKENS,
+        saved=True,
+    )
     cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True, saved=False)
     seq: int = key(256, "tokens in a window", least=1)
     global_batch: int = key(32, "windows in a step, over all devices", least=1)
@@ -716,6 +723,7 @@ class SampleConfig(Section, says=TOO_SMALL, saved=True):
     """The text that a finished run writes."""
 
     prompt: str = key("", "empty: no sample", saved=True)
+    special_tokens: str = key("text", "as data.special_tokens, of the prompt", choices=SPECIAL_TOKENS)
     tokens: int = key(200, "number of tokens after the prompt", least=1, most=2**20)
     temperature: float = key(
         0.8,

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from parallax.config.settings import compare_settings
-from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, ids_file, smallest_dtype, totals, write_shard
+from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
 from parallax.runtime import files
-from parallax.runtime.errors import DataError
+from parallax.runtime.errors import ConfigError, DataError, first_few, shown
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes
 
@@ -35,6 +35,14 @@ class Request:
     tokenizer: str  # "bytes" | "bpe" | path of a tokenizer.json
     bpe_vocab: int
     shard_bytes: int = SHARD_BYTES
+    special_tokens: str = "text"  # or "tokens": what becomes of text that spells a special token
+
+    def __post_init__(self):
+        if self.tokenizer == Bytes.name and self.special_tokens != "text":
+            raise ConfigError(
+                f"data.special_tokens={self.special_tokens!r} has no effect with the tokenizer 'bytes', which has no "
+                "special tokens; use 'text', or another tokenizer"
+            )
 
     def to_json(self) -> dict:
         """Everything that determines the bytes of the shards, without the location of files."""
@@ -43,6 +51,8 @@ class Request:
             chosen["bpe_vocab"] = self.bpe_vocab
         elif self.tokenizer != Bytes.name:
             chosen["tokenizer"] = load_tokenizer(self.tokenizer).fingerprint
+        if self.special_tokens != "text":
+            chosen["special_tokens"] = self.special_tokens
         return {"source": self.source.description, **chosen, "shard_bytes": self.shard_bytes}
 
 
@@ -135,21 +145,32 @@ def _write_missing(
 ) -> tuple[list[Shard], np.ndarray]:
     """Write the missing shards; returns all shards, and the number of occurrences of each byte in the text."""
     text_bytes, shards = request.source.text_bytes, dict(done)
-    byte_counts = np.zeros(256, np.int64)
+    byte_counts, spelled = np.zeros(256, np.int64), Counter()
     with waiting("tokenising", unit=in_bytes) as show:
 
         def missing() -> Iterator[tuple[str, list[str]]]:
             for name, texts in _texts_of_shards(request.source.documents(), request.shard_bytes):
                 byte_counts[:] += _histogram(np.frombuffer("".join(texts).encode("utf-8"), np.uint8), 256)
+                if request.special_tokens == "text":
+                    for text in texts:
+                        spelled.update(tokenizer.spelled(text))
                 if name not in done:
                     yield name, texts
 
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
-        for shard in write_shards(folder, missing(), tokenizer, workers=workers):
+        how = {"special_tokens": request.special_tokens, "workers": workers}
+        for shard in write_shards(folder, missing(), tokenizer, **how):
             with files.open_file(journal, "a", encoding="utf-8") as opened:
                 opened.write(json.dumps(asdict(shard)) + "\n")
             shards[shard.name] = shard
             show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
+    if spelled:
+        logger.warning(
+            "the text spells special tokens of the tokenizer %s times (%s); they stay text, "
+            "data.special_tokens='tokens' makes tokens of them",
+            f"{spelled.total():,}",
+            first_few([f"{shown(name)} {count:,}" for name, count in spelled.most_common()]),
+        )
     return [shards[name] for name in sorted(shards, key=int)], byte_counts
 
 
@@ -180,8 +201,7 @@ def _manifest(
         raise DataError(f"the corpus is empty: {counts['empty_documents']} documents, none with text; give it some")
     token_counts = np.zeros(tokenizer.vocab, np.int64)
     for shard in shards:
-        with files.open_file(ids_file(folder, shard.name)) as opened:
-            token_counts += _histogram(np.fromfile(opened, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
+        token_counts += _histogram(shard.read_ids(folder, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
     return Manifest(
         request=request,
         tokenizer=tokenizer.name,
@@ -229,7 +249,7 @@ def _whole_lines(file: Path) -> list[dict]:
 def _began_otherwise(folder: Path, wanted: dict) -> bool:
     """Whether a different request was begun here and has not finished any shard."""
     request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
-    return not shards and {key: request.get(key) for key in wanted} != wanted
+    return not shards and request != {"tokenizer_fingerprint": request.get("tokenizer_fingerprint"), **wanted}
 
 
 def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
@@ -245,14 +265,19 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
 
 
 def write_shards(
-    folder: Path, groups: Iterable[tuple[str, list[str]]], tokenizer: Tokenizer, *, workers: int
+    folder: Path,
+    groups: Iterable[tuple[str, list[str]]],
+    tokenizer: Tokenizer,
+    *,
+    special_tokens: str,
+    workers: int,
 ) -> Iterator[Shard]:
     """Write a shard of each group (a name and its texts) in `workers` threads, and yield it when it is finished."""
     pending: deque[AsyncResult] = deque()
     # Daemon threads, so that an interrupt does not wait for them; a tokenizer releases the GIL while it encodes.
     with ThreadPool(workers) as pool:
         for group in groups:
-            pending.append(pool.apply_async(write_shard, (folder, *group, tokenizer)))
+            pending.append(pool.apply_async(write_shard, (folder, *group, tokenizer, special_tokens)))
             # One spare group for each further worker; more would only use memory.
             if len(pending) > 2 * (workers - 1):
                 yield pending.popleft().get()

@@ -17,12 +17,13 @@ from parallax.data.prepare import Request, prepare
 from parallax.data.shards import Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
 from parallax.data.windows import batch_arrays
 from parallax.runtime.errors import ConfigError, DataError, check_choice
 from parallax.runtime.files import open_file
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked as a whole when opened, which takes about a second
+CHECKED_IDS = 1 << 20  # at once
 OPEN_FILES = 128  # open at once, well below the usual limit of 1024 per process
 SPLITS = ("train", "eval", "all")
 
@@ -52,34 +53,41 @@ def open_reader(
         prepared = Path(config.path).expanduser()
     else:
         config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
-        how = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
-        source = open_source(config.source, **how)
-        request = Request(source=source, tokenizer=config.tokenizer, bpe_vocab=config.bpe_vocab)
+        where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
+        how = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+        request = Request(source=open_source(config.source, **where), **how)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
         prepared = cache / f"{config.source}-{name}-{key}"
         prepare(request, prepared, workers=os.cpu_count() or 1)
     tokenizer = _open_tokenizer(config, prepared)
-    if vocab is not None and vocab < tokenizer.vocab:
+    if vocab is not None and vocab < tokenizer.needed:
         written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
         raise ConfigError(
-            f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {written!r}; "
+            f"model.vocab={vocab} is less than the {tokenizer.needed} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
-    return Reader(config, prepared, tokenizer=tokenizer, split=split, rows=rows, columns=columns)
+    how = {"rows": rows, "columns": columns, "vocab": vocab}
+    return Reader(config, prepared, tokenizer=tokenizer, split=split, **how)
 
 
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of prepared data, which must be the one in the config."""
     manifest = Manifest.read(folder)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
+    made = manifest.request.get("special_tokens", "text")
+    if config.special_tokens != made:
+        raise DataError(
+            f"data.special_tokens={config.special_tokens!r}, but {folder} was prepared with {made!r}; use that"
+        )
     if config.tokenizer == AUTO:
         return tokenizer
     if config.tokenizer.endswith(".json"):
-        agrees = load_tokenizer(config.tokenizer).fingerprint == tokenizer.fingerprint
+        known = made_by(load_tokenizer(config.tokenizer), tokenizer.fingerprint)
+        agrees = known.fingerprint == tokenizer.fingerprint
     else:
         agrees = config.tokenizer == tokenizer.name
     if not agrees:
@@ -101,6 +109,7 @@ class Reader:
     Args:
         rows: rows of the global batch that this host reads, in any order; their content does not depend on this choice.
         columns: range of columns that this host reads; their content does not depend on this choice.
+        vocab: of the model, if ids may lie beyond; None if they may not.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
@@ -114,6 +123,7 @@ class Reader:
         split: str,
         rows: Sequence[int] | None = None,
         columns: range | None = None,
+        vocab: int | None = None,
     ):
         self.manifest = manifest = Manifest.read(folder)
         self.tokenizer, self.split, self.seq = tokenizer, split, config.seq
@@ -134,7 +144,9 @@ class Reader:
         tokens = manifest.read_documents(folder)["tokens"]
         if tokens.sum() != manifest.tokens:
             raise DataError(f"{folder}: its documents have {tokens.sum()} tokens, its shards {manifest.tokens}")
-        self._stream = TokenStream(folder, manifest, tokens, self._chosen())
+        self._stream = TokenStream(folder, manifest, tokens, self._chosen(), vocab=vocab)
+        if contents and vocab is not None and vocab < manifest.vocab:
+            self._stream.check_ids()
         if split == "train" and self.windows < self._global_batch:
             raise DataError(
                 f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}, "
@@ -164,6 +176,8 @@ class Reader:
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
         chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
+        if self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
+            content.append([shard.documents_sha256 for shard in self.manifest.shards])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -180,10 +194,11 @@ class Reader:
         if self.split == "all":
             return self.manifest.text_bytes, True
         table = self.manifest.read_documents(self._folder)[self._chosen()]
+        special_tokens = self.manifest.request.get("special_tokens", "text")
         total, guessed, start = 0, 0, 0
         for tokens, known in zip(table["tokens"].tolist(), table["hash"].tolist()):
             (ids,) = self._stream.read(np.array([start]), tokens)
-            content = self.tokenizer.decode(ids[:-1]).encode("utf-8")
+            content = self.tokenizer.decode(ids, special_tokens=special_tokens).encode("utf-8")
             exact = text_hash(content) == known
             total, guessed = total + exact * len(content), guessed + (not exact) * tokens
             start += tokens
@@ -200,8 +215,17 @@ class Reader:
         ids = self._stream.read(starts, len(self.columns) + 1)
         # For the model, the first document of a window begins at the window's start.
         segments, positions = self._before(windows, starts) if self.columns.start else (1, 0)
-        left = self.tokens - starts
-        return batch_arrays(ids, left, end=self.tokenizer.end, segments=segments, positions=positions)
+        ends = self._ends_in(starts, len(self.columns))
+        return batch_arrays(ids, self.tokens - starts, ends, segments=segments, positions=positions)
+
+    def _ends_in(self, starts: np.ndarray, columns: int) -> np.ndarray:
+        """Whether each of the tokens from `starts` on is its document's last, [rows, columns]. The table of documents
+        decides: the id of an end may also begin a document, or stand inside of one."""
+        ends = np.zeros((len(starts), columns), bool)
+        first, last = (np.searchsorted(self._ends, places, side="right") for places in (starts, starts + columns))
+        for row, start, one, other in zip(ends, starts, first, last):
+            row[self._ends[one:other] - start - 1] = True
+        return ends
 
     def _before(self, windows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Segment and position of the tokens at `starts`, in windows that begin at `windows`. They follow from the
@@ -279,10 +303,20 @@ class TokenStream:
 
     Args:
         documents: a mask of the split's documents over all documents of the manifest.
+        vocab: of the model, which may have fewer ids than the tokenizer.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
-        self._dtype, self._vocab = manifest.dtype, manifest.vocab
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        tokens_of_documents: np.ndarray,
+        documents: np.ndarray,
+        *,
+        vocab: int | None = None,
+    ):
+        self._dtype, self._known = manifest.dtype, manifest.vocab
+        self._vocab = self._known if vocab is None else min(vocab, self._known)
         self._files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
         states = [_state(file) for file in files]
 
@@ -319,11 +353,20 @@ class TokenStream:
         if rows.size and rows.max() >= self._vocab:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
             shard, offset, _ = self._find(int(starts[row]) + column)
+            about, advice = "the vocab has", "prepare the data again"
+            if rows[row, column] < self._known:
+                about = "of the tokenizer's entries the model's table has"
+                advice = "use texts without this token, or a model with more"
             raise DataError(
-                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the vocab has "
-                f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
+                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but {about} "
+                f"{self._vocab} ids (0 to {self._vocab - 1}); {advice}"
             )
         return rows
+
+    def check_ids(self) -> None:
+        """Read everything once; DataError as in `read`."""
+        for start in range(0, len(self), CHECKED_IDS):
+            self.read(np.array([start]), CHECKED_IDS)
 
     def _find(self, place: int) -> tuple[int, int, int]:
         """For an index in the stream: its shard, the number of ids before it there, and of those after it in its

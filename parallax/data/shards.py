@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from parallax.data.tokenizer import Tokenizer
-from parallax.runtime.errors import DataError, errors_as, names_of
+from parallax.data.tokenizer import Tokenizer, as_document
+from parallax.runtime.errors import DataError, errors_as, names_of, quoted
 from parallax.runtime.files import open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
@@ -45,6 +45,12 @@ class Shard:
         ids, documents = ids_file(folder, self.name), documents_file(folder, self.name)
         check_file(ids, self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
         check_file(documents, self.documents * DOCUMENT.itemsize, self.documents_sha256 if contents else None)
+
+    def read_ids(self, folder: Path, dtype: np.dtype) -> np.ndarray:
+        """All ids."""
+        file = ids_file(folder, self.name)
+        with reading_shard(file), open_file(file) as opened:
+            return np.fromfile(opened, dtype)
 
     def read_documents(self, folder: Path) -> np.ndarray:
         """The table of documents, of dtype `DOCUMENT`."""
@@ -175,12 +181,21 @@ def text_hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokenizer) -> Shard:
+def write_shard(
+    folder: Path, name: str, texts: Sequence[str], tokenizer: Tokenizer, special_tokens: str = "text"
+) -> Shard:
     """Tokenise `texts` into the files of one shard; each file appears whole or not at all."""
     filled = [text for text in texts if text]
-    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
-    encoded = tokenizer.encode_many(filled)
-    ids = np.concatenate([np.zeros(0, np.int32), *(piece for ids in encoded for piece in (begin, ids, end))])
+    encoded = tokenizer.encode_many(filled, special_tokens=special_tokens)
+    if special_tokens == "text":
+        for text, ids in zip(filled, encoded):
+            if (ids == tokenizer.end).any():
+                raise DataError(
+                    f"the tokenizer makes id {tokenizer.end}, which ends a document, of the text {quoted(text)}; use a "
+                    "tokenizer whose end stands for no text"
+                )
+    documents = [as_document(tokenizer, ids) for ids in encoded]
+    ids = np.concatenate([np.zeros(0, np.int32), *documents])
     # An unsigned dtype would silently change ids that are negative or too large.
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab:
         raise DataError(
@@ -189,7 +204,7 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
         )
     contents = [text.encode("utf-8") for text in filled]
     table = np.empty(len(filled), DOCUMENT)
-    table["tokens"] = [len(begin) + len(ids) + 1 for ids in encoded]
+    table["tokens"] = [len(ids) for ids in documents]
     table["hash"] = [text_hash(content) for content in contents]
     return Shard(
         name=name,

@@ -4,23 +4,32 @@ import contextlib
 import gzip
 import hashlib
 import importlib.resources
+import io
+import logging
+import os
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from parallax.runtime.errors import DataError, errors_as, how_to_install, imported, names_of, quoted
-from parallax.runtime.files import matching, names_in, object_of, open_file
+from parallax.runtime.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
+from parallax.runtime.files import LARGEST_BYTES, matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
-SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"), "parquet": (".parquet",)}
+PACKED = (".gz", ".zst")  # endings that may follow those of a source, in any case
+SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+PARQUET_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+BOM = "\ufeff"  # a mark of the encoding, which some editors write before a text
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,33 +63,139 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
-    return _files(kind, find_files(path, SUFFIXES[kind]), partial(READERS[kind], **settings), **settings)
+    return _files(kind, find_files(path, kind), partial(READERS[kind], **settings), **settings)
 
 
-def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that `path` names, sorted: one file, all files below a folder except hidden ones, or a glob.
+def find_files(path: str, kind: str) -> list[Path]:
+    """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob.
+
+    Below a folder, links are followed; hidden files and those with other endings are left out. A file to which several
+    paths lead is read once. One line says what is left out.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or a folder cannot be read.
     """
     at = Path(path).expanduser()
     with _reading(at):
         if at.is_file():
             return [at]
-        if at.is_dir():
-            hidden = lambda file: any(part.startswith(".") for part in file.relative_to(at).parts)  # noqa: E731
-            found = [one for one in sorted(at.rglob("*")) if one.name.endswith(suffixes) and not hidden(one)]
-            wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
-        else:
-            found, wanted = matching(at), "a match of this file, folder or glob"
-        files = [file for file in found if file.is_file()]
+        in_folder = at.is_dir()
+        found = _below(at) if in_folder else [file for file in matching(at) if not file.is_dir()]
+        why_not = {file: _why_not(file, kind if in_folder else None) for file in found}
+        why_not |= _repeated([file for file, why in why_not.items() if not why])
+    files = [file for file, why in why_not.items() if not why]
+    counts = Counter(filter(None, why_not.values())).most_common()
+    left_out = f"leaving out {len(found) - len(files):,}: {first_few([f'{count:,} {why}' for why, count in counts])}"
     if not files:
-        raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()})")
+        wanted = "a match of this file, folder or glob"
+        if in_folder:
+            wanted = "a file" if kind == "text" else f"a file that ends in {' or '.join(SUFFIXES[kind])}"
+        but = f"; {left_out}" if counts else ""
+        raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()}){but}")
+    if counts:
+        _say_once(f"{path}: reading {len(files):,} files, {left_out}")
     return files
 
 
+def kind_of(path: str) -> str:
+    """The source of files, by their names: jsonl or parquet if one of them has such an ending, else text.
+
+    >>> [kind_of(name) for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
+    ['text', 'jsonl', 'parquet']
+    """
+    at = Path(path).expanduser()
+    with _reading(at):
+        files = _below(at) if at.is_dir() else []
+        fits = lambda kind: any(not _why_not(file, kind) for file in files)  # noqa: E731
+        return next((kind for kind in ("jsonl", "parquet") if _ending(at) in SUFFIXES[kind] or fits(kind)), "text")
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files and hidden folders below a folder, sorted. A folder to which several paths lead is entered once, by the
+    one without links if there is one."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found, entered, links = [], set(), [folder]
+    while links:
+        starts, links = links, []
+        for start in starts:
+            for at, folders, names in os.walk(start, onerror=fail):
+                place = _identity(Path(at))
+                if place in entered:
+                    folders.clear()
+                    continue
+                entered.add(place)
+                hidden = {name for name in folders if name.startswith(".")}
+                found += [Path(at, name) for name in (*names, *hidden)]
+                folders[:] = sorted(set(folders) - hidden)
+                links += [Path(at, name) for name in folders if Path(at, name).is_symlink()]
+    return sorted(found)
+
+
+def _repeated(files: list[Path]) -> dict[Path, str]:
+    """Why not to read files that are links to others of them."""
+    places: dict[tuple[int, int], list[Path]] = {}
+    for file in files:
+        places.setdefault(_identity(file), []).append(file)
+    again = []
+    for names in places.values():
+        if len(names) > 1:  # hard links are files of their own
+            real: dict[Path, Path] = {}
+            for name in sorted(names, key=lambda name: (name.absolute() != name.resolve(), name)):
+                if real.setdefault(name.resolve(), name) != name:
+                    again.append(name)
+    return dict.fromkeys(again, "linked to others")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    about = path.stat()
+    return about.st_dev, about.st_ino
+
+
+def _why_not(file: Path, kind: str | None) -> str:
+    """Why a file is not one of a source, "" if it is; without a source, any file is."""
+    if kind and file.name.startswith("."):
+        return "hidden"
+    if not file.is_file():
+        return "that are broken links or no files"
+    if kind in ("text", None):
+        return ""
+    if _ending(file) not in SUFFIXES[kind]:
+        return f"with the ending {shown(''.join(file.suffixes[-2:] if _is_packed(file) else [file.suffix])) or 'none'}"
+    # .json is the ending of C4's and Dolma's lines, and of all other JSON.
+    return "of JSON without an object in the first line" if _ending(file) == ".json" and not _has_lines(file) else ""
+
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix.lower() in PACKED
+
+
+def _ending(file: Path) -> str:
+    """The last ending but for that of a packed file."""
+    return (file.with_suffix("") if _is_packed(file) else file).suffix.lower()
+
+
+def _has_lines(file: Path) -> bool:
+    """Whether the first line of a file that is not blank is a JSON object."""
+    with _reading(file), _open(file) as opened:
+        line = next((line for line in iter(partial(opened.readline, LARGEST_BYTES), b"") if line.strip()), b"")
+    try:
+        object_of(line, odd_numbers=True, read="")
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Each split of a run opens its source."""
+    _logger.warning(text)
+
+
 def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
-    compressed = kind == "parquet" or any(file.suffix == ".gz" for file in files)
+    compressed = kind == "parquet" or any(map(_is_packed, files))
     text_bytes, sha256 = 0, hashlib.sha256()
     with waiting("reading the files of text") as show:
         for done, file in enumerate(files):
@@ -110,8 +225,15 @@ def _hash(file: Path) -> bytes:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
+    """A file, unpacked piece by piece if its ending says that it is packed."""
+    ending = file.suffix.lower()
     with open_file(file) as opened:
-        yield gzip.GzipFile(fileobj=opened) if file.suffix == ".gz" else opened
+        if ending == ".zst":
+            needs = f"{file.name} is packed with zstd, which needs pyarrow: {how_to_install('data')}"
+            pyarrow = imported("pyarrow", needs)
+            yield io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"))
+        else:
+            yield gzip.GzipFile(fileobj=opened) if ending == ".gz" else opened
 
 
 # ---- text
@@ -144,7 +266,8 @@ def _rest_of_character(opened) -> bytes:
 
 def _decode(content: bytes, file: Path, offset: int) -> str:
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
+        return text if offset else text.removeprefix(BOM)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 text: byte {content[error.start]:#04x} at offset {offset + error.start}; "
@@ -156,13 +279,15 @@ def _decode(content: bytes, file: Path, offset: int) -> str:
 
 
 def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
-    """The string in `field` of each line that is not empty.
+    """The string in `field` of each line that is not empty; a null is an empty document.
 
     Raises:
-        DataError: a line is not a JSON object with such a string; names file and line.
+        DataError: a line is not a JSON object with such a string, or is too long; names file and line.
     """
-    with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
+    with _open(file) as opened:
+        for number, line in enumerate(iter(partial(opened.readline, LARGEST_BYTES + 1), b""), start=1):
+            if len(line) > LARGEST_BYTES:
+                raise DataError(f"{file}:{number} is a line of more than {LARGEST_BYTES:,} bytes; divide its document")
             if line.strip():
                 yield _field(line, field, f"{file}:{number}")
 
@@ -175,21 +300,23 @@ def _field(line: bytes, field: str, where: str) -> str:
     if field not in record:
         raise DataError(f"{where} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
     text = record[field]
+    if text is None:
+        return ""
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} (data.field) holds {type(text).__name__}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: field {field!r} has half a surrogate pair at character {error.start}") from None
-    return text
+    return text.removeprefix(BOM)
 
 
 def read_parquet(file: Path, *, field: str) -> Iterator[str]:
-    """The strings of column `field`; a null is an empty document.
+    """The strings of column `field`, or its bytes as UTF-8, also where it is a dictionary; a null is an empty document.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: the file is damaged, or the column is missing or holds no strings.
+        DataError: the file is damaged, or the column is missing or holds no text.
     """
     needs = f"data.source='parquet' needs pyarrow: {how_to_install('data')}"
     pyarrow, parquet = (imported(name, needs) for name in ("pyarrow", "pyarrow.parquet"))
@@ -199,17 +326,19 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
             if field not in names:
                 raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(names)}")
             kind = opened.schema_arrow.field(field).type
-            if str(kind) not in ("string", "large_string", "string_view"):
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if str(values) not in PARQUET_TYPES:
                 raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
             texts = (text for batch in opened.iter_batches(columns=[field]) for text in batch.column(0))
             for row, text in enumerate(texts, start=1):
                 try:
                     content = text.as_py()
+                    content = content.decode("utf-8") if isinstance(content, bytes) else content
                 except UnicodeDecodeError as error:
                     byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
                     about = f"column {field!r} (data.field) is not UTF-8: {byte}; write it as UTF-8"
                     raise DataError(f"{file}, row {row}: {about}") from None
-                yield content or ""
+                yield (content or "").removeprefix(BOM)
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
 

@@ -3,8 +3,11 @@
 import hashlib
 import io
 import json
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
-from parallax.runtime.errors import ConfigError, DataError, errors_as, how_to_install, imported
-from parallax.runtime.files import make_folder, object_of, read_bytes, write_whole
+from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
+from parallax.runtime.errors import ConfigError, DataError, errors_as, first_line, how_to_install, imported
+from parallax.runtime.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
-END_OF_DOCUMENT = "<|endoftext|>"
-# Other projects' names of the token that ends a document, for tokenizers loaded from their files.
-END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
+MODEL_CONFIG = "config.json"  # of a published model
 
 
 class Bytes:
@@ -31,24 +33,37 @@ class Bytes:
 
     name = "bytes"
     vocab = 257  # ids are 0 ... vocab-1
+    needed = 257  # least vocab of a model: only added tokens, which no plain text has, may lie beyond
     begin = ()  # ids that begin a document and a prompt: a BOS token, or none
     end = 256  # id that ends a document; no text encodes to it
+    config = ""  # content of tokenizer_config.json
+    earlier = None  # the tokenizer as earlier versions understood its files, if that is another one
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 in hex; equal for tokenizers that encode and begin documents in the same way."""
         return hashlib.sha256(b"bytes and an end").hexdigest()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32, without `begin` and `end`."""
+    def encode(self, text: str, *, special_tokens: str = "text") -> np.ndarray:
+        """Ids of a text, int32, without `begin` and `end`.
+
+        What spells a special token stays text, or becomes that token if `special_tokens` is "tokens". Bytes have none.
+        """
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_many(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[np.ndarray]:
         """`encode` each text, on several threads if that helps."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; `begin`, `end` and ids beyond the vocab (a model's padding) are left out."""
+    def spelled(self, text: str) -> Counter[str]:
+        """How often a text spells each special token."""
+        return Counter()
+
+    def decode(self, ids: Iterable[int], *, special_tokens: str = "text") -> str:
+        """Text of ids, without special tokens, and without ids beyond the vocab (a model's padding).
+
+        If `special_tokens` is "tokens", only the first `begin` and the last `end` are left out.
+        """
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def token(self, number: int) -> str:
@@ -99,44 +114,51 @@ _BYTE_SYMBOLS = _byte_symbols()
 
 
 class Bpe:
-    """Byte-level byte-pair encoding by the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library: usually byte-level byte-pair encoding.
 
     Args:
         text: content of a tokenizer.json.
         origin: its file, for messages.
         config: content of the tokenizer_config.json beside it; empty if there is none.
+        model: content of the model's config.json beside it; empty if there is none.
     Raises:
         DataError: a file is damaged, or no token ends a document.
     """
 
     name = "bpe"
 
-    def __init__(self, text: str, origin: str = TOKENIZER_FILE, config: str = ""):
-        try:
-            self._inner = _library().Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{origin} is not a tokenizer: {error}") from error
-        self._text, self._config = text, config
-        # Text that spells a special token is encoded as text, so that a document has no end inside it.
-        self._inner.encode_special_tokens = True
-        # A file may define truncation and padding, which must not apply to documents.
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        ids = self._inner.get_vocab()
-        names = [name for name in END_NAMES if name in ids]
-        if not names:
-            raise DataError(f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed")
-        self.vocab = max(ids.values()) + 1
-        self.end = ids[names[0]]
-        self.begin = self._begin(config, Path(origin).with_name(TOKENIZER_CONFIG))
-
-    def _begin(self, config: str, origin: Path) -> tuple[int, ...]:
-        """The BOS token if add_bos_token is true; if that field is absent, the tokens that the post-processor puts
-        first."""
+    def __init__(
+        self, text: str, origin: str = TOKENIZER_FILE, config: str = "", model: Mapping[str, Any] | None = None
+    ):
+        self._inner = _from_text(text, origin)
+        self._text, self._origin, self.config = text, origin, config
+        beside = Path(origin).with_name(TOKENIZER_CONFIG)
         try:
             written = object_of(config) if config else {}
         except ValueError as error:
-            raise DataError(f"{origin} is not a configuration of a tokenizer: {error}") from error
+            raise DataError(f"{beside} is not a configuration of a tokenizer: {error}") from error
+        ids, added = self._inner.get_vocab(), self._inner.get_added_tokens_decoder()
+        names = {token.content for token in added.values()}
+        end = end_name(ids, names, written, model or {}, beside)
+        if end is None:
+            raise DataError(
+                f"{origin} has no token that ends a document; eos_token in {TOKENIZER_CONFIG} beside it names one, "
+                f"otherwise one of {', '.join(END_NAMES)} is needed"
+            )
+        if end != end_name(ids, names, written, {}, beside):  # config.json does not go where the tokenizer goes
+            self.config = json.dumps({**written, "eos_token": end}, ensure_ascii=False, indent=2) + "\n"
+        self.vocab, self.end = max(ids.values()) + 1, ids[end]
+        self.begin = self._begin(written, beside)
+        of_model = [number for number in self._inner.get_vocab(with_added_tokens=False).values() if number not in added]
+        self.needed = 1 + max([*of_model, *self.begin, self.end])
+        special = {token.content for token in added.values() if token.special}
+        self._special = special | {self.token(number) for number in (*self.begin, self.end)}
+        self._usual_end = next((name for name in END_NAMES if name in ids), None)
+        self._written = written
+
+    def _begin(self, written: Mapping[str, Any], origin: Path) -> tuple[int, ...]:
+        """The BOS token if add_bos_token is true; if that field is absent, the tokens that the post-processor puts
+        first."""
         adds, bos = written.get("add_bos_token"), written.get("bos_token")
         if adds is None:
             found = self._inner.encode("a", add_special_tokens=True)
@@ -144,8 +166,8 @@ class Bpe:
             return tuple(number for number, _ in first)
         if not adds:
             return ()
-        name = bos.get("content") if isinstance(bos, dict) else bos
-        number = self._inner.token_to_id(name) if isinstance(name, str) else None
+        name = token_name(bos)
+        number = None if name is None else self._inner.token_to_id(name)
         if number is None:
             raise DataError(
                 f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is not an entry of {TOKENIZER_FILE}"
@@ -155,19 +177,68 @@ class Bpe:
     @property
     def fingerprint(self) -> str:
         first = f"documents begin with {self.begin}" if self.begin else ""
-        return hashlib.sha256((self._text + first).encode()).hexdigest()
+        last = "" if self.token(self.end) == self._usual_end else f"documents end with {self.end}"
+        return hashlib.sha256((self._text + first + last).encode()).hexdigest()
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+    @cached_property
+    def earlier(self) -> "Bpe | None":
+        """With the end that earlier versions chose by its name, if that is another one: it ends the documents of
+        shards that they made."""
+        if self._usual_end in (None, self.token(self.end)):
+            return None
+        return Bpe(self._text, self._origin, json.dumps({**self._written, "eos_token": self._usual_end}))
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    @cached_property
+    def _to_text(self) -> Any:
+        """The library's tokenizer that makes no special token of text."""
+        if (text := without(self._text, self._special)) is None:
+            return self._inner
+        inner, end = _from_text(text, self._origin), self.token(self.end)
+        try:
+            spelled = inner.encode(end, add_special_tokens=False).ids
+        except Exception:  # a model without a token for what it does not know, which `_encode` reports
+            return inner
+        if not spelled:
+            raise DataError(
+                f"{self._origin} cannot write the text {end!r} without the token of that name, which ends a document; "
+                f"name another eos_token in {TOKENIZER_CONFIG}"
+            )
+        return inner
+
+    @cached_property
+    def _to_tokens(self) -> Any:
+        inner = _from_text(self._text, self._origin)
+        inner.encode_special_tokens = False
+        return inner
+
+    @cached_property
+    def _spelling(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))))
+
+    def encode(self, text: str, *, special_tokens: str = "text") -> np.ndarray:
+        return self.encode_many([text], special_tokens=special_tokens)[0]
+
+    def encode_many(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[np.ndarray]:
+        inner = self._to_text if special_tokens == "text" else self._to_tokens
+        try:
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except UnicodeEncodeError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def spelled(self, text: str) -> Counter[str]:
+        return Counter(self._spelling.findall(text))
+
+    def decode(self, ids: Iterable[int], *, special_tokens: str = "text") -> str:
+        kept = [int(i) for i in ids if i < self.vocab]
+        if special_tokens == "tokens":
+            kept = kept[len(self.begin) :] if tuple(kept[: len(self.begin)]) == self.begin else kept
+            kept = kept[:-1] if kept[-1:] == [self.end] else kept
+            return self._inner.decode(kept, skip_special_tokens=False)
         edges = (*self.begin, self.end)  # some files do not mark them as special
-        kept = [int(i) for i in ids if i < self.vocab and i not in edges]
-        return self._inner.decode(kept, skip_special_tokens=True)
+        return self._inner.decode([i for i in kept if i not in edges], skip_special_tokens=True)
 
     def token(self, number: int) -> str:
         return self._inner.id_to_token(number)
@@ -179,11 +250,45 @@ class Bpe:
     def save(self, folder: Path) -> None:
         make_folder(folder)
         write_whole(folder / TOKENIZER_FILE, self._text)
-        if self._config:
-            write_whole(folder / TOKENIZER_CONFIG, self._config)
+        if self.config:
+            write_whole(folder / TOKENIZER_CONFIG, self.config)
+
+
+def _from_text(text: str, origin: str) -> Any:
+    """A tokenizer of the library, with which text that spells an added special token stays text."""
+    try:
+        inner = _library().Tokenizer.from_str(text)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{origin} is not a tokenizer: {error}") from error
+    inner.encode_special_tokens = True
+    # A file may define truncation and padding, which must not apply to documents.
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
 
 
 Tokenizer = Bytes | Bpe
+
+
+def made_by(tokenizer: Tokenizer, fingerprint: str) -> Tokenizer:
+    """The tokenizer as an earlier version understood its files, if it has that fingerprint, else as it is."""
+    earlier = tokenizer.earlier
+    return tokenizer if earlier is None or earlier.fingerprint != fingerprint else earlier
+
+
+def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Ids of a text after those that begin a document; a text that spells them itself does not get them twice."""
+    begin = np.array(tokenizer.begin, np.int32)
+    return ids if len(begin) and np.array_equal(ids[: len(begin)], begin) else np.concatenate([begin, ids])
+
+
+def as_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Ids of a text between those that begin and end a document; one that spells them itself does not get them
+    twice."""
+    end = np.array([] if len(ids) and ids[-1] == tokenizer.end else [tokenizer.end], np.int32)
+    return np.concatenate([with_begin(tokenizer, ids), end])
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
@@ -214,7 +319,8 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a tokenizer.json, ours or that of the `tokenizers` library, or of a folder with one.
 
-    A tokenizer_config.json beside it may say whether documents begin with a BOS token.
+    A tokenizer_config.json beside it may say which token ends a document, and whether one begins it; the config.json
+    of a published model, which one ends it.
 
     Raises:
         DataError: the file is missing, or a file is damaged.
@@ -232,7 +338,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
         return Bytes()
-    return Bpe(_text(written), str(path), _config_beside(path))
+    model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
+    return Bpe(_text(written), str(path), _config_beside(path), model)
 
 
 def _config_beside(path: Path) -> str:

@@ -7,18 +7,23 @@ from parallax.runtime.errors import LARGEST_INT32, DataError
 
 
 def batch_arrays(
-    ids: np.ndarray, counts: np.ndarray, *, end: int, segments: np.ndarray | int = 1, positions: np.ndarray | int = 0
+    ids: np.ndarray,
+    counts: np.ndarray,
+    ends: np.ndarray,
+    *,
+    segments: np.ndarray | int = 1,
+    positions: np.ndarray | int = 0,
 ) -> dict[str, np.ndarray]:
     """The arrays of windows, or of the same columns of windows.
 
-    The model learns to predict a document's end; the token after an end belongs to another document and is not
-    predicted. A document that began in an earlier window starts here as document 1 at position 0: its context is only
-    in this window, so positions are the amount of context, and always below `seq`.
+    The model learns to predict a document's last token, its end; the token after it belongs to another document and is
+    not predicted. A document that began in an earlier window starts here as document 1 at position 0: its context is
+    only in this window, so positions are the amount of context, and always below `seq`.
 
     Args:
         ids: [rows, seq + 1]; the last column is only a label.
         counts: [rows], number of real ids in each row; the rest is padding.
-        end: id that ends a document.
+        ends: [rows, seq], whether a token is its document's last.
         segments, positions: [rows], of the first column; by default those at the start of a window.
     Returns:
         int32 [rows, seq] each. `tokens`; `labels`, the next ids or `IGNORED`; `segments`, the document's
@@ -26,7 +31,6 @@ def batch_arrays(
     """
     tokens = ids[:, :-1].astype(np.int32)
     labels = ids[:, 1:].astype(np.int32)
-    ends = tokens == end
     labels[ends] = IGNORED
     begins = np.zeros_like(ends)
     begins[:, 1:] = ends[:, :-1]
@@ -50,7 +54,8 @@ def _column(of_rows: np.ndarray | int) -> np.ndarray:
 
 
 def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
-    """The arrays for rows of token ids [rows, seq + 1] without padding; without an `end` each row is one document.
+    """The arrays for rows of token ids [rows, seq + 1] without padding. With an `end`, it is the last id of each
+    document and stands nowhere else; without one, each row is one document.
 
     parallax.model.batch describes them. Raises DataError if `ids` are not rows of token ids.
 
@@ -64,4 +69,4 @@ def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
         raise DataError(f"ids is {ids.dtype}; token ids are whole numbers")
     if ids.min() < 0 or ids.max() > LARGEST_INT32:
         raise DataError(f"ids are from {ids.min()} to {ids.max()}; token ids are 0 to {LARGEST_INT32}")
-    return batch_arrays(ids, np.full(len(ids), ids.shape[1]), end=end)
+    return batch_arrays(ids, np.full(len(ids), ids.shape[1]), ids[:, :-1] == end)

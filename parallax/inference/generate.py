@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import ModelConfig, SampleConfig
-from parallax.data.tokenizer import Tokenizer
+from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
@@ -39,15 +39,16 @@ def complete(
     own = (id_of(tokenizer, text) for text in stop)
     ends = [*ends, *(number for number in own if number is not None)]
     written = generate(model, params, prompts, config, ends=ends, vocab=tokenizer.vocab)
-    texts = [(tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])) for prompt, ids in zip(prompts, written)]
+    decode = partial(tokenizer.decode, special_tokens=config.special_tokens)
+    texts = [(decode(prompt), decode([*prompt, *ids])) for prompt, ids in zip(prompts, written)]
     return [_before_stop(lead, text, stop) for lead, text in texts]
 
 
-def encode(tokenizer: Tokenizer, prompt: str, name: str = "prompt") -> np.ndarray:
+def encode(tokenizer: Tokenizer, prompt: str, *, special_tokens: str = "text", name: str = "prompt") -> np.ndarray:
     """Ids that begin a document, then those of a prompt; ConfigError, with the prompt's `name`, if there are none, or
     it is not valid text."""
     check_text(name, prompt)
-    ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
+    ids = with_begin(tokenizer, tokenizer.encode(prompt, special_tokens=special_tokens))
     if len(ids) == 0:
         raise ConfigError(f"{name}={prompt!r} has no tokens; give it at least one character")
     return ids
@@ -77,6 +78,13 @@ def check_text(name: str, text: Any) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name}={text!r} is not text: {error.reason}; write it in UTF-8") from error
+
+
+def stays_text(tokenizer: Tokenizer, prompts: Sequence[str], special_tokens: str) -> str:
+    """A sentence on special tokens that prompts spell and that stay text; "" if there are none."""
+    count = sum(tokenizer.spelled(prompt).total() for prompt in prompts) if special_tokens == "text" else 0
+    many = f"{count} special token{'s'[: count > 1]} of the tokenizer"
+    return f"the prompt spells {many} as text; sample.special_tokens='tokens' makes tokens of them" if count else ""
 
 
 def generate(

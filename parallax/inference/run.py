@@ -83,21 +83,22 @@ class Run:
 
         The text ends where the model says, before the first of the texts `stop`, or after `tokens`. `how` are keys of
         the config's section `sample`; missing ones are those of the run: tokens, temperature (0 is greedy), top_k,
-        top_p, seed.
+        top_p, seed, special_tokens.
         """
         sample = read_settings(self.settings, sample=how).sample
         alone = isinstance(prompt, str)
-        prompts = [encode(self.tokenizer, text) for text in ([prompt] if alone else prompt)]
+        prompts = [prompt] if alone else prompt
+        prompts = [encode(self.tokenizer, text, special_tokens=sample.special_tokens) for text in prompts]
         stop = [stop] if isinstance(stop, str) else stop
         texts = complete(self.model, self.params, self.tokenizer, prompts, sample, ends=self.ends, stop=stop)
         return texts[0] if alone else texts
 
     def batch_of(self, text: str) -> dict[str, np.ndarray]:
         """A text as a batch of one row: the arrays that `capture_activations` and the model's loss read."""
-        ids = encode(self.tokenizer, text, "text")
+        ids = encode(self.tokenizer, text, special_tokens=self.settings.sample.special_tokens, name="text")
         if len(ids) < 2:
             raise ConfigError(f"{text!r} is {len(ids)} token, which has no next one; use two or more")
-        return as_batch(ids[None], end=self.tokenizer.end)
+        return as_batch(ids[None])  # one document, also where the id of an end begins it
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
@@ -171,9 +172,9 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
         step, params = restore_params(checkpoints, step, model)
     folder = checkpoints / str(step)
     tokenizer, vocab = load_tokenizer(folder), model.model.vocab
-    if tokenizer.vocab > vocab:
+    if tokenizer.needed > vocab:
         raise DataError(
-            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={vocab}; "
+            f"the tokenizer in {folder} has {tokenizer.needed} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
     return Run(workdir, step, settings, model, params, tokenizer, ends_of(tokenizer, vocab, folder))

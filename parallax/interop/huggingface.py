@@ -69,10 +69,10 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
     model = settings.model
     check_window(model, settings.data.seq)
     tokenizer = load_tokenizer(source)
-    if tokenizer.vocab > model.vocab:
+    if tokenizer.needed > model.vocab:
         raise DataError(
-            f"{source / TOKENIZER_FILE} has {tokenizer.vocab} entries, but vocab_size={model.vocab}; "
-            "put the model's own tokenizer there"
+            f"{source / TOKENIZER_FILE} has {tokenizer.needed} entries besides added tokens, but vocab_size="
+            f"{model.vocab}; it belongs to another model: use the {TOKENIZER_FILE} of the one whose {CONFIG} this is"
         )
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     fused = hf_weights.fused_tensors(model, config.architecture)
@@ -95,6 +95,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
         **({ENDS: json_text({"eos_token_id": ends})} if ends else {}),
         **{name: source / name for name in copied},
     }
+    if tokenizer.config:  # it may name an end that only the model's config.json names
+        carried[TOKENIZER_CONFIG] = tokenizer.config
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
     notes = _notes(settings, tokenizer, ends, config.context, _stored_dtype(record["dtypes"], tensors))
     return config._replace(notes=(*config.notes, *notes))
@@ -271,6 +273,8 @@ def to_hf(
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
     # The tokenizer config of a run without an import, but with a foreign tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
+    if files.object_if_readable(source.folder / TOKENIZER_CONFIG).keys() == {"eos_token"}:
+        own = {}  # written by the import, for an end that only config.json named
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     with export.new_folder(out) as unfinished:

@@ -21,9 +21,10 @@ from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
+from parallax.data.tokenizer import Tokenizer
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.ends import ends_in
-from parallax.inference.generate import check_length, complete, encode
+from parallax.inference.generate import check_length, complete, encode, stays_text
 from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import chip
@@ -152,9 +153,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         model, tx = model_and_optimizer(settings, mesh)
         check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
-        check_length(
-            settings.model, [encode(train_data.tokenizer, settings.sample.prompt, "sample.prompt")], settings.sample
-        )
+        check_length(settings.model, [encode_sample(settings, train_data.tokenizer)], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
     rows, columns = own_part(model.batch_sharding, shape)
     if (len(rows), len(columns)) != shape:
@@ -282,10 +281,18 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
     if sample.prompt:
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
-            prompt = encode(data.tokenizer, sample.prompt, "sample.prompt")
+            prompt = encode_sample(parts.settings, data.tokenizer)
             ends = ends_in(data.tokenizer, parts.settings.model.vocab, parts.of_import.get(ENDS))
             (text,) = complete(parts.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
+        if spelled := stays_text(data.tokenizer, [sample.prompt], sample.special_tokens):
+            say(f"note: {spelled}")
         say(f"sample of {sample.tokens} tokens:\n\n{text}")
+
+
+def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids of the prompt of the run's sample."""
+    how = {"special_tokens": settings.sample.special_tokens, "name": "sample.prompt"}
+    return encode(tokenizer, settings.sample.prompt, **how)
 
 
 def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:

@@ -1,11 +1,13 @@
 """The command line of data: one line for an error, an exit status for its kind, and shards that survive a kill."""
 
+import hashlib
 import json
 import pathlib
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -35,6 +37,35 @@ def test_prepare_then_inspect(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     inspected = capsys.readouterr().out
     assert inspected == prepared + "checked     1 shards: none damaged\n"
+
+
+def test_inspect_says_where_texts_hold_ends_of_documents(tmp_path, capsys):
+    """As shards of earlier versions do, made with a tokenizer that finds its end in text."""
+    flags = ["--source=synthetic", "--synthetic-tokens=4000", "--tokenizer=bytes", "--out", str(tmp_path)]
+    assert main(["prepare", *flags]) == 0
+    ids = np.fromfile(tmp_path / "00000.ids", "<u2")
+    ids[[3, 9]] = 256
+    ids.tofile(tmp_path / "00000.ids")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["shards"][0]["ids_sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "2 inside of documents: text became the token '<|endoftext|>'" in capsys.readouterr().out
+
+
+def test_prepare_makes_tokens_of_text_where_it_shall(tmp_path, capsys, caplog):
+    """Or says how often it did not."""
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two " * 40)
+    flags = ["--source=text", f"--path={tmp_path / 'a.txt'}", "--tokenizer=bpe", "--bpe-vocab=300"]
+    for how, ends in (("text", 1), ("tokens", 41)):
+        assert main(["prepare", *flags, f"--special-tokens={how}", "--out", str(tmp_path / how)]) == 0
+        assert (np.fromfile(tmp_path / how / "00000.ids", "<u2") == 0).sum() == ends
+        said = "special tokens of the tokenizer 40 times (<|endoftext|> 40)" in caplog.text
+        assert said == (how == "text")
+        caplog.clear()
+        assert main(["inspect", str(tmp_path / how)]) == 0
+        assert "inside of" not in capsys.readouterr().out
 
 
 def test_inspect_names_the_damaged_shard(tmp_path, capsys):

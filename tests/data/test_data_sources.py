@@ -1,14 +1,17 @@
 """Sources give the documents that are in the files, and name the file, line and byte that is wrong."""
 
+import errno
 import gzip
 import json
+import os
 import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from parallax.data.sources import TEXT_PIECE_BYTES, open_source
+from parallax.data import sources
+from parallax.data.sources import TEXT_PIECE_BYTES, kind_of, open_source
 from parallax.runtime.errors import ConfigError, DataError
 
 
@@ -64,6 +67,130 @@ def test_jsonl_gives_the_field_of_each_line(tmp_path):
     assert documents("jsonl", tmp_path) == ["one", "two\nlines", "é", "packed"]
 
 
+def zstd(content):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def test_the_usual_endings_of_lines_are_read(tmp_path, caplog):
+    """C4 is .json.gz, Dolma .json.gz, the Pile .jsonl.zst."""
+    packed = {"json": bytes, "JSONL": bytes, "jsonl.zst": zstd, "json.gz": gzip.compress, "ndjson.ZST": zstd}
+    for number, (ending, pack) in enumerate(packed.items()):
+        (tmp_path / f"{number}.{ending}").write_bytes(pack(b'{"text": "%d"}\n' % number))
+    assert documents("jsonl", tmp_path) == [*"01234"] and not caplog.text
+    assert kind_of(str(tmp_path)) == "jsonl"
+
+
+def test_packed_text_is_read_in_any_case(tmp_path):
+    write(tmp_path, a__TXT="one", b__txt__ZST=zstd(b"two"), c__md__gz=gzip.compress(b"three"))
+    assert documents("text", tmp_path) == ["one", "two", "three"]
+
+
+def test_a_long_packed_file_is_cut_like_another(tmp_path):
+    lines = "".join(f"line {number} is ünïcode\n" for number in range(10_000))
+    write(tmp_path, a__txt=lines, b__txt__zst=zstd(lines.encode()))
+    pieces = documents("text", tmp_path)
+    assert pieces[:4] == pieces[4:] and "".join(pieces[4:]) == lines
+
+
+def test_what_is_left_out_of_a_folder_is_said_with_counts(tmp_path, caplog):
+    line = '{"text": "one"}\n'
+    write(tmp_path, a__jsonl=line, b__csv="no", c__csv="no", d__txt__xz="no", __git_in_config="no", README="no")
+    write(tmp_path, meta__json='{\n "rows": 1\n}', list__json='[{"text": "no"}]')
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    assert documents("jsonl", tmp_path) == ["one"]
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}: reading 1 files, leaving out 8: 2 with the ending .csv, 2 of JSON without")
+    assert all(part in said for part in ("1 hidden", "1 with the ending .xz", "and 1 more"))
+    assert documents("jsonl", tmp_path) == ["one"] and len(caplog.messages) == 1
+    assert documents("jsonl", tmp_path / "*.jsonl") == ["one"]
+
+
+def test_only_files_of_other_endings_are_an_error_that_counts_them(tmp_path):
+    write(tmp_path, a__csv="no", b__csv="no")
+    with pytest.raises(DataError, match=r"a file that ends in \.parquet does not exist .*leaving out 2: 2 with the"):
+        documents("parquet", tmp_path)
+
+
+def test_links_are_followed_once_each(tmp_path, caplog):
+    write(tmp_path / "far", a__txt="one", deep_in_b__txt="two")
+    write(tmp_path / "here", c__txt="three", own_in_d__txt="four")
+    here = tmp_path / "here"
+    (here / "linked").symlink_to(tmp_path / "far")
+    (here / "again").symlink_to(tmp_path / "far")
+    (here / "aloop").symlink_to(here)
+    (here / "aown").symlink_to(here / "own")
+    (here / "acopy.txt").symlink_to(here / "c.txt")
+    assert sorted(documents("text", here)) == ["four", "one", "three", "two"]
+    assert documents("text", here)[-2:] == ["three", "four"]  # by their own names
+    assert caplog.messages[0].endswith("here: reading 4 files, leaving out 1: 1 linked to others")
+    assert sorted(documents("text", here / "**" / "*.txt")) == ["four", "one", "three", "two"]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    write(tmp_path, a__txt="one", shut_in_b__txt="two")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("shut"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+        documents("text", tmp_path)
+
+
+def test_a_mark_of_the_encoding_is_not_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    write(tmp_path, a__txt=mark + b"one " + mark + b"two", b__jsonl=mark + b'{"text": "\\ufeffthree"}\n')
+    assert documents("text", tmp_path / "a.txt") == ["one \ufefftwo"]
+    assert documents("jsonl", tmp_path / "b.jsonl") == ["three"]
+    write_parquet(tmp_path / "c.parquet", text=["\ufefffour"])
+    assert documents("parquet", tmp_path / "c.parquet") == ["four"]
+
+
+def test_a_null_is_an_empty_document(tmp_path):
+    write(tmp_path, a__jsonl='{"text": null}\n{"text": "one"}\n')
+    assert documents("jsonl", tmp_path) == ["", "one"]
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    """A few kB of zstd may be gigabytes."""
+    monkeypatch.setattr(sources, "LARGEST_BYTES", 1000)
+    write(tmp_path, a__jsonl__zst=zstd(b'{"text": "one"}\n{"text": "' + b"a" * 10_000_000))
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst:2 is a line of more than 1,000 bytes; divide"):
+        documents("jsonl", tmp_path)
+
+
+def test_a_damaged_zstd_file_is_named(tmp_path):
+    packed = zstd(b"one line of text\n" * 1000)
+    write(tmp_path, cut__txt__zst=packed[:-8], other__txt__zst=b"not zstd")
+    for name in ("cut", "other"):
+        with pytest.raises(DataError, match=rf"{name}\.txt\.zst cannot be read: "):
+            documents("text", tmp_path / f"{name}.txt.zst")
+
+
+def test_zstd_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    write(tmp_path, a__txt__zst=zstd(b"one"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"a\.txt\.zst is packed with zstd, .*pip install -e '\.\[data\]'"):
+        documents("text", tmp_path / "a.txt.zst")
+
+
+def test_parquet_gives_columns_of_categories_and_of_bytes(tmp_path):
+    categories = pyarrow.array(["one", None, "é", "one"]).dictionary_encode()
+    write_parquet(tmp_path / "a.parquet", text=categories)
+    write_parquet(tmp_path / "b.parquet", text=pyarrow.array(["ü".encode(), None], pyarrow.binary()))
+    write_parquet(tmp_path / "c.parquet", text=pyarrow.array([b"large"], pyarrow.large_binary()).dictionary_encode())
+    assert documents("parquet", tmp_path) == ["one", "", "é", "one", "ü", "", "large"]
+    write_parquet(tmp_path / "d.parquet", text=pyarrow.array([b"fine", b"caf\xe9"]))
+    with pytest.raises(DataError, match=r"d\.parquet, row 2: column 'text' .* is not UTF-8: byte 0xe9 at offset 3"):
+        documents("parquet", tmp_path / "d.parquet")
+
+
 def test_parquet_gives_the_column(tmp_path):
     write_parquet(tmp_path / "a.parquet", body=["one", None, "é"], number=[1, 2, 3])
     write_parquet(tmp_path / "b.parquet", body=pyarrow.array(["large"], pyarrow.large_string()))
@@ -103,7 +230,7 @@ def test_equal_descriptions_are_of_equal_documents(tmp_path):
         ("text", "nothing.txt", r"nothing\.txt': a match of this file, folder or glob does not exist"),
         ("text", "*.txt", r"\*\.txt': a match of this file, folder or glob does not exist"),
         ("text", "empty", "empty': a file does not exist"),
-        ("jsonl", "empty", r"a file that ends in \.jsonl or \.jsonl\.gz or \.ndjson does not exist"),
+        ("jsonl", "empty", r"a file that ends in \.jsonl or \.ndjson or \.json does not exist"),
         ("parquet", "empty", r"a file that ends in \.parquet does not exist"),
     ],
 )

@@ -227,7 +227,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     BPE.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|other|>"))
-    with pytest.raises(DataError, match=r"no token that ends a document; one of <\|endoftext\|>, .*</s>"):
+    with pytest.raises(DataError, match=r"no token that ends a document; eos_token .* one of <\|endoftext\|>, .*</s>"):
         load_tokenizer(file)
 
 

@@ -140,7 +140,9 @@ def test_a_pipe_or_a_link_in_a_part_is_damage_and_is_not_read(tmp_path, name, pu
     put(path)
     what = "is no plain file" if put is os.mkfifo else "is a link, or in a folder that is one"
     for _ in ("listed", "not listed"):
-        with pytest.raises(DamagedError, match=rf"damaged: its file params/\S*{path.name} {what}; its arrays are not read"):
+        with pytest.raises(
+            DamagedError, match=rf"damaged: its file params/\S*{path.name} {what}; its arrays are not read"
+        ):
             restore(folder, 2, abstract(parts))
         rewrite(folder, 2, lambda m: m["files"].pop(path.relative_to(step).as_posix(), None))
     assert restore_newest(folder, abstract(parts)).step == 1

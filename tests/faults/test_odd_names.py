@@ -166,7 +166,9 @@ def test_a_save_that_cannot_be_read_back_does_not_count(tmp_path, monkeypatch, s
         "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files",
         skip if "merge" in skipped else merge_less,
     )
-    with pytest.raises(CheckpointError, match=r"cannot save step 2 .* what was written cannot be read back: .*untouched"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save step 2 .* what was written cannot be read back: .*untouched"
+    ):
         with CheckpointWriter(tmp_path, CONFIG, settings={}) as checkpoints:
             checkpoints.save(2, parts)
     assert check_steps(tmp_path) == ([1], {}) and [path.name for path in tmp_path.iterdir()] == ["1"]

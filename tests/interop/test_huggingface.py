@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from checkpoint_examples import flip
 from hf_folders import (
     CONFIGS,
@@ -27,6 +28,7 @@ from own_runs import OWN, own_run, own_settings
 from run_examples import first_state, tiny_config
 from test_convert import params_of
 
+import parallax as px
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import complete_steps
 from parallax.cli.command import load_config
@@ -342,6 +344,32 @@ def write_bpe(folder):
     train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270).save(folder)
 
 
+def test_an_imported_model_knows_the_tokens_of_its_template(tmp_path, capsys):
+    """Also with an added token beyond its table, as Llama-2 with a <pad> has one."""
+    config = config_of("LlamaForCausalLM", vocab_size=272)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(["<|user|>", "<|end|>", "<pad>"])
+    assert inner.get_vocab_size() == 273
+    (folder / "tokenizer.json").write_text(inner.to_str())
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    assert load_settings(tmp_path / "run").sample.special_tokens == "tokens"
+    run = px.load(tmp_path / "run")
+    prompt = "<|user|>It is<|end|>"
+    assert run.batch_of(prompt)["tokens"].tolist() == [inner.encode(prompt).ids[:-1]]
+    assert run.generate(prompt, tokens=1, temperature=0.0).startswith(prompt)
+    capsys.readouterr()
+    how = ["--workdir", str(tmp_path / "run"), "--prompt", prompt, "--tokens=1", "--temperature=0"]
+    assert generate([*how, "--special-tokens=text"]) == 0
+    assert "note: the prompt spells 2 special tokens of the tokenizer as text" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="token id 272; the model knows 0 to 271"):
+        run.generate("<pad>", tokens=1)
+    flags = ["--config.sample.special_tokens=text"]
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "other"), *flags]) == 0
+    assert load_settings(tmp_path / "other").sample.special_tokens == "text"
+
+
 @pytest.mark.slow
 def test_an_imported_run_writes_text_with_its_own_tokenizer_on_a_mesh(tmp_path, capsys):
     config = config_of("Qwen3ForCausalLM", vocab_size=272)
@@ -523,7 +551,8 @@ def test_a_text_that_is_none_is_refused(tmp_path, capsys):
 def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused(tmp_path, capsys):
     config = config_of("LlamaForCausalLM", vocab_size=256)
     folder, status = imported(tmp_path, config, random_tensors(shapes_of(config)))
-    assert status == 5 and "has 257 entries, but vocab_size=256" in capsys.readouterr().err
+    said = "has 257 entries besides added tokens, but vocab_size=256; it belongs to another model: use the"
+    assert status == 5 and said in capsys.readouterr().err
     (folder / "tokenizer.json").unlink()
     assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 5
     assert "tokenizer" in capsys.readouterr().err and not list(tmp_path.glob("run*"))

@@ -173,9 +173,9 @@ def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_pat
     assert "MistralForCausalLM, bfloat16" in capsys.readouterr().out
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
-    # Its documents ended with <|endoftext|>, at which the model that was imported did not stop.
+    # Its documents ended with eos_token, at which the model that was imported stopped, too.
     found = content(tmp_path / "out", "generation_config.json")
-    assert found == {"eos_token_id": [271, BPE.end], "temperature": 0.6}
+    assert found == {"eos_token_id": 271, "temperature": 0.6}
 
 
 @pytest.mark.slow
@@ -276,6 +276,21 @@ def test_an_import_without_its_companions_gets_those_it_lacks(tmp_path):
     assert exported(tmp_path / "run", tmp_path / "out") == config
     assert content(tmp_path / "out", "generation_config.json") == {"eos_token_id": 5, "pad_token_id": BPE.end}
     assert content(tmp_path / "out", "tokenizer_config.json")["eos_token"] == "<|endoftext|>"
+
+
+def test_an_end_that_only_the_model_names_goes_with_the_tokenizer(tmp_path):
+    """Its config.json is not beside the run's tokenizer.json."""
+    config = config_of("LlamaForCausalLM", vocab_size=272, eos_token_id=270)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    inner = tokenizers.Tokenizer.from_str(BPE._text)
+    inner.add_special_tokens(["<|im_end|>"])
+    (folder / "tokenizer.json").write_text(inner.to_str())
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "0"):
+        assert load_tokenizer(place).end == 270
+    assert exported(tmp_path / "run", tmp_path / "out") == config
+    about = content(tmp_path / "out", "tokenizer_config.json")
+    assert (about["eos_token"], about["tokenizer_class"]) == ("<|im_end|>", "PreTrainedTokenizerFast")
 
 
 def test_a_generation_config_that_is_none_is_named(tmp_path, capsys):
