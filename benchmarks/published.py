@@ -34,6 +34,7 @@ MAXTEXT = "https://github.com/NVIDIA/dgxc-benchmarking/blob/v25.02/maxtext/READM
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 LLAMA_8B = {"model.vocab": 128_256, "model.d_ff": 14_336, "model.kv_heads": 8, "model.rope_theta": 500_000.0}
 LLAMA_8B |= {"data.seq": 8192, "data.global_batch": 16, "pipeline.microbatches": 1, "loss.chunk_tokens": 4096}
+LLAMA_8B |= {"pipeline.remat": "attention"}
 FLOAT8 = {"model.matmul": "float8"}
 TOKENS = 2 * 8192  # of a GPU in a step of torchtitan's
 HERE = "docs/hardware.md"

@@ -18,7 +18,7 @@ import parallax
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import (
-    NOTES,
+    ORBAX_NOTES,
     DamagedError,
     check_steps,
     latest_step,
@@ -163,7 +163,7 @@ def test_a_link_to_a_step_is_no_step_for_whoever_names_it(saved):
 
 def test_notes_of_orbax_that_a_kill_has_left_are_not_read(saved):
     folder, parts = saved
-    for name in NOTES:
+    for name in ORBAX_NOTES:
         os.mkfifo(folder / "2" / name)
     assert restore_newest(folder, abstract(parts)).step == 2
     save_steps(folder, {3: 1.0}, mesh=(1, 2, 2))
