@@ -25,7 +25,8 @@ from parallax.runtime.progress import waiting
 TEXT_PIECE_BYTES = 1 << 16
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 PACKED = (".gz", ".zst")  # endings that may follow those of a source, in any case
-SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+# Endings of a source's files below a folder; the source "text" reads all.
+SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
 PARQUET_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 BOM = "\ufeff"  # a mark of the encoding, which some editors write before a text
 
@@ -89,11 +90,11 @@ def find_files(path: str, kind: str) -> list[Path]:
     if not files:
         wanted = "a match of this file, folder or glob"
         if in_folder:
-            wanted = "a file" if kind == "text" else f"a file that ends in {' or '.join(SUFFIXES[kind])}"
+            wanted = f"a file that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else "a file"
         but = f"; {left_out}" if counts else ""
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()}){but}")
     if counts:
-        _say_once(f"{path}: reading {len(files):,} files, {left_out}")
+        _say_once(f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}")
     return files
 
 
@@ -160,7 +161,7 @@ def _why_not(file: Path, kind: str | None) -> str:
         return "hidden"
     if not file.is_file():
         return "that are broken links or no files"
-    if kind in ("text", None):
+    if kind not in SUFFIXES:
         return ""
     if _ending(file) not in SUFFIXES[kind]:
         return f"with the ending {shown(''.join(file.suffixes[-2:] if _is_packed(file) else [file.suffix])) or 'none'}"

@@ -102,7 +102,7 @@ def test_what_is_left_out_of_a_folder_is_said_with_counts(tmp_path, caplog):
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
     assert documents("jsonl", tmp_path) == ["one"]
     (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path}: reading 1 files, leaving out 8: 2 with the ending .csv, 2 of JSON without")
+    assert said.startswith(f"{tmp_path}: reading 1 file, leaving out 8: 2 with the ending .csv, 2 of JSON without")
     assert all(part in said for part in ("1 hidden", "1 with the ending .xz", "and 1 more"))
     assert documents("jsonl", tmp_path) == ["one"] and len(caplog.messages) == 1
     assert documents("jsonl", tmp_path / "*.jsonl") == ["one"]
