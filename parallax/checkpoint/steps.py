@@ -121,7 +121,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         size = path.stat().st_size
         if path.is_symlink() or size > LIMIT_BYTES:
             raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
-        written = files.read_object(path)
+        written = files.read_object(path, most=LIMIT_BYTES)
         written_format = written["format"]
     except (FileNotFoundError, NotADirectoryError):
         known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"

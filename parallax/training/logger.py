@@ -119,20 +119,14 @@ class RunLogger:
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
     if path.exists():
-        kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
-        files.write_whole(path, "".join(line + "\n" for line in kept))
+        kept = (line + b"\n" for line in files.read_lines(path) if (row := row_of(line)) and row["step"] <= step)
+        files.write_whole(path, kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl, empty if the file is missing; an incomplete last line is left out."""
-    return [row for line in _lines(path) if (row := row_of(line)) is not None]
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with files.open_file(path, "r", encoding="utf-8", errors="replace") as file:
-        return file.read().splitlines()
+    lines = files.read_lines(path) if path.exists() else ()
+    return [row for line in lines if (row := row_of(line)) is not None]
 
 
 def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:
