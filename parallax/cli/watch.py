@@ -560,7 +560,7 @@ def write_load(runs: Sequence[WatchedRun], path: Path) -> None:
     """Write the load of a run's experts as a picture; ConfigError unless there is one run, which has experts."""
     if len(runs) > 1:
         raise ConfigError(f"--load={path} draws one run, and {len(runs)} are named")
-    rows = (row for line in files.read_lines(runs[0].files.metrics) if (row := row_of(line)) is not None)
+    rows = (row for line in files.lines_in(runs[0].files.metrics) if (row := row_of(line)) is not None)
     write_output("load", path, load_picture(rows))
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.runtime.errors import DataError, errors_as, how_to_install, imported, names_of, quoted
-from parallax.runtime.files import matching, names_in, object_of, open_file
+from parallax.runtime.files import LARGEST_BYTES, matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16
+PARQUET_ROWS = 256  # at once: half a kilobyte of a file may say a text of 26 kB a million times
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"), "parquet": (".parquet",)}
 
@@ -162,7 +163,9 @@ def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
         DataError: a line is not a JSON object with such a string; names file and line.
     """
     with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(LARGEST_BYTES + 1), b""), start=1):
+            if len(line) > LARGEST_BYTES:
+                raise DataError(f"{file}:{number} has more than {LARGEST_BYTES} bytes; a line is a document")
             if line.strip():
                 yield _field(line, field, f"{file}:{number}")
 
@@ -201,7 +204,8 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
             kind = opened.schema_arrow.field(field).type
             if str(kind) not in ("string", "large_string", "string_view"):
                 raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
-            texts = (text for batch in opened.iter_batches(columns=[field]) for text in batch.column(0))
+            batches = opened.iter_batches(PARQUET_ROWS, columns=[field])
+            texts = (text for batch in batches for text in batch.column(0))
             for row, text in enumerate(texts, start=1):
                 try:
                     content = text.as_py()

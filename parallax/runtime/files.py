@@ -136,7 +136,7 @@ class LineReader:
         self._begun = b"" if self._is_odd else self._begun + piece
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def lines_in(path: Path) -> Iterator[bytes]:
     """The lines of a file, as of `LineReader`, also the last one if it has no end."""
     lines = LineReader()
     with open_file(path) as file:

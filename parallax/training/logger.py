@@ -119,13 +119,13 @@ class RunLogger:
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
     if path.exists():
-        kept = (line + b"\n" for line in files.read_lines(path) if (row := row_of(line)) and row["step"] <= step)
+        kept = (line + b"\n" for line in files.lines_in(path) if (row := row_of(line)) and row["step"] <= step)
         files.write_whole(path, kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl, empty if the file is missing; an incomplete last line is left out."""
-    lines = files.read_lines(path) if path.exists() else ()
+    lines = files.lines_in(path) if path.exists() else ()
     return [row for line in lines if (row := row_of(line)) is not None]
 
 

@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from parallax.data import sources
 from parallax.data.sources import TEXT_PIECE_BYTES, open_source
 from parallax.runtime.errors import ConfigError, DataError
 
@@ -160,6 +161,28 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
     for name in ("cut", "other", "flipped"):
         with pytest.raises(DataError, match=rf"{name}\.txt\.gz (cannot be read|is not UTF-8)"):
             documents("text", tmp_path / f"{name}.txt.gz")
+
+
+def test_a_line_of_absurd_length_is_refused(tmp_path, monkeypatch):
+    """Compressed, it has a thousandth of its bytes: it may not be read as a whole."""
+    monkeypatch.setattr(sources, "LARGEST_BYTES", 100)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+        file.write(b'{"text": "b"}\n{"text": "' + b"a" * 1_000_000 + b'"}\n')
+    documents = open_source("jsonl", path=str(tmp_path), field="text", synthetic_tokens=0).documents()
+    assert next(documents) == "b"
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2 has more than 100 bytes; a line is a document$"):
+        next(documents)
+
+
+def test_a_small_parquet_file_that_repeats_a_long_text_takes_little_memory(tmp_path):
+    """One text of 26 kB is in its dictionary, and the rest of half a kilobyte repeats it 4096 times: 106 MB."""
+    table = pyarrow.table({"text": pyarrow.repeat("a" * 26_000, 4096)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    del table
+    assert (tmp_path / "a.parquet").stat().st_size < 700
+    documents = open_source("parquet", path=str(tmp_path), field="text", synthetic_tokens=0).documents()
+    assert next(documents) == next(documents) == "a" * 26_000
+    assert pyarrow.total_allocated_bytes() < 30e6
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

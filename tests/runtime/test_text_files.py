@@ -10,7 +10,7 @@ import pytest
 
 from parallax.cli.watch import Metrics
 from parallax.runtime.errors import exit_status, tell
-from parallax.runtime.files import LINE_BYTES, OBJECT_BYTES, read_bytes, read_lines, read_object
+from parallax.runtime.files import LINE_BYTES, OBJECT_BYTES, lines_in, read_bytes, read_object
 from parallax.runtime.progress import ProgressPrinter
 from parallax.training.logger import drop_after, read_metrics
 
@@ -103,7 +103,7 @@ def test_a_line_that_never_ends_takes_the_memory_of_a_line(tmp_path, little_memo
     with path.open("wb") as file:
         for piece in (b"x" * (LINE_BYTES - 1), b"\n", *[b"y" * LINE_BYTES] * 3, b"\nz\n", *[b"w" * LINE_BYTES] * 2):
             file.write(piece)
-    assert [len(line) for line in read_lines(path)] == [LINE_BYTES - 1, 0, 1]
+    assert [len(line) for line in lines_in(path)] == [LINE_BYTES - 1, 0, 1]
     metrics = Metrics(path)
     for _ in range(3):
         metrics.read()
