@@ -72,7 +72,7 @@ def main() -> None:
     if args.picture:
         from parallax.runtime.svg import svg
 
-        args.picture.write_text(svg(lambda axes: draw(axes, curves), 400, 240))
+        args.picture.write_text(svg(lambda axes: draw(axes, curves), 400, 240), encoding="utf-8")
 
 
 def losses(args: Any, name: str) -> list[tuple[int, float]]:
@@ -82,10 +82,10 @@ def losses(args: Any, name: str) -> list[tuple[int, float]]:
     steps = {"train.steps": args.steps, "train.eval_every_steps": every, "checkpoint.every_steps": args.steps}
     flags = [f"--config.{key}={value}" for key, value in (SMALLER | steps | OPTIONS[name]).items()]
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={folder}", *flags]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
     if run.returncode:
         sys.exit(run.stdout)
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
 
 

@@ -82,8 +82,8 @@ def as_text(rows: list[list[str]]) -> str:
 
 def put(table: str) -> None:
     """Between the marks in the docs."""
-    before, rest = DOCS.read_text().split(BEGIN)
-    DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+    before, rest = DOCS.read_text(encoding="utf-8").split(BEGIN)
+    DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def figures_here(args: argparse.Namespace, name: str) -> Figures:
     changes = ["--set", *(f"{key}={value!r}" for key, value in args.set)] if args.set else []
     flags = [f"--config={args.config}", f"--steps={args.steps}", *changes]
     command = [sys.executable, __file__, f"--child={name}", *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
     if done.returncode:
         return Figures(why=f"no: it ended with status {done.returncode}")
     return Figures(**json.loads(done.stdout.splitlines()[-1]))

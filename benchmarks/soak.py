@@ -80,7 +80,7 @@ def start(workdir: pathlib.Path, mesh: str, steps: int, processes: int = 1) -> s
         env=os.environ | cache | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
     )
 
 

@@ -61,7 +61,7 @@ def run_child(mesh: str, args: argparse.Namespace) -> dict:
     names = ("config", "steps", "remat", "policy", "microbatches", "matmul")
     flags = [f"--{name}={getattr(args, name)}" for name in names]
     command = [sys.executable, __file__, "--child", mesh, *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])

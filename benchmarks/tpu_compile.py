@@ -44,7 +44,7 @@ def main() -> None:
         step = compile_step(name, devices, args)
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"{name}.hlo").write_text(step.compiled.text)
+            (args.save / f"{name}.hlo").write_text(step.compiled.text, encoding="utf-8")
         print(f"{name:15}" + row(step), flush=True)
 
 

@@ -64,7 +64,7 @@ def presets() -> Iterator[str]:
     """A row for each config that is not for all, by its header."""
     for file in sorted((ROOT / "configs").glob("*.py")):
         if file.stem not in NO_PRESETS:
-            header = ast.get_docstring(ast.parse(file.read_text()))
+            header = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
             what, hardware = header.partition("\n")[0], re.search(r"(?m)^Hardware: (.+)", header)
             yield f"| `configs/{file.name}` | {marked(what.rstrip('.'))} | {hardware[1].strip().rstrip('.')} |\n"
 
@@ -94,7 +94,7 @@ def marked(comment: str) -> str:
 
 def main() -> None:
     for path, text in ((BASE, base()), (PAGE, page())):
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
 
 

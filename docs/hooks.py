@@ -25,7 +25,7 @@ NAMES = "<!-- every name of px -->"
 def on_files(files: Files, config: Any) -> Files:
     """Pages from elsewhere in the repository, and notebooks with their pictures."""
     for name, source in ELSEWHERE.items():
-        text = relinked((ROOT / source).read_text(), (ROOT / source).parent)
+        text = relinked((ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent)
         files.append(File.generated(config, name, content=text))
     for name, source in NOTEBOOKS.items():
         markdown, pictures = notebook_page(ROOT / source, lambda text: relinked(text, ROOT / "notebooks"))
@@ -56,7 +56,7 @@ def relinked(markdown: str, folder: Path) -> str:
 
 def public_names() -> list[str]:
     """What `import parallax as px` offers, by full name."""
-    tree = ast.parse((ROOT / "parallax" / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "parallax" / "__init__.py").read_text(encoding="utf-8"))
     values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     home = ast.literal_eval(values["HOME"])
     return [f"parallax.{module}" + ("" if name == module else f".{name}") for name, module in home.items()]

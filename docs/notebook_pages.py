@@ -23,7 +23,7 @@ class NotebookPage(NamedTuple):
 def page(file: Path, linked: Callable[[str], str]) -> NotebookPage:
     """The page of a notebook; `linked` gives the texts of its cells the links of the site."""
     parts, pictures, heading = [], {}, file.stem
-    for cell in json.loads(file.read_text())["cells"]:
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
         source = whole(cell["source"])
         if cell["cell_type"] == "markdown":
             heading = [heading, *HEADING.findall(source)][-1]

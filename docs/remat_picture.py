@@ -54,5 +54,5 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture())
+    PICTURE.write_text(picture(), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))

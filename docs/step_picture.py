@@ -192,5 +192,5 @@ def settings() -> Settings:
 
 if __name__ == "__main__":
     mesh = abstract_mesh(settings().mesh.sizes, simulated=True)
-    PICTURE.write_text(picture(report_settings(settings(), mesh, name=CONFIG.stem)))
+    PICTURE.write_text(picture(report_settings(settings(), mesh, name=CONFIG.stem)), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))

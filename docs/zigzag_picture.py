@@ -68,5 +68,5 @@ def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture())
+    PICTURE.write_text(picture(), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))

@@ -39,7 +39,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.re
 
 @functools.cache
 def tree_of(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def noun(module: str) -> str:
@@ -150,6 +150,54 @@ def test_files_are_opened_and_made_in_one_module(path):
     assert not found or path == PATHS or str(path.relative_to(PACKAGE)).startswith((*OWN_WAY,)), (
         f"use runtime/files.py for {found}"
     )
+
+
+# Text that Python reads or writes in the locale's encoding unless it is told another.
+TEXT_CALLS = {"open": 1, "read_text": 0, "write_text": 1}  # places of the mode, or of the encoding
+SOURCES = [*FILES, PACKAGE.parent / "train.py"]
+SOURCES += [file for folder in ("benchmarks", "configs", "docs") for file in (PACKAGE.parent / folder).glob("*.py")]
+
+
+def takes_the_locales_encoding(call: ast.Call) -> bool:
+    """Whether a call opens text, or the text of another process, and does not say in which encoding."""
+    said = {word.arg: word.value for word in call.keywords}
+    owner, name = getattr(call.func, "value", None), getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if "encoding" in said or getattr(owner, "id", "") in ("os", "gzip", "tensorstore", "sources"):
+        return False
+    if {"text", "universal_newlines"} & {*said}:
+        return True
+    if name not in TEXT_CALLS or (owner is None and name != "open"):
+        return False
+    if name != "open":
+        return len(call.args) <= TEXT_CALLS[name]
+    place = 1 if owner is None else 0  # open(path, mode), but path.open(mode)
+    mode = call.args[place] if len(call.args) > place else said.get("mode", ast.Constant("r"))
+    return isinstance(mode, ast.Constant) and "b" not in mode.value
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_text_is_read_and_written_in_a_named_encoding(path):
+    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    assert [ast.unparse(call) for call in calls if takes_the_locales_encoding(call)] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("open(path)", True),
+        ("open(path, 'a')", True),
+        ("open(path, 'rb')", False),
+        ("path.open()", True),
+        ("path.open('wb')", False),
+        ("path.read_text()", True),
+        ("path.write_text(text)", True),
+        ("path.write_text(text, encoding='utf-8')", False),
+        ("subprocess.run(command, text=True)", True),
+        ("subprocess.run(command)", False),
+    ],
+)
+def test_what_opens_text_is_told_apart(call, expected):
+    assert takes_the_locales_encoding(ast.parse(call).body[0].value) == expected
 
 
 # Pallas kernels have no replication types: one adapter runs them where none are checked, and says the types itself.

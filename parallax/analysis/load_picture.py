@@ -1,7 +1,7 @@
 """The load of experts as SVG: the largest load of each layer by step, and maps of layers by experts for some steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from parallax.runtime.errors import ConfigError
@@ -16,13 +16,14 @@ STRONGEST = 3.0
 MOST_NAMES, MOST_TIPS = 8, 1000  # most layers with labels, and most cells with tooltips
 
 
-def load_picture(rows: Sequence[dict[str, Any]]) -> str:
+def load_picture(rows: Iterable[dict[str, Any]]) -> str:
     """SVG of the rows of metrics.jsonl of a run with experts.
 
     A load is an expert's share of its layer's choices times the number of experts: 1 is even.
 
     Raises ConfigError if no row has "experts/shares", or if its values are not numbers.
     """
+    rows = [row for row in rows if {"experts/shares", "experts/load_by_layer"} & row.keys()]
     tables = [row for row in rows if _is_table(row.get("experts/shares"), row.get("experts/layers"))]
     if not tables:
         raise ConfigError("no line of metrics.jsonl has experts/shares: a run writes them if model.layers_of has moe")

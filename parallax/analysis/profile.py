@@ -19,12 +19,13 @@ from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, Com
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.render import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
-from parallax.runtime.errors import DataError
-from parallax.runtime.files import read_object
+from parallax.runtime.errors import DataError, errors_as
+from parallax.runtime.files import read_bytes, read_object
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.runtime.units import percent
 
 XPLANE = "*.xplane.pb"
+MOST_TRACE_BYTES = 1 << 31  # of a protocol buffer
 STEP = "train"  # the span of a step's dispatch, which holds the step's number
 CONTROL = tuple(kind for kind in NO_COMPUTE if kind not in COLLECTIVES)
 DEVICE_PLANE = re.compile(r"/device:\w+:(\d+)")
@@ -138,8 +139,10 @@ def _read(file: Path) -> Trace:
     home = _home(file)
     about = _about(home / TRACED) if home else {}
     mesh = about.get("mesh", {})
-    text = (home / PROGRAM).read_text() if home and (home / PROGRAM).is_file() else ""
+    text = _text(home / PROGRAM) if home and (home / PROGRAM).is_file() else ""
     try:
+        if file.stat().st_size > MOST_TRACE_BYTES:
+            raise ValueError(f"it has more than {MOST_TRACE_BYTES} bytes")
         data = ProfileData.from_file(str(file))
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
@@ -172,10 +175,13 @@ def _read(file: Path) -> Trace:
 
 
 def _about(file: Path) -> dict[str, Any]:
-    try:
+    with errors_as(DataError, f"{file} cannot be read: ", "", ValueError):
         return read_object(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _text(file: Path) -> str:
+    with errors_as(DataError, f"{file} cannot be read: "):
+        return read_bytes(file).decode("utf-8", "replace")
 
 
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:

@@ -125,7 +125,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
             raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
         if path.parent.is_symlink():
             raise NotADirectoryError
-        written = files.read_object(path)
+        written = files.read_object(path, most=LIMIT_BYTES)
         written_format = written["format"]
     except (FileNotFoundError, NotADirectoryError):
         known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"

@@ -529,7 +529,7 @@ def software() -> dict[str, str]:
     there = {"parallax": code_version(), "python": platform.python_version(), **versions(), **drivers}
     there["system"] = platform.system()
     if NVIDIA_DRIVER.is_file():
-        there["driver"] = NVIDIA_DRIVER.read_text().splitlines()[0]
+        there["driver"] = NVIDIA_DRIVER.read_text(encoding="utf-8").splitlines()[0]
     return there
 
 

@@ -80,7 +80,8 @@ def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
         own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
-    return {**os.environ, **own}
+    # `show_output` reads UTF-8, and writes what the console has.
+    return {**os.environ, "PYTHONIOENCODING": "utf-8", **own}
 
 
 def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:

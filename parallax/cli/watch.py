@@ -99,14 +99,11 @@ class Metrics:
             return
         with file:
             about = os.fstat(file.fileno())
-            if about.st_ino != self._inode or about.st_size < self._offset:
+            if about.st_ino != self._inode or about.st_size < self._lines.offset:
                 self._forget()
                 self._inode = about.st_ino
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        for line in whole.decode("utf-8", "replace").splitlines():
-            self._add(row_of(line))
+            for line in self._lines.read(file):
+                self._add(row_of(line))
 
     def _forget(self) -> None:
         self.steps: list[int] = []
@@ -116,7 +113,7 @@ class Metrics:
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.copied: set[int] = set()  # steps whose state was copied to be saved
         self.torn = self.odd = 0
-        self._inode, self._offset = 0, 0
+        self._inode, self._lines = 0, files.LineReader()
 
     def _add(self, row: dict[str, Any] | None) -> None:
         if row is None:
@@ -285,7 +282,7 @@ class WatchedRun:
     def _owner_is_alive(self) -> bool | None:
         """Whether the process that locks the folder is alive; None if this machine cannot know."""
         try:
-            with files.open_file(self.files.lock, "r", encoding="utf-8") as lock:
+            with files.open_file(self.files.lock, "r") as lock:
                 owner = OWNER.match(lock.read(LONGEST_LINE))
         except (OSError, ValueError):
             return None
@@ -569,9 +566,8 @@ def write_load(runs: Sequence[WatchedRun], path: Path) -> None:
     """Write the load of a run's experts as a picture; ConfigError unless there is one run, which has experts."""
     if len(runs) > 1:
         raise ConfigError(f"--load={path} draws one run, and {len(runs)} are named")
-    with files.open_file(runs[0].files.metrics) as file:
-        rows = [row_of(line) for line in file.read().decode("utf-8", "replace").splitlines()]
-    write_output("load", path, load_picture([row for row in rows if row is not None]))
+    rows = (row for line in files.lines_in(runs[0].files.metrics) if (row := row_of(line)) is not None)
+    write_output("load", path, load_picture(rows))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

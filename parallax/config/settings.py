@@ -11,7 +11,7 @@ from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS
 from parallax.runtime.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
-from parallax.runtime.files import read_object
+from parallax.runtime.files import OBJECT_BYTES, read_object
 from parallax.runtime.html import html_table
 
 PRINTED_WIDTH = 100  # columns of printed settings
@@ -142,10 +142,10 @@ def _values(sections: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple
             yield name, keys[key]
 
 
-def load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path, most: int = OBJECT_BYTES) -> dict[str, Any]:
     """A JSON object that a run has saved, such as its config."""
     try:
-        return read_object(path)
+        return read_object(path, most=most)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is {path.parent} the folder of a run?") from None
     except OSError as error:

@@ -160,7 +160,7 @@ def _write_missing(
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
         how = {"special_tokens": request.special_tokens, "workers": workers}
         for shard in write_shards(folder, missing(), tokenizer, **how):
-            with files.open_file(journal, "a", encoding="utf-8") as opened:
+            with files.open_file(journal, "a") as opened:
                 opened.write(json.dumps(asdict(shard)) + "\n")
             shards[shard.name] = shard
             show(sum(shard.text_bytes for shard in shards.values()), text_bytes)

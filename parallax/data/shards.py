@@ -15,7 +15,7 @@ import numpy as np
 
 from parallax.data.tokenizer import Tokenizer, as_document
 from parallax.runtime.errors import DataError, errors_as, names_of, quoted
-from parallax.runtime.files import open_file, read_object, write_whole
+from parallax.runtime.files import LARGEST_BYTES, open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"
@@ -113,7 +113,7 @@ class Manifest:
         """
         file = folder / MANIFEST_FILE
         try:
-            content = read_object(file, odd_numbers=True)  # fields are checked one by one
+            content = read_object(file, odd_numbers=True, most=LARGEST_BYTES)  # fields are checked one by one
         except FileNotFoundError:
             advice = "make it with `python -m parallax.data prepare`"
             raise DataError(f"{str(folder)!r} has no {MANIFEST_FILE}; {advice}") from None

@@ -23,6 +23,7 @@ from parallax.runtime.progress import waiting
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16
+PARQUET_ROWS = 256  # at once: half a kilobyte of a file may say a text of 26 kB a million times
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 PACKED = (".gz", ".zst")  # endings that may follow those of a source, in any case
 # Endings of a source's files below a folder; the source "text" reads all.
@@ -330,7 +331,8 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if str(values) not in PARQUET_TYPES:
                 raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
-            texts = (text for batch in opened.iter_batches(columns=[field]) for text in batch.column(0))
+            batches = opened.iter_batches(PARQUET_ROWS, columns=[field])
+            texts = (text for batch in batches for text in batch.column(0))
             for row, text in enumerate(texts, start=1):
                 try:
                     content = text.as_py()

@@ -217,7 +217,7 @@ def _same(one: Weight, other: Weight) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        return files.read_bytes(path).decode("utf-8")  # line ends as they are
+        return files.read_bytes(path, BESIDE_LIMIT_BYTES).decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -347,7 +347,7 @@ def read_record(source: SavedStep) -> dict[str, Any] | None:
     files."""
     if RECORD not in source.files:
         return None
-    record = load_json(source.folder / RECORD)
+    record = load_json(source.folder / RECORD, files.LARGEST_BYTES)
     config, dtypes, texts = (record.get(part) for part in ("config", "dtypes", "files"))
     known = all(isinstance(part, dict) for part in (config, dtypes, texts))
     known = known and all(kind in tuple(WEIGHT_DTYPES) for kind in dtypes.values())

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
 from parallax.runtime.errors import CheckpointError, quoted, shown
-from parallax.runtime.files import new_file, object_of, open_file, read_object, write_whole
+from parallax.runtime.files import LARGEST_BYTES, new_file, object_of, open_file, read_object, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -237,7 +237,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
-        homes = read_object(path).get("weight_map")
+        homes = read_object(path, most=LARGEST_BYTES).get("weight_map")
     except OSError as error:
         raise _unreadable(path, error) from error
     except ValueError as error:

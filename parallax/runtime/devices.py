@@ -107,7 +107,7 @@ def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
 def _on_pci(root: Path) -> Iterator[str]:
     for file in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
         try:
-            vendor, device = (at.read_text().strip() for at in (file, file.with_name("device")))
+            vendor, device = (at.read_text(encoding="utf-8").strip() for at in (file, file.with_name("device")))
         except OSError:
             continue
         if vendor == GOOGLE and device not in NO_TPU:

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import math
 import os
 import re
@@ -37,6 +38,7 @@ LISTED_DIFFERENCES = 5
 URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib reduces two slashes to one
 MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
 
+ESCAPED = "backslashreplace"  # how text is written that an encoding does not have
 JOINERS = "\u200c\u200d"  # within words and emoji
 
 
@@ -76,7 +78,12 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
     """Run a command and return its exit status; print user errors to stderr, shortened to one line with `one_line`.
 
     Ctrl-C prints `interrupted` and no traceback. A closed output pipe or terminal ends the command without an error.
+    What the encoding of the output does not have is escaped.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):  # a closed one
+                stream.reconfigure(errors=ESCAPED)
     try:
         status = act() or 0
     except ParallaxError as error:
@@ -131,16 +138,27 @@ def thread_stacks() -> str:
 def tell(text: str, stream: TextIO | None) -> None:
     """Print and flush; errors of a closed stream are ignored.
 
-    A terminal gets `printable` text, a file or a pipe the whole text. A stream that was never open is ignored.
+    A terminal gets `printable` text, a file or a pipe the whole text; what the stream's encoding does not have is
+    escaped. A stream that was never open is ignored.
     """
     if stream is None:
         return
     try:
         # In one call, since another thread may write, too.
-        stream.write((printable(text) if stream.isatty() else text) + "\n")
+        stream.write(encodable(printable(text) if stream.isatty() else text, stream) + "\n")
         stream.flush()
     except OSError:
         discard_output(stream)
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    r"""Text with escapes for what the encoding of a stream does not have.
+
+    >>> print(encodable("né", io.TextIOWrapper(io.BytesIO(), encoding="ascii")))
+    n\xe9
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, ESCAPED).decode(encoding)
 
 
 def _is_gone(stream: TextIO | None) -> bool:

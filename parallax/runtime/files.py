@@ -19,12 +19,16 @@ import shutil
 import stat
 import uuid
 import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from parallax.runtime.errors import CheckpointError, errors_as, writing
+from parallax.runtime.errors import ESCAPED, CheckpointError, errors_as, writing
 
 LARGEST_BYTES = 1 << 28  # of a file that is read as a whole; a manifest of 10^5 shards has a tenth of it
+OBJECT_BYTES = 1 << 24  # of a JSON object such as a config, which Python may need twenty times the memory for
+READ_BYTES = 1 << 20
+LINE_BYTES = 1 << 22  # of a line; metrics with the load of ten thousand experts have a tenth of it
 DEEPEST = 64  # nested lists and objects; ours have six levels
 SHOWN = 40
 DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
@@ -62,8 +66,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
-    """`open` for regular files; use `write_whole` to replace a file."""
-    return open(path, mode, opener=plain, **how)
+    """`open` for regular files; text is UTF-8, whatever the locale. Use `write_whole` to replace a file."""
+    encoding = {} if "b" in mode else {"encoding": "utf-8"}
+    return open(path, mode, opener=plain, **encoding | how)
 
 
 def plain(path: str | Path, flags: int) -> int:
@@ -97,23 +102,82 @@ def _odd(path: str | Path, what: str) -> OSError:
     return OSError(errno.EINVAL, f"{Path(path).name} {what}; remove it", str(path))
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a plain file; OSError if it is larger than LARGEST_BYTES."""
+def read_bytes(path: Path, most: int = LARGEST_BYTES) -> bytes:
+    """The content of a plain file; OSError if it has more than `most` bytes. It takes memory for what is there."""
+    content = bytearray()
     with open_file(path) as file:
-        content = file.read(LARGEST_BYTES + 1)
-    if len(content) > LARGEST_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_BYTES} bytes", str(path))
-    return content
+        size = os.fstat(file.fileno()).st_size
+        while size <= most and (block := file.read(READ_BYTES)):
+            content += block
+            size = max(size, len(content))
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return bytes(content)
 
 
-def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Replace a file atomically and durably: write, flush and rename."""
+class LineReader:
+    """Reads the lines of a file that may grow, in little memory: a line of more than LINE_BYTES, or with a block of
+    zeros, as sparse files have, is empty."""
+
+    def __init__(self) -> None:
+        self.offset = 0  # of what is read next
+        self._begun, self._is_odd = b"", False  # the line that has no end yet
+
+    def read(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Lines that have ended since the last call."""
+        file.seek(self.offset)
+        while block := file.read(READ_BYTES):
+            self.offset += len(block)
+            *ends, begun = block.split(b"\n")
+            for end in ends:
+                self._add(end)
+                yield self.rest()
+            self._add(begun)
+            if not block.strip(b"\0"):
+                self._is_odd = True
+                self.offset = _next_data(file, self.offset)
+                file.seek(self.offset)
+
+    def rest(self) -> bytes:
+        """The line that has no end yet, which is then forgotten."""
+        line, self._begun, self._is_odd = b"" if self._is_odd else self._begun, b"", False
+        return line
+
+    def _add(self, piece: bytes) -> None:
+        self._is_odd = self._is_odd or len(self._begun) + len(piece) > LINE_BYTES
+        self._begun = b"" if self._is_odd else self._begun + piece
+
+
+def lines_in(path: Path) -> Iterator[bytes]:
+    """The lines of a file, as of `LineReader`, also the last one if it has no end."""
+    lines = LineReader()
+    with open_file(path) as file:
+        yield from lines.read(file)
+    if rest := lines.rest():
+        yield rest
+
+
+def _next_data(file: IO[bytes], offset: int) -> int:
+    """Where a sparse file has data next; the offset itself on a file system that does not know."""
+    number = file.fileno()
+    place = os.lseek(number, 0, os.SEEK_CUR)
+    try:
+        return os.lseek(number, offset, os.SEEK_DATA)
+    except OSError as error:
+        return os.fstat(number).st_size if error.errno == errno.ENXIO else offset
+    finally:
+        os.lseek(number, place, os.SEEK_SET)  # the file's own buffer counts on it
+
+
+def write_whole(path: Path, content: str | bytes | memoryview | Iterable[bytes]) -> None:
+    """Replace a file atomically and durably: write, flush and rename. The pieces of an iterable are written in turn."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
             aside.unlink()
         with open(aside, "xb") as file:  # exclusive: an existing link is not followed
-            file.write(content.encode() if isinstance(content, str) else content)
+            content = in_utf8(content) if isinstance(content, str) else content
+            file.writelines([content] if isinstance(content, bytes | memoryview) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -126,7 +190,12 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file without atomicity; a crash may leave a partial file."""
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.write_bytes(in_utf8(content) if isinstance(content, str) else content)
+
+
+def in_utf8(text: str) -> bytes:
+    """Text as a file has it. Halves of surrogate pairs, as in names that are not UTF-8, are escaped."""
+    return text.encode("utf-8", ESCAPED)
 
 
 def new_file(path: Path) -> IO[bytes]:
@@ -155,7 +224,7 @@ class AppendFile:
     def __init__(self, path: Path):
         self._folder = path.parent
         with writing(self._folder, WHEN_FULL):
-            self._file = open_file(path, "a")
+            self._file = open_file(path, "a", errors=ESCAPED)
             # While it is open, no other folder gets its inode number.
             self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -234,7 +303,7 @@ def lock(opened: IO, *, wait: bool) -> None:
 def try_writing(folder: Path) -> None:
     """Write, rename and remove a file in a folder; OSError if that fails."""
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"
-    probe.write_text("x")
+    probe.write_bytes(b"x")
     probe.rename(probe.with_suffix(".renamed")).unlink()
 
 
@@ -285,9 +354,10 @@ def _others_write(about: os.stat_result) -> bool:
 # ---- JSON
 
 
-def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
-    """The JSON object of a file; OSError if it cannot be read, ValueError as in `object_of`."""
-    return object_of(read_bytes(path), odd_numbers=odd_numbers)
+def read_object(path: Path, *, odd_numbers: bool = False, most: int = OBJECT_BYTES) -> dict[str, Any]:
+    """The JSON object of a file; OSError if it cannot be read or has more than `most` bytes, ValueError as in
+    `object_of`."""
+    return object_of(read_bytes(path, most), odd_numbers=odd_numbers)
 
 
 def object_if_readable(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:

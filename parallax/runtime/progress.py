@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from parallax.runtime.errors import INTERRUPTED, discard_output, printable, tell
+from parallax.runtime.errors import INTERRUPTED, discard_output, encodable, printable, tell
 from parallax.runtime.units import duration
 
 FIRST_SECS = 1.0  # silence before the first message of a wait
@@ -154,7 +154,7 @@ class ProgressPrinter:
 
     def _write(self, text: str) -> None:
         try:
-            self._stream.write(text)
+            self._stream.write(encodable(text, self._stream))
             self._stream.flush()
         except ValueError:  # it is closed
             self._stream = None

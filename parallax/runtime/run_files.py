@@ -43,7 +43,7 @@ class RunFiles:
         self.profile = self.path / "profile"
 
 
-def row_of(line: str) -> dict[str, Any] | None:
+def row_of(line: str | bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl; None for a line that is incomplete or invalid.
 
     >>> row_of('{"step": 3, "train/loss": 2.5}'), row_of('{"step": 3, "tra')

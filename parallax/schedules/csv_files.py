@@ -6,11 +6,12 @@ actions is the stage's rank.
 
 import csv
 import difflib
+import io
 from collections.abc import Collection
 from pathlib import Path
 
 from parallax.runtime.errors import errors_as
-from parallax.runtime.files import names_in, open_file, write_whole
+from parallax.runtime.files import OBJECT_BYTES, names_in, read_bytes, write_whole
 from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
 Placed = tuple[int, int, Action]  # rank, tick, and action
@@ -41,8 +42,8 @@ def _read(path: Path) -> list[list[str]]:
     """Cells as text, without empty rows and columns at the end."""
     try:
         # Spreadsheets put a byte order mark first.
-        with open_file(path, "r", encoding="utf-8-sig", newline="") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+        text = read_bytes(path, OBJECT_BYTES).decode("utf-8-sig")
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
     except FileNotFoundError:
         there = [name for name in names_in(path.parent) if name.endswith(".csv") and (path.parent / name).is_file()]
         close = difflib.get_close_matches(path.name, there, n=1)

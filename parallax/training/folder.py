@@ -21,6 +21,7 @@ from parallax.runtime.multihost.job import is_first
 from parallax.runtime.run_files import TIME, RunFiles
 from parallax.runtime.version import VERSION, versions
 
+OWNER_LETTERS = 200  # most characters of a lock that are shown
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -39,7 +40,7 @@ class RunFolder(RunFiles):
         with writing(self.path):
             before = {*files.names_in(self.path)} if self.path.exists() else None
             files.make_folder(self.path)
-            lock = files.open_file(self.lock, "a+")
+            lock = files.open_file(self.lock, "a+", errors="replace")
         with lock:
             with writing(self.path):
                 _take(lock, self.path)
@@ -115,7 +116,8 @@ def _take(lock: Any, folder: Path) -> None:
     except BlockingIOError:
         lock.seek(0)
         raise CheckpointError(
-            f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
+            f"another run is training in {folder} ({lock.read(OWNER_LETTERS).strip()}); "
+            "stop it or choose another --workdir"
         ) from None
     except OSError as error:
         raise CheckpointError(

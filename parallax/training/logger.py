@@ -124,28 +124,21 @@ class RunLogger:
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
     if path.exists():
-        kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
-        files.write_whole(path, "".join(line + "\n" for line in kept))
+        kept = (line + b"\n" for line in files.lines_in(path) if (row := row_of(line)) and row["step"] <= step)
+        files.write_whole(path, kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The metrics of each step in metrics.jsonl, with the times of its save; incomplete lines are left out."""
     steps: list[dict[str, Any]] = []
     latest: dict[int, dict[str, Any]] = {}
-    for row in filter(None, map(row_of, _lines(path))):
+    for row in filter(None, map(row_of, files.lines_in(path) if path.exists() else ())):
         if is_of_save(row) and row["step"] in latest:
             latest[row["step"]].update(row)
         else:
             latest[row["step"]] = row
             steps.append(row)
     return steps
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with files.open_file(path, "r", encoding="utf-8", errors="replace") as file:
-        return file.read().splitlines()
 
 
 def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:

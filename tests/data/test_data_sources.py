@@ -289,6 +289,17 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
             documents("text", tmp_path / f"{name}.txt.gz")
 
 
+def test_a_small_parquet_file_that_repeats_a_long_text_takes_little_memory(tmp_path):
+    """One text of 26 kB is in its dictionary, and the rest of half a kilobyte repeats it 4096 times: 106 MB."""
+    table = pyarrow.table({"text": pyarrow.repeat("a" * 26_000, 4096)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    del table
+    assert (tmp_path / "a.parquet").stat().st_size < 700
+    documents = open_source("parquet", path=str(tmp_path), field="text", synthetic_tokens=0).documents()
+    assert next(documents) == next(documents) == "a" * 26_000
+    assert pyarrow.total_allocated_bytes() < 30e6
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     file = write_parquet(tmp_path / "a.parquet", text=["one"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -95,7 +95,12 @@ def test_a_wrong_file_is_refused_with_its_grid_and_the_cell(write, text, message
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty"), (b",,\n\n", "is empty"), (b"\xff\xfe0F0", "is not a text file in UTF-8")],
+    [
+        (b"", "is empty"),
+        (b",,\n\n", "is empty"),
+        (b"\xff\xfe0F0", "is not a text file in UTF-8"),
+        (b"," * (1 << 24) + b"0F0", "cannot be read: it has more than"),
+    ],
 )
 def test_a_file_without_a_schedule_is_refused(write, content, message):
     with pytest.raises(ScheduleError, match=message):
