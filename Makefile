@@ -46,7 +46,7 @@ golden: $(STAMP)
 
 # Notebooks whose outputs have changed are stored with the new ones; one alone: make notebooks ARGS=04
 notebooks: $(STAMP)
-	$(BIN)/python tests/notebooks.py $(ARGS)
+	$(BIN)/python tests/notebook_runs.py $(ARGS)
 
 # The site, in build/site; a page that nobody lists and a link that leads nowhere are errors.
 docs: $(DOCS_STAMP)

@@ -9,14 +9,13 @@ import json
 import re
 
 import nbformat
+import notebook_runs
 import numpy as np
 import plotted
 import pytest
 from matplotlib import image
 from matplotlib import pyplot as plt
-
-import notebooks
-from notebooks import AGAIN, FOLDER, METADATA, NOTEBOOKS, ROUNDING, differences, execute, was_saved_as_it_ran
+from notebook_runs import AGAIN, FOLDER, METADATA, NOTEBOOKS, ROUNDING, differences, execute, was_saved_as_it_ran
 
 QUICK = "02_the_notation"  # the others compile training steps
 LARGEST_BYTES = 1_000_000  # half of the largest is schedules, which are drawn as SVG
@@ -204,10 +203,10 @@ def test_one_command_stores_what_differs_and_leaves_the_rest(tmp_path, monkeypat
         stored = notebook_of(text)
         stored.cells[0].execution_count = 1
         nbformat.write(stored, tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", sorted(tmp_path.glob("*.ipynb")))
-    monkeypatch.setattr(notebooks, "execute", lambda path: ran)
+    monkeypatch.setattr(notebook_runs, "NOTEBOOKS", sorted(tmp_path.glob("*.ipynb")))
+    monkeypatch.setattr(notebook_runs, "execute", lambda path: ran)
     before = (tmp_path / "01_same.ipynb").stat().st_mtime_ns
-    notebooks.main([])
+    notebook_runs.main([])
     assert capsys.readouterr().out == "01_same.ipynb: shows what is stored\n02_other.ipynb: stored anew\n"
     assert (tmp_path / "01_same.ipynb").stat().st_mtime_ns == before
     assert differences(nbformat.read(tmp_path / "02_other.ipynb", as_version=4), ran) == []
