@@ -35,8 +35,10 @@ MACHINE = {
     r"\d{4}-\d\d-\d\d UTC": "DATE",
     r"(?m)^\d\d:\d\d:\d\d .*(saving step|is on disk).*\n": "",  # files are written while steps run
     r"(?m)^\d\d:\d\d:\d\d ": "TIME ",
-    r"(?m)(  lr +\S+)(  .*)$": r"\1  SPEED",  # and memory, and the time that is left
+    # A step's speed, memory and time left; where it had to wait, its columns are narrower.
+    r"(?m)^TIME (step .* lr +\S+) .*$": lambda line: " ".join(["TIME", *line[1].split(), "SPEED"]),
     r"\d[\d.,]* [kMGT]?FLOP/s \(measured": "SPEED (measured",
+    r"tokens_per_second \d[\d.,]*": "tokens_per_second SPEED",
     r"\bin \d[\d.,]* s\b": "in SECS",
 }
 # Only where JAX_COMPILATION_CACHE_DIR is set, as in tests.

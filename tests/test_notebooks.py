@@ -126,6 +126,7 @@ ALIKE = {
         STEP,
         STEP.replace("12:00:01", "23:59:59").replace("9,363", "21.4k").replace("left 8s", ""),
     ),
+    "a step that waited": (STEP, STEP.replace("  ", " ").replace("left", "wait 2% left")),
     "the last digit": (STEP, STEP.replace("2.7583", "2.7584")),
     "an error of rounding": ("differs by 2.5e-06", "differs by 8.1e-07"),
     "a line of what is saved meanwhile": (STEP, "12:00:01 step 50 is on disk\n" + STEP),
