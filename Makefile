@@ -16,7 +16,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TPU_STAMP := $(VENV)/.installed-tpu
 GPU_STAMP := $(VENV)/.installed-gpu
 
-.PHONY: setup train test test-all test-gpu soak golden docs lint format clean
+.PHONY: setup train test test-all test-gpu test-notebooks soak golden notebooks docs lint format clean
 
 setup: $(STAMP)
 
@@ -33,12 +33,20 @@ test-all: $(TPU_STAMP) $(GPU_STAMP)
 test-gpu: $(GPU_STAMP)
 	$(BIN)/python -m pytest -m slow tests/analysis/test_gpu_configs.py $(ARGS)
 
+# Every notebook, run anew, shows what is stored of it: about 3 minutes on 2 cores.
+test-notebooks: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --max-worker-restart=0 -m "slow or not slow" tests/test_notebooks.py $(ARGS)
+
 # About 7 minutes on 2 cores.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 golden: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python tests/goldens.py
+
+# Notebooks whose outputs have changed are stored with the new ones; one alone: make notebooks ARGS=04
+notebooks: $(STAMP)
+	$(BIN)/python tests/notebook_runs.py $(ARGS)
 
 # The site, in build/site; a page that nobody lists and a link that leads nowhere are errors.
 docs: $(DOCS_STAMP)

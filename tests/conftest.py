@@ -2,31 +2,10 @@
 
 import collections
 import gc
-import os
-import pathlib
 import signal
-import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 
-# Before jax is imported, and in the environment, so that the processes which tests start share both.
-os.environ["JAX_PLATFORMS"] = "cpu"
-CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# What one process has compiled to bytecode the others read, whatever the shell says.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-os.environ["PARALLAX_PROGRESS"] = "off"  # what a command waits for depends on how fast the machine is
-# Small arrays gain nothing from optimised code, and compiling is most of the time: a training step on 2·2·2 takes
-# 11.5 CPU seconds to compile as it is, 6.2 at level 0, and 1.3 without MLIR's fusions too. Only jaxlib 0.10 can turn
-# those off (to others the flag is unknown, and ends the process). Flags of the user's own come later and win.
-# In one piece, code takes about a tenth less of the processor to make than in parallel pieces.
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if version("jaxlib").startswith("0.10."):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
-
+import environment  # noqa: F401  first of all: it says what jax is imported with
 import hypothesis
 import jax
 import pytest

@@ -355,6 +355,29 @@ def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
         assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('.,'))}(?!\d)", pages), f"{figure} is measured nowhere"
 
 
+def test_the_readme_names_what_was_measured_on_an_accelerator_with_its_command():
+    page = (ROOT / "docs" / "hardware.md").read_text().partition("### Measured on one H100")[2]
+    (command,) = re.findall(r"`(python -m parallax.firstrun [^`]+)`", page.partition("\n| ")[0].replace("\n", " "))
+    (step,) = re.findall(r"(?m)^\| step,[^|]*\|[^|]*\| (\d\.\d+ s) ", page)
+    (mfu,) = re.findall(r"(?m)^\| MFU \|[^|]*\| (\d\d\.\d %) ", page)
+    (row,) = [line for line in README.read_text().splitlines() if f"`{command}`" in line]
+    assert step in row and mfu in row
+    header = (ROOT / re.search(r"configs/\w+\.py", command)[0]).read_text()
+    assert f"MFU {float(mfu[:-2]):.0f} %" in header
+
+
+def test_the_page_of_limits_names_what_is_used_of_flax_linen():
+    page = (ROOT / "docs" / "limits.md").read_text().partition("## What rests on Flax Linen")[2]
+    used = set()
+    for file in (ROOT / "parallax").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nn":
+                used.add(f"nn.{node.attr}")
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "flax":
+                used |= {f"flax.{alias.name}" for alias in node.names} if node.module == "flax" else {node.module}
+    assert used == {*re.findall(r"`((?:nn|flax)\.\w+)`", page)}
+
+
 @each_page
 def test_a_loss_that_a_page_shows_says_which_pythons_library_it_is_of(page):
     """Each version of Python has another standard library, which is what the quickstart learns from."""
