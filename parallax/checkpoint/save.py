@@ -139,7 +139,9 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             if jax.process_index() == 0:
                 steps.remove_unfinished(self._folder, step)
             reason = first_line(error).replace(str(self._plain.path), str(self._folder))
-            raise CheckpointError(f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched") from error
+            raise CheckpointError(
+                f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
+            ) from error
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours

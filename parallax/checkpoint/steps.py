@@ -22,7 +22,7 @@ from parallax.runtime.units import in_bytes
 FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"
 # Orbax writes these beside the parts when the manifest is complete, and nothing reads them.
-NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+ORBAX_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
@@ -99,7 +99,7 @@ def latest_step(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
-    notes = [folder / name for name in NOTES]
+    notes = [folder / name for name in ORBAX_NOTES]
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in notes]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
     # Converted as by JSON: keys become strings, tuples lists.
@@ -197,7 +197,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 def remove_notes(folder: Path, step: int) -> None:
     """Remove what is in a step and not in its manifest."""
-    for name in NOTES:
+    for name in ORBAX_NOTES:
         files.remove(folder / str(step) / name, missing_ok=True)
 
 

@@ -18,7 +18,7 @@ import parallax
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import (
-    NOTES,
+    ORBAX_NOTES,
     DamagedError,
     check_steps,
     latest_step,
@@ -140,7 +140,9 @@ def test_a_pipe_or_a_link_in_a_part_is_damage_and_is_not_read(tmp_path, name, pu
     put(path)
     what = "is no plain file" if put is os.mkfifo else "is a link, or in a folder that is one"
     for _ in ("listed", "not listed"):
-        with pytest.raises(DamagedError, match=rf"damaged: its file params/\S*{path.name} {what}; its arrays are not read"):
+        with pytest.raises(
+            DamagedError, match=rf"damaged: its file params/\S*{path.name} {what}; its arrays are not read"
+        ):
             restore(folder, 2, abstract(parts))
         rewrite(folder, 2, lambda m: m["files"].pop(path.relative_to(step).as_posix(), None))
     assert restore_newest(folder, abstract(parts)).step == 1
@@ -161,7 +163,7 @@ def test_a_link_to_a_step_is_no_step_for_whoever_names_it(saved):
 
 def test_notes_of_orbax_that_a_kill_has_left_are_not_read(saved):
     folder, parts = saved
-    for name in NOTES:
+    for name in ORBAX_NOTES:
         os.mkfifo(folder / "2" / name)
     assert restore_newest(folder, abstract(parts)).step == 2
     save_steps(folder, {3: 1.0}, mesh=(1, 2, 2))
