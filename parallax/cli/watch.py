@@ -82,8 +82,9 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    `copied` are steps whose state was copied to be saved. Rows contain only finite numbers; any other loss is None. A line counts when it is complete; invalid lines are
-    counted in `torn`, and values that are neither a finite number nor null in `odd`.
+    `copied` are steps whose state was copied to be saved. Rows contain only finite numbers; any other loss is None. A
+    line counts when it is complete; invalid lines are counted in `torn`, and values that are neither a finite number
+    nor null in `odd`.
     """
 
     def __init__(self, path: Path):

@@ -32,7 +32,7 @@ LINE_BYTES = 1 << 22  # of a line; metrics with the load of ten thousand experts
 DEEPEST = 64  # nested lists and objects; ours have six levels
 SHOWN = 40
 DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
-# What is more than a name to Orbax and TensorStore: patterns, "\\" for "/", locks, buckets. Other letters are not tried.
+# More than a name to Orbax or TensorStore: patterns, backslashes taken for slashes, locks, buckets; or not tried.
 MEANT_OTHERWISE = re.compile(r"[^\w./=+,@:~ -]|\.__lock(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
 PROBE = "probe-"  # prefix of files that `check_writable` creates and that a kill may leave behind
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"

@@ -38,6 +38,7 @@ def is_close(here, there):
 
 
 def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, alone, tmp_path):
+    tmp_path = tmp_path / "lr=[1e-3]" / "a\\b #1"  # what one process cannot save under, several cannot either
     command = ["train.py", *flags_of(corpus, **MESH), f"--workdir={tmp_path}"]
     with launched(*command) as job:
         job.wait_for("step 3/8")
@@ -45,6 +46,7 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
         status, text = job.end()
     assert status == 0 and "stopped by SIGTERM: step" in text
     done = latest_step(tmp_path / "checkpoints")
+    assert f"step {done} is on disk" in text
     assert 3 <= done < 8 and len(losses(tmp_path)) == done
     # Process 0 speaks for all; from another there are errors, and that it was asked to stop.
     zero, one = ({line[4:] for line in text.splitlines() if line.startswith(f"[{rank}] ")} for rank in (0, 1))
