@@ -39,6 +39,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
     from parallax.data.vocabulary import with_likely_vocab
+    from parallax.runtime.devices import start_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
@@ -498,7 +499,7 @@ SHORTEST_NAME = 4  # characters; a shorter host name would match parts of words
 
 def devices() -> dict[str, str]:
     """The devices: number, kind, topology and memory."""
-    first, here = jax.devices()[0], jax.local_devices()
+    first, here = start_devices()[0], jax.local_devices()
     held = device_memory()
     return {
         "devices": f"{jax.device_count()} x {first.device_kind} ({first.platform})",

@@ -43,6 +43,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
     return ids
 
 
+@jax.enable_x64(False)
 def generate(
     model: ShardedModel,
     params: Any,

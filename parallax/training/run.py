@@ -27,7 +27,7 @@ from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import chip
 from parallax.runtime.compile_cache import use_compile_cache
-from parallax.runtime.devices import simulate_devices, unused_accelerators
+from parallax.runtime.devices import simulate_devices, start_devices, unused_accelerators
 from parallax.runtime.errors import ConfigError, writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
@@ -100,7 +100,7 @@ def train(
     if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
-        jax.devices()
+        start_devices()
     folder = RunFolder(workdir)
     with (
         StopRequest(max_runtime_secs) as stop,
