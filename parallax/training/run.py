@@ -202,6 +202,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
         )
         job.wait_for_all("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
+        job.set_phase("finishing the last save")
         with waiting("finishing the last save"):
             checkpoints.wait()
         if done < settings.train.steps:
@@ -347,7 +348,13 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show)[0]
+
+            def show_and_limit(done: int, total: int) -> None:
+                show(done, total)
+                if done < total:
+                    job.set_phase(f"batch {done + 1} of {total} of an evaluation")
+
+            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show_and_limit)[0]
 
     return evaluate
 
