@@ -23,7 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
-    from parallax.runtime.multihost.job import agree, check_equal, is_first, join, leave, reporting, several
+    from parallax.runtime.multihost.job import agree, check_equal, is_first, join, leave, limited, reporting, several
     from parallax.runtime.run_files import RunFiles
     from parallax.runtime.version import code_version, versions
     from parallax.training.folder import check_run_name
@@ -71,13 +71,14 @@ def main(argv: Sequence[str]) -> int:
         nonlocal if_all_is_well
         with reporting():
             command = parse(argv)
-            outcome = train(
-                command.config,
-                command.workdir,
-                resume=command.resume,
-                max_runtime_secs=command.max_runtime_secs,
-                warnings=command.warnings,
-            )
+            with limited(read_settings(command.config).distributed):
+                outcome = train(
+                    command.config,
+                    command.workdir,
+                    resume=command.resume,
+                    max_runtime_secs=command.max_runtime_secs,
+                    warnings=command.warnings,
+                )
         if outcome.reason == "stopped":
             if_all_is_well = command.stopped_status
 

@@ -27,6 +27,11 @@ export PARALLAX_NUM_PROCESSES="$SLURM_NTASKS"
 PARALLAX_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export PARALLAX_JOB_TOKEN
 
+# A collective that hangs is ended by the run itself after distributed.wait_secs (15 minutes), with 75; if it cannot, XLA
+# ends the process after half an hour, with 134. What NCCL warns of is in the log.
+export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=1800 ${XLA_FLAGS:-}"
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+
 # When one task has ended, the others have a minute for their last words.
 # A task has its cores by srun's own flag: from SLURM 22.05 on sbatch's is not taken over.
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \

@@ -5,7 +5,8 @@ step ("raise", "raise-data", "sleep", "die"), or
 that batch of an evaluation ("raise-eval"), is to take the step ("skip": it goes on without), begins to save it
 ("die-saving") or starts ("die-starting"), is late, by STEP seconds, to connect with the others or to load
 ("late-connecting", "late-loading"), or says when it has connected ("say-connected"); or how it differs from the others
-from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared".
+from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared"; or, as
+"JAX_ENABLE_X64=1", a variable of its environment.
 """
 
 import os
@@ -16,6 +17,8 @@ import time
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+if "=" in sys.argv[1] and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
+    os.environ |= dict([sys.argv[1].split("=", 1)])  # before JAX is imported, which reads it
 
 import train
 from parallax.checkpoint.save import CheckpointWriter
@@ -43,7 +46,7 @@ FAULTS = {"raise": raise_error, "raise-data": raise_data_error, "sleep": lambda:
 
 def main() -> int:
     fault, rank, step, *arguments = sys.argv[1:]
-    if rank in (os.environ["PARALLAX_PROCESS_ID"], "any"):
+    if "=" not in fault and rank in (os.environ.get("PARALLAX_PROCESS_ID"), "any"):
         if fault == "config":
             arguments.append("--config.optimizer.learning_rate=0.5")
         elif fault == "code":

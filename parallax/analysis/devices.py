@@ -20,6 +20,7 @@ from parallax.analysis.memory import bytes_on_device
 from parallax.analysis.topology import Topology, host_numbers
 from parallax.config.sections import MATMULS, ModelConfig
 from parallax.runtime.chips import Chip, chip
+from parallax.runtime.devices import start_devices
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes
 
@@ -31,7 +32,7 @@ MEASURED_SECS = 0.5
 
 def local_topology(dtype: str) -> Topology:
     """The devices of this machine. The speed of CPUs is measured in `dtype`, with all devices busy."""
-    devices = jax.devices()
+    devices = start_devices()
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         return Topology(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)

@@ -7,7 +7,6 @@ Train on it with --config.data.source=prepared --config.data.path=shards --confi
 """
 
 import argparse
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer, made_by
+from parallax.runtime.devices import usable_cpus
 from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
 
 TRAINING = DataConfig()
@@ -59,8 +59,13 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--special-tokens", default=TRAINING.special_tokens, choices=SPECIAL_TOKENS, help=tokens)
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
     add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
-    cores, mib = os.cpu_count() or 1, SHARD_BYTES >> 20
-    add("--workers", type=positive, default=cores, help="threads (default: one per core, %(default)s here)")
+    cores, mib = usable_cpus(), SHARD_BYTES >> 20
+    add(
+        "--workers",
+        type=positive,
+        default=cores,
+        help="threads (default: one per usable CPU, %(default)s here)",
+    )
     add("--shard-mib", type=positive, default=mib, help="MiB of text in a shard (default: %(default)s)")
     add("--rebuild", action="store_true", help="first delete what an earlier prepare left in --out")
     parser.set_defaults(run=_prepare)

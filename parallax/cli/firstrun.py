@@ -39,9 +39,10 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
     from parallax.data.vocabulary import with_likely_vocab
+    from parallax.runtime.devices import start_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
-    from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
+    from parallax.runtime.multihost.job import connect, is_first, join, leave, limited, reporting, set_phase, several
     from parallax.runtime.units import in_bytes, percent
     from parallax.runtime.version import code_version, version_of, versions
     from parallax.sharding.compiler import compiler_options
@@ -94,7 +95,8 @@ def act(argv: Sequence[str]) -> None:
             write_output("out", out, nameless(page(found, about)))
 
     save()
-    do_phases(found, save)
+    with limited(found.settings.distributed):
+        do_phases(found, save)
     for warning in warnings(found):
         say(f"warning: {warning}")
     say(f"results are in {out}, without names of host, user and home; attach it to an issue")
@@ -498,7 +500,7 @@ SHORTEST_NAME = 4  # characters; a shorter host name would match parts of words
 
 def devices() -> dict[str, str]:
     """The devices: number, kind, topology and memory."""
-    first, here = jax.devices()[0], jax.local_devices()
+    first, here = start_devices()[0], jax.local_devices()
     held = device_memory()
     return {
         "devices": f"{jax.device_count()} x {first.device_kind} ({first.platform})",

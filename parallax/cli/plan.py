@@ -14,8 +14,6 @@ from typing import Any
 from parallax.runtime.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    import jax
-
     from parallax.analysis import plan
     from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import model_on_topology, settings_on_topology
@@ -27,7 +25,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
-    from parallax.runtime.devices import simulate_devices
+    from parallax.runtime.devices import simulate_devices, start_devices
     from parallax.runtime.errors import ConfigError, check_whole
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
@@ -146,7 +144,7 @@ def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], comp
 def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
     """The devices to compile for; empty, with a printed reason, if that is not possible."""
     if values["topology"] is None:
-        return jax.devices()
+        return start_devices()
     if reason := why_not(topology):
         print(f"\nnot compiled: {reason}")
         return []

@@ -30,7 +30,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import ATTENTION_KERNELS
-    from parallax.runtime.devices import simulate_devices
+    from parallax.runtime.devices import simulate_devices, start_devices
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
     from parallax.training.step import with_kernel_on
 
@@ -97,7 +97,7 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
         simulate_devices(config.simulate)
-    here = config.simulate or (len(jax.devices()) if compiled or inferred else 0)
+    here = config.simulate or (len(start_devices()) if compiled or inferred else 0)
     wanted = here if inferred else math.prod(config.sizes.values())
     if compiled and here == wanted:
         return make_mesh(config), ""

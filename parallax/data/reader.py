@@ -19,6 +19,7 @@ from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
 from parallax.data.windows import batch_arrays
+from parallax.runtime.devices import usable_cpus
 from parallax.runtime.errors import ConfigError, DataError, check_choice
 from parallax.runtime.files import open_file
 
@@ -60,7 +61,7 @@ def open_reader(
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
         prepared = cache / f"{config.source}-{name}-{key}"
-        prepare(request, prepared, workers=os.cpu_count() or 1)
+        prepare(request, prepared, workers=usable_cpus())
     tokenizer = _open_tokenizer(config, prepared)
     if vocab is not None and vocab < tokenizer.needed:
         written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer

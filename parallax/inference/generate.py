@@ -87,6 +87,7 @@ def stays_text(tokenizer: Tokenizer, prompts: Sequence[str], special_tokens: str
     return f"the prompt spells {many} as text; sample.special_tokens='tokens' makes tokens of them" if count else ""
 
 
+@jax.enable_x64(False)
 def generate(
     model: ShardedModel,
     params: Any,

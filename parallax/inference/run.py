@@ -22,7 +22,7 @@ from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
-from parallax.runtime.devices import simulate_devices
+from parallax.runtime.devices import simulate_devices, start_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
@@ -184,7 +184,7 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
     """A run's model on another mesh than that of training. "auto" is "xla" here, which takes rows of any length."""
     if mesh.simulate:
         simulate_devices(mesh.simulate)
-    devices = jax.devices()
+    devices = start_devices()
     use_compile_cache(settings.train.compile_cache)
     sizes = mesh.sizes.values()
     if INFERRED not in sizes and not mesh.simulate and math.prod(sizes) < len(devices):

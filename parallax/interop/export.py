@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, check_written, flatten, new_cache
@@ -25,6 +24,7 @@ from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.interop.safetensors import read_model, write_model
 from parallax.runtime import files
+from parallax.runtime.devices import start_devices
 from parallax.runtime.errors import CheckpointError, first_few, shown, writing
 from parallax.runtime.run_files import ENDS, RECORD
 from parallax.runtime.version import code_version
@@ -261,7 +261,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 def param_shapes(settings: Settings) -> dict[str, Any]:
     """Shapes and dtypes of the model's parameters, on one device."""
-    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), start_devices()[:1])
     settings = read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1})
     return flatten(model_of(settings, mesh).shapes)
 

@@ -56,7 +56,9 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     """Start indices of an entry; none is negative. A dim of size 1 has a static index, so that XLA sees that a read
     returns what was written."""
     known = [0 if size == 1 else number for size, number in zip(leaf.shape, numbers)] + [0] * (leaf.ndim - len(numbers))
-    return tuple(np.int32(number) if isinstance(number, int) else number for number in known)
+    # Of one dtype: with 64-bit types enabled, counters of loops are wider.
+    as_int32 = lambda number: lax.convert_element_type(number, jnp.int32)  # noqa: E731
+    return tuple(np.int32(number) if isinstance(number, int) else as_int32(number) for number in known)
 
 
 def index(stacked: Array, at: Array) -> Array:

@@ -1,12 +1,18 @@
 """Simulated CPU devices, and detection of this machine's accelerators, even if JAX does not find them."""
 
 import importlib.util
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parallax.runtime.errors import ConfigError
+from parallax.runtime.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    import jax
 
 ROOT = Path("/")
 GPU_FILES = ("dev/nvidia0", "dev/nvidiactl", "dev/dxg", "dev/kfd")
@@ -27,6 +33,33 @@ def tpu_signs(environment: Mapping[str, str] = os.environ, root: Path = ROOT) ->
     files = [str(root / name) for name in TPU_FILES if (root / name).exists()]
     names = (name for name in environment if name.startswith(("TPU_", "MEGASCALE_")))
     return [*files, *_on_pci(root), *(name for name in names if name not in SET_BY_JAX)]
+
+
+def start_devices(root: Path = ROOT) -> "list[jax.Device]":
+    """All devices of JAX, which starts them; ConfigError if JAX_PLATFORMS names one that is not here.
+
+    Other errors of JAX, for example if another program holds the chips, are raised as they are: they may pass.
+    """
+    import jax  # here, since accelerators are detected before JAX is imported
+
+    wanted = jax.config.jax_platforms or ""
+    signs = {"tpu": tpu_signs(root=root), "cuda": gpu_files(root), "rocm": gpu_files(root), "gpu": gpu_files(root)}
+    absent = [name for name in wanted.split(",") if not signs.get(name) and name != "cpu"]
+    if "tpu" in absent:  # libtpu would print its own complaints, which cannot be turned off
+        raise _not_here(wanted, "no sign of a TPU")
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for "cuda" without a GPU
+        if not wanted or not absent:
+            raise
+        why = re.search(r"backend '.*?': (.*?)\.?( \(set JAX_PLATFORMS.*)?$", first_line(error))
+        raise _not_here(wanted, why[1] if why else f"no sign of {absent[0]}") from error
+
+
+def _not_here(wanted: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"JAX_PLATFORMS={wanted!r}: this machine has no such devices ({why}); unset it, or use JAX_PLATFORMS=cpu"
+    )
 
 
 def simulate_devices(count: int, processes: int = 1) -> None:
@@ -66,14 +99,44 @@ def keep_a_thread_free(devices: int) -> None:
     0.12.0.
     """
     given = [os.environ[name] for name in CPU_THREADS if os.environ.get(name, "").isdecimal()]
-    threads = int(given[0]) if given else _usable_cpus()
+    threads = int(given[0]) if given else usable_cpus()
     os.environ[CPU_THREADS[0]] = str(max(threads, devices + 1))
 
 
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cpus(root: Path = ROOT) -> int:
+    """Number of CPUs that this process may use: those of its affinity, and at most its container's share of time."""
+    if hasattr(os, "process_cpu_count"):  # since Python 3.13
+        count = os.process_cpu_count() or 1
+    else:
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min([count, *map(math.ceil, _cpu_quotas(root))]), 1)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Limits in CPUs, from the control groups of this process and all groups around them, of version 1 and 2."""
+    try:
+        groups = re.findall(r"^\d+:(.*?):/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return
+    for controllers, own in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # In a container its own group may be mounted as the top, while the path is that outside: it is not found then.
+        for group in (top / own, *(top / parent for parent in Path(own).parents)):
+            yield from _quota(group, version=1 if controllers else 2)
+
+
+def _quota(group: Path, version: int) -> Iterator[float]:
+    try:
+        if version == 2:
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if float(quota) > 0 and float(period) > 0:
+            yield float(quota) / float(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:

@@ -10,6 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from parallax.config.sections import AXES, INFERRED, MeshConfig
+from parallax.runtime.devices import start_devices
 from parallax.runtime.errors import ConfigError, divisors
 
 SLOW_AXES = ("replica", "pp")  # axes that may use the network between slices; dp and tp send too much
@@ -39,7 +40,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     slices, `replica` crosses the slow network between slices, or pp if there are no replicas. GPUs stay in the order of
     their hosts, so that the last axes stay within a host; any axis may cross the network.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = start_devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
         raise ConfigError(
             f"mesh.simulate={config.simulate} but JAX runs with {len(devices)} device(s); "
@@ -57,7 +58,7 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1, cp: int = 1
     {'pp': 1, 'dp': 1, 'tp': 1}
     """
     config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica, cp=cp, ep=ep)
-    devices = jax.devices()
+    devices = start_devices()
     whole = INFERRED in config.sizes.values()
     return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])
 

@@ -1,7 +1,7 @@
 """Parameters declared in the notation, with the shape of this device's piece."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -55,7 +55,13 @@ def parameter(
         if jnp.shape(value) != tuple(shape):
             raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
         return value
-    return module.param(name, lambda key: Declared(init(key, shape), parsed, at_rest))
+    return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest))
+
+
+def _drawn(init: Callable, key: Array, shape: Sequence[int]) -> Array:
+    # With 64-bit types enabled, initializers would draw in float64, which are other numbers.
+    with jax.enable_x64(False):
+        return init(key, shape)
 
 
 def layouts_of(declared: Any) -> Any:

@@ -43,7 +43,7 @@ class LearningRates:
 
     def __init__(self, config: OptimizerConfig, steps: int):
         schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
-        compute = lambda block: np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK)))  # noqa: E731
+        compute = lambda block: np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))  # noqa: E731
         self._block = functools.lru_cache(maxsize=2)(compute)
 
     def __getitem__(self, update: int) -> float:

@@ -146,7 +146,7 @@ def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], lay
     key = jax.random.fold_in(key, noise[1])
     key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{field} {name}".encode())))
     if layers is None or 0 in shape:
-        return jax.random.bits(key, shape)
+        return jax.random.bits(key, shape, jnp.uint32)
     # As in jax.random.bits, which counts entries from the first.
     return jnp.bitwise_xor(*threefry2x32_p.bind(*jax.random.key_data(key), *places_in_stack(shape, layers)))
 

@@ -51,7 +51,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]()
     # The first step has 1/warmup of the peak instead of 0, so that it is not wasted.
     rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
-    return optax.join_schedules([rising, after], [top])
+    return jax.enable_x64(False)(optax.join_schedules([rising, after], [top]))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:

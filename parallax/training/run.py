@@ -29,7 +29,7 @@ from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import chip
 from parallax.runtime.compile_cache import use_compile_cache
-from parallax.runtime.devices import simulate_devices, unused_accelerators
+from parallax.runtime.devices import simulate_devices, start_devices, unused_accelerators
 from parallax.runtime.errors import ConfigError, writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
@@ -103,7 +103,7 @@ def train(
     if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
-        jax.devices()
+        start_devices()
     folder = RunFolder(workdir)
     with (
         StopRequest(max_runtime_secs) as stop,
@@ -206,6 +206,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
         )
         job.wait_for_all("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
+        job.set_phase("finishing the last save")
         with waiting(f"writing the checkpoint of step {done}"):
             checkpoints.wait()
         if done < settings.train.steps:
@@ -365,7 +366,13 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show)[0]
+
+            def show_and_limit(done: int, total: int) -> None:
+                show(done, total)
+                if done < total:
+                    job.set_phase(f"batch {done + 1} of {total} of an evaluation")
+
+            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show_and_limit)[0]
 
     return evaluate
 

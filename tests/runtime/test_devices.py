@@ -6,15 +6,19 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from parallax.runtime.devices import (
     gpu_files,
     keep_a_thread_free,
     leave_out_absent_tpu,
+    start_devices,
     tpu_signs,
     unused_accelerators,
+    usable_cpus,
 )
+from parallax.runtime.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -106,8 +110,78 @@ def test_products_behind_many_parallel_loops_are_right_on_as_many_devices_as_cor
 
 @pytest.mark.parametrize(("given", "threads"), [("2", "5"), ("9", "9"), ("many", "5")])
 def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkeypatch, given, threads):
-    monkeypatch.setattr("parallax.runtime.devices._usable_cpus", lambda: 1)
+    monkeypatch.setattr("parallax.runtime.devices.usable_cpus", lambda: 1)
     monkeypatch.setenv("PJRT_NPROC", given)
     monkeypatch.delenv("NPROC", raising=False)
     keep_a_thread_free(4)
     assert os.environ["PJRT_NPROC"] == threads
+
+
+# ---- devices that are not here
+
+
+@pytest.mark.skipif(gpu_files() != [] or tpu_signs() != [], reason="is about machines without accelerators")
+@pytest.mark.parametrize(
+    ("platforms", "reason"),
+    [
+        ("nonsense", "Backend 'nonsense' is not in the list of known backends: "),
+        ("cuda", "no sign of cuda"),
+        ("tpu", "no sign of a TPU"),
+        ("tpu,cpu", "no sign of a TPU"),
+    ],
+)
+def test_a_platform_that_is_not_here_is_one_line_with_status_2(platforms, reason):
+    """Of a command: none asks JAX for its devices in another way."""
+    command = [sys.executable, "-m", "parallax.report", "--config=configs/tiny_gqa.py"]
+    environment = os.environ | {"JAX_PLATFORMS": platforms}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"ConfigError: JAX_PLATFORMS={platforms!r}: this machine has no such devices (")
+    assert reason in done.stderr and done.stderr.endswith("; unset it, or use JAX_PLATFORMS=cpu\n")
+
+
+def test_devices_that_are_here_and_do_not_start_are_no_wrong_setting(tmp_path, monkeypatch):
+    """Another program may hold them, for a while."""
+
+    def held():
+        raise RuntimeError("Unable to initialize backend 'tpu': ABORTED: the TPU is already in use")
+
+    monkeypatch.setattr(jax, "devices", held)
+    monkeypatch.setattr(type(jax.config), "jax_platforms", "tpu", raising=False)
+    with pytest.raises(RuntimeError, match="already in use") as raised:
+        start_devices(machine(tmp_path, "dev/accel0"))
+    assert not isinstance(raised.value, ConfigError)
+
+
+# ---- CPUs that a process may use
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("no group", {}, 64),
+        ("0::/", {"cpu.max": "max 100000"}, 64),
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/box/job", {"cpu.max": "max 100000", "box/cpu.max": "400000 100000", "box/job/cpu.max": "max 100000"}, 4),
+        ("0::/not/mounted", {"cpu.max": "50000 100000"}, 1),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("4:cpu,cpuacct:/docker/7", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("9:cpuset:/\n4:cpu:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "800000", "cpu/a/cpu.cfs_period_us": "1000"}, 64),
+    ],
+    ids=str,
+)
+def test_the_cpus_of_a_container_are_those_of_its_quota(own, files, cpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)
+    for name, text in {
+        "proc/self/cgroup": own,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cpus(tmp_path) == cpus
+
+
+def test_without_control_groups_the_affinity_counts(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "process_cpu_count", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 8}, raising=False)
+    assert usable_cpus(tmp_path) == 3

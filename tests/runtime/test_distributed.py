@@ -95,8 +95,8 @@ def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch, exits, second_of_
 
     monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
     with pytest.raises(TimeoutError):
-        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1))
-    assert exits == [75] and limits["initialization_timeout"] > 1
+        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1), 2)
+    assert exits == [75] and limits["initialization_timeout"] > 1 and limits["num_processes"] == 2
 
 
 @given(st.text(max_size=30))
@@ -110,7 +110,14 @@ def test_any_text_is_an_address_or_an_error_of_ours(text):
 
 def test_schedulers_count_only_where_they_have_started_the_process():
     assert started_by_scheduler({"SLURM_NTASKS": "4"}) == 1  # in the batch script
-    assert started_by_scheduler({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}) == 3
+    mpi = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}
+    assert started_by_scheduler(mpi) == 3
+    # salloc -n 4 with an interactive step of one task, and what is started in it.
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
+    assert started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", **step}) == 1
+    assert started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", **step}) == 2
+    assert started_by_scheduler({"SLURM_NTASKS": "4", **step}) == 4
+    assert started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", **step, **mpi}) == 3
 
 
 def test_limits_below_a_second_are_refused():

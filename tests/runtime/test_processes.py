@@ -85,6 +85,48 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("JAX_DEFAULT_PRNG_IMPL=rbg", "jax_default_prng_impl is 'threefry2x32' in process 0, 'rbg' in process 1"),
+        ("JAX_ENABLE_X64=1", "jax_enable_x64 is False in process 0, True in process 1"),
+        ("XLA_FLAGS=--xla_cpu_enable_fast_math=true", "--xla_cpu_enable_fast_math is None in process 0, 'true' in"),
+    ],
+)
+def test_processes_with_other_settings_of_jax_are_refused_with_both_values(corpus, tmp_path, variable, message):
+    with launched(FAULTY, variable, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
+        status, text = job.end()
+    said = "ConfigError: the processes disagree about the settings of JAX: "
+    assert status == 2 and all(f"[{rank}] {said}" in text for rank in (0, 1)) and message in text, text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("difference", ["", "JAX_ENABLE_X64=1"])
+def test_processes_that_jax_connects_compare_its_settings_too(corpus, tmp_path, difference):
+    """As under Open MPI: JAX finds the others, and sends the address of the control connection by a first program."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": f"4096.0;tcp://127.0.0.1:{port}"}
+    flags = [*flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}"]
+    places = [{"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")]
+    places[1] |= dict([difference.split("=")] if difference else [])
+    own = [job | {"JAX_NUM_CPU_DEVICES": "4"} | place for place in places]
+    with (
+        Started("train.py", *flags, environment=own[0]) as zero,
+        Started("train.py", *flags, environment=own[1]) as one,
+    ):
+        (status, text), (other, said) = zero.end(), one.end()
+    if not difference:
+        assert status == other == 0 and "finished: step 8" in text, text + said
+        return
+    expected = (
+        "the processes disagree about the settings of JAX: jax_enable_x64 is False in process 0, True in process 1"
+    )
+    assert status == other == 2 and expected in text and expected in said, text + said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
@@ -229,6 +271,16 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
         assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Thread MainThread:" in text  # the stacks
     assert "start the same command again to resume from the last checkpoint" in text
+
+
+@pytest.mark.slow
+def test_a_process_alone_ends_too_where_a_wait_takes_too_long(corpus, tmp_path):
+    limit = "--config.distributed.wait_secs=3"
+    with Started(FAULTY, "sleep", "any", "4", *flags_of(corpus), limit, f"--workdir={tmp_path}") as run:
+        status, text = run.end()
+    said = r"LostError: waited 3 s \(distributed.wait_secs\) for 'step \d'; start the same command again to resume"
+    assert status == 75 and re.search(said, text) and "Thread MainThread:" in text, text
+    assert re.search(said, (tmp_path / "log.txt").read_text())
 
 
 @pytest.mark.slow

@@ -148,6 +148,15 @@ def test_a_scheduler_can_be_told_that_a_run_was_stopped(monkeypatch, tmp_path, r
     assert command_line.main(["train.py", config, f"--workdir={tmp_path}", *flag]) == status
 
 
+def test_a_run_of_one_process_has_the_limits_of_its_config(monkeypatch, tmp_path):
+    limits = []
+    monkeypatch.setattr(command_line, "limited", lambda config: limits.append(config) or contextlib.nullcontext())
+    monkeypatch.setattr(command_line, "train", lambda *_, **how: Outcome("finished", 3))
+    config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
+    command_line.main(["train.py", config, f"--workdir={tmp_path}", "--config.distributed.wait_secs=77"])
+    assert [config.wait_secs for config in limits] == [77]
+
+
 @pytest.mark.slow
 def test_a_run_whose_console_is_closed_takes_all_its_steps(flags, tmp_path):
     process = start(*flags, f"--workdir={tmp_path}")

@@ -1,4 +1,4 @@
-"""The job to which this process belongs. With one process all functions return immediately."""
+"""The job to which this process belongs. With one process all functions return immediately; time limits hold, too."""
 
 import contextlib
 import itertools
@@ -27,7 +27,9 @@ from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_
 from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
 from parallax.runtime.multihost.control_line import ControlLine, Hub
+from parallax.runtime.multihost.deadline import Deadline
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
+from parallax.runtime.multihost.jax_settings import common_settings
 from parallax.runtime.progress import waiting
 
 # JAX's own limits are longer than ours, which are more informative: they end a process only if ours could not.
@@ -44,7 +46,10 @@ SAYINGS = re.compile(
     re.IGNORECASE,
 )
 
+JAX_SETTINGS = "the settings of JAX"
+
 _line: ControlLine | None = None
+_deadline: Deadline | None = None  # of a process without a line, while `limited`
 
 
 def is_first() -> bool:
@@ -63,7 +68,8 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
     `simulate` is the number of CPU devices to simulate in all processes together, 0 for none.
 
     Raises:
-        ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
+        ConfigError: the port of the coordinator is taken, or the processes disagree about who they are or about
+            settings of JAX.
         LostError: not all processes have connected in time.
     """
     global _line
@@ -76,6 +82,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
         simulate_devices(simulate, processes)
     if address is not None and processes > 1:
         _line = _meet_at(address, config)
+        check_equal(JAX_SETTINGS, common_settings())
         with _ending_after(config.start_secs):
             _initialize(
                 config,
@@ -87,14 +94,34 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
                 cluster_detection_method="deactivate",
             )
     elif address is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
-        _line = _meet_by_jax(config)
+        _line = _meet_by_jax(config, processes)
+        check_equal(JAX_SETTINGS, common_settings())
     set_phase("starting the devices", compiling=True)
 
 
 def set_phase(what: str, *, compiling: bool = False) -> None:
-    """Set the phase of this process; with several processes it is limited by distributed.wait_secs or compile_secs."""
-    if _line is not None:
-        _line.set_phase(what, "compile_secs" if compiling else "wait_secs")
+    """Set the phase of this process, which distributed.wait_secs or compile_secs limits."""
+    _limit(what, "compile_secs" if compiling else "wait_secs")
+
+
+def _limit(what: str, setting: str) -> None:
+    if (limited_by := _line or _deadline) is not None:
+        limited_by.set_phase(what, setting)
+
+
+@contextlib.contextmanager
+def limited(config: DistributedConfig) -> Iterator[None]:
+    """Limit the phases of a process that runs alone, too, while the block runs: it ends with 75 if one takes longer."""
+    global _deadline
+    if _line is None:
+        _deadline = Deadline(config)
+        set_phase("starting the devices", compiling=True)
+    try:
+        yield
+    finally:
+        if _deadline is not None:
+            _deadline.close()
+            _deadline = None
 
 
 def connect(mesh: Mesh) -> None:
@@ -176,9 +203,10 @@ def is_shared(folder: Path) -> bool:
 def prepare_once(act: Callable[[], Any], what: str) -> Any:
     """Run `act` in process 0 first, then in the others, which find its results."""
     if _line is None:
+        _limit(what, "prepare_secs")
         return act()
     if is_first():
-        _line.set_phase(what, "prepare_secs")
+        _limit(what, "prepare_secs")
         result = act()
         wait_for_all(what, setting="prepare_secs")
         return result
@@ -204,8 +232,8 @@ def tried_by_all(
 
 def log_to(log: Callable[[str], None]) -> None:
     """Set where process 0 writes the reason of its end, in addition to stderr."""
-    if _line is not None and is_first():
-        _line.log = log
+    if (ends_by := _line or _deadline) is not None and is_first():
+        ends_by.log = log
 
 
 @contextlib.contextmanager
@@ -278,10 +306,15 @@ def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
     return _connect(address, config, listener)
 
 
-def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
-    """Connect to the address that process 0 sends by JAX's collectives, which exist already; None with one process."""
+def _meet_by_jax(config: DistributedConfig, started: int) -> ControlLine | None:
+    """Connect to the address that process 0 sends by JAX's collectives, which exist already; None with one process.
+
+    `started` is the number of processes that a scheduler has started, 1 for none.
+    """
+    # JAX would take all tasks of SLURM's job, of which this step may have a part.
+    count = {"num_processes": started} if started > 1 else {}
     with _ending_after(config.start_secs):
-        _initialize(config)
+        _initialize(config, **count)
         processes = jax.process_count()
         if processes == 1:
             return None
@@ -393,16 +426,19 @@ def lost_process(error: BaseException | None) -> str | None:
 def started_by_scheduler(environment: Mapping[str, str]) -> int:
     """Number of processes that SLURM or Open MPI has started together with this one; 1 if neither has.
 
-    >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
+    >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_NUM_TASKS": "4"}
+    >>> started_by_scheduler({"SLURM_NTASKS": "8", **step})
     4
     """
-    schedulers = {
-        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is only the batch script
-        "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
-    }
-    for count, needed in schedulers.items():
-        if all(name in environment for name in (count, *needed)):
-            return int(environment[count])
+    # Open MPI first: its daemons are a step of SLURM's, and their processes are not. A job of SLURM may have many
+    # steps, of which an interactive one has a single task; without a step, this is only the batch script.
+    for counts, needed in (
+        (("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",)),
+        (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_PROCID", "SLURM_STEP_NODELIST")),
+    ):
+        found = [environment[name] for name in counts if name in environment]
+        if found and all(name in environment for name in needed):
+            return int(found[0])
     return 1
 
 
