@@ -1,6 +1,5 @@
 """Collectives of a step or a function, read from its traced program. Nothing is compiled and no device is needed."""
 
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.training.step import TrainStep
 
+PLAN = "parallax/sharding/plan.py"  # moves what layers use, for each under the layer's name
 RAGGED_PRIMITIVE = "ragged_all_to_all"
 # JAX's names of the notation's collectives.
 KIND_OF_PRIMITIVE = {
@@ -45,7 +45,8 @@ class Sent(NamedTuple):
     # "forward" | "backward" | "recompute": repeated in the backward pass | "update"
     direction: str
     module: str  # the module that sends: "attention/q", "embedding", or a file outside of modules: "pipeline/executor"
-    source: str  # the line that sends: "parallax/model/dense.py:57"
+    # The line that asks for it: "parallax/model/mlp.py:50"; of what the plan moves, that of the layer which uses it.
+    source: str
 
     @property
     def total_bytes(self) -> float:
@@ -79,7 +80,22 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
     only along other axes send the same. What follows are `update_collectives`."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
+    lines: dict[str, str] = {}
+    ranks = [program_collectives(program, at=at, sizes=model.axis_sizes, lines=lines) for at in places]
+    return [_for_layers(sent, lines) for sent in ranks]
+
+
+def _for_layers(sent: Iterable[Sent], lines: Mapping[str, str]) -> list[Sent]:
+    """What the plan sends for a module, as asked for by the module's own line, or by that of a scope inside it, as the
+    one that an einsum opens."""
+
+    def line(one: Sent) -> str:
+        if not one.source.startswith(PLAN):
+            return one.source
+        inside = (at for scope, at in lines.items() if scope.startswith(f"{one.module}/"))
+        return lines.get(one.module) or next(inside, one.source)
+
+    return sorted(one._replace(source=line(one)) for one in sent)
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
@@ -109,9 +125,17 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     return dict(found)
 
 
-def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
-    """`collectives` of a traced program."""
-    counted = walk(program, at=at, count=functools.partial(sent_in_equation, at=at, sizes=sizes))
+def program_collectives(
+    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], lines: dict[str, str] | None = None
+) -> list[Sent]:
+    """`collectives` of a traced program. `lines` gets the first line of each module, without those of the plan."""
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        if lines is not None and not lines.get(origin.module) and not origin.source.startswith(PLAN):
+            lines[origin.module] = origin.source
+        return sent_in_equation(equation, origin, at=at, sizes=sizes)
+
+    counted = walk(program, at=at, count=count)
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
 

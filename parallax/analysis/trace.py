@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from parallax.model import dense, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.transformer import Block
@@ -27,12 +28,12 @@ from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.runtime.version import PACKAGE
-from parallax.sharding import collectives, layout
+from parallax.sharding import collectives, einsum, layout
 from parallax.sharding.plan import GRADIENTS
 from parallax.training.step import UPDATE, TrainStep, abstract_state
 
 # Files that send on behalf of their callers.
-PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
+PLUMBING = tuple(module.__file__ for module in (collectives, dense, einsum, jaxprs, layout, products))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the executor's passes, of messages of gradients, and of the update. In B, equations that are not transposed

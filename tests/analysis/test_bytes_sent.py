@@ -259,7 +259,19 @@ def test_sources_are_lines_of_this_project_that_ask_for_what_they_are_said_to(sc
         file, _, line = one.source.partition(":")
         text = (REPO / file).read_text().splitlines()[int(line) - 1]
         # A factor that is the same for all of a cut dim sums its gradient where it is used.
-        assert any(word in text for word in WORDS) or (one.direction == "backward" and "inverse" in text), one
+        asks = any(word in text for word in WORDS) or (one.direction == "backward" and "inverse" in text)
+        # What Dense and the plan send for a kernel or a table, the line asks for that uses it.
+        used = f"{one.module.rpartition('/')[2]}(", "table"
+        assert asks or any(word in text for word in used), (one, text)
+
+
+def test_what_the_plan_moves_for_a_layer_is_asked_for_by_the_layers_line():
+    """It named the line of the plan, the same for every kernel."""
+    sent = step_collectives(step(attention="gqa", tied=False), ROWS, SEQ)
+    moved = {one.module: one.source.partition(":")[0] for one in sent if one.axes == ("dp",) and one.bytes}
+    files = {"mlp/gate": "model/mlp.py", "attention/out": "model/attention.py", "head": "model/embedding.py"}
+    assert {module: moved[module] for module in files} == {m: f"parallax/{file}" for m, file in files.items()}
+    assert {module for module, file in moved.items() if file == "parallax/sharding/plan.py"} <= {"sharding/plan"}
 
 
 def test_modules_are_named_as_the_model_names_them():
