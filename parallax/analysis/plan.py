@@ -24,7 +24,7 @@ from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.runtime.chips import KERNEL_EFFICIENCY
 from parallax.runtime.errors import ConfigError
-from parallax.runtime.units import in_bytes, percent
+from parallax.runtime.units import duration, in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import DEVICE, HOST
@@ -585,6 +585,14 @@ def passed_over_line(search: Sweep) -> str:
     """Number of layouts that were priced, and the reasons why others were not."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items() if number)
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
+
+
+def left_out_line(search: Sweep) -> Iterator[str]:
+    """How many layouts `--most` left out that may be faster, how long they would take, and how to ask for them."""
+    left = search.passed["beyond --most"]
+    if left:
+        rate = f", about {duration(left * search.mean_secs)} more" if search.mean_secs else ""
+        yield f"left out by --most={search.most}: {left:,} layouts that may be faster; --most=0 looks at all{rate}"
 
 
 plan.compare = compare_plans  # px.plan.compare

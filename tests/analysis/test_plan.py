@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -42,6 +43,8 @@ from parallax.analysis.plan import (
     eight_bit_lines,
     fastest_line,
     helpful_changes,
+    left_out_line,
+    passed_over_line,
     plan_heading,
     sets_table,
     single_changes,
@@ -493,10 +496,30 @@ def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, m
 
 @pytest.mark.slow
 def test_a_bounded_search_looks_at_the_layouts_that_may_be_fastest_and_counts_the_others(few, tmp_path):
-    search, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), []
+    search, found, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), [], []
+    search.find(lambda done, total: found.append((done, total)))
     search.run(lambda done, total: totals.append(total))
+    assert found == [(done, len(found)) for done in range(len(found))] and len(found) > 3
     assert set(totals) == {3} and search.passed["beyond --most"] > 0
     assert len(search.rows) + search.passed.total() == len({*sweep_module.choices(tiny(), 2), search.own})
+    assert search.mean_secs > 0
+    again = Sweep(tiny(), PAIR, search.cache, keep=1000, most=3)
+    again.run()
+    assert again.rows == search.rows and again.mean_secs == 0  # nothing was priced
+
+
+def test_a_sweep_is_bounded_by_default_and_says_what_it_left_out_and_how_to_look_at_it():
+    assert command.FLAGS["most"].default == 60
+    left = {"slower": 9, "beyond --most": 1200}
+    search = SimpleNamespace(most=60, passed=Counter(left), mean_secs=210.0, rows=[None] * 60)
+    assert [*left_out_line(search)] == [
+        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more"
+    ]
+    assert passed_over_line(search) == "60 layouts priced; passed over: 9 slower, 1,200 beyond --most"
+    search.mean_secs = 0.0
+    assert next(left_out_line(search)).endswith("--most=0 looks at all")
+    search.passed = Counter(slower=9)
+    assert not [*left_out_line(search)]
 
 
 class SlowerThan:
