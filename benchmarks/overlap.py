@@ -9,8 +9,8 @@ for, dp and the batch are larger. *GiB* are arguments and temporaries of a chip.
 milliseconds as parallax.analysis estimates them, and *share* is that of waits in the step. *dp*, *cp*, *ep* and *tp*
 are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while something is
 computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
-the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of plans. *MFU* is
-with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute
+the longer of their bytes and of their FLOPs at the share of peak that --kernels says, by default that of plans. *MFU*
+is with them, *MFU-* leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute
 between start and done covers.
 """
 

@@ -78,10 +78,12 @@ class Choice(NamedTuple):
             settings = with_changes(settings, section, **values)
         return settings
 
-    def variations(self, further: Sequence[str]) -> list["Choice"]:
-        """Layouts that differ in one setting or in the sizes of two axes; `further` are axes besides pp, dp and tp."""
-        changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMAT]
-        changes += [{"microbatches": many} for many in (2 * self.microbatches, self.microbatches // 2) if many]
+    def variations(self, further: Sequence[str], sets: Sequence[str] = REMAT) -> list["Choice"]:
+        """Layouts that differ in one setting or in the sizes of two axes; `further` are axes besides pp, dp and tp,
+        `sets` values of remat. Of microbatches twice as many are tried, and all that are half of others."""
+        changes: list[dict[str, Any]] = [{"remat": remat} for remat in sets]
+        fewer = [self.microbatches >> halvings for halvings in range(1, self.microbatches.bit_length())]
+        changes += [{"microbatches": many} for many in (2 * self.microbatches, *fewer)]
         names = ("policy", "exceptions", "prefetch")
         changes += [dict(zip(names, policy)) for policy in policies(self.pp, self.data_ranks)]
         moved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]

@@ -5,12 +5,13 @@ import dataclasses
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.devices import fastest_matmul, matmul_lines
 from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, settings_on_topology, with_changes
+from parallax.analysis.recompute import sets_to_try
 from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
 from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
@@ -23,8 +24,9 @@ from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.runtime.chips import KERNEL_EFFICIENCY
 from parallax.runtime.errors import ConfigError
-from parallax.runtime.units import in_bytes, percent
+from parallax.runtime.units import duration, in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
+from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import DATA_AXES
 
@@ -141,22 +143,30 @@ def compare_plans(plans: Sequence[Plan]) -> Comparison:
     return Comparison(first.name, first.layout, first.topology, fitting, tuple(p for p in ordered if not p.fits))
 
 
-CHANGES_SHOWN = 6
+CHANGES_SHOWN = 8
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
+LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
+# Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
+ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype", "pipeline.residuals_on"}
+ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dtype", "states_on", "masters_on")}
 
 
 class Change(NamedTuple):
-    """Flags to add to the command and their effect: bytes of a chip, and a share of the step's time."""
+    """Flags to add to the command and their effect: bytes of a chip, and a share of the step's time. `changed` are the
+    settings with them, and `together` is the number of single changes that they are."""
 
     flags: str
     bytes: int
     secs: float
+    changed: Settings | None = None
+    together: int = 1
 
 
 def helpful_changes(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Change]:
-    """Changes that save time or memory: first those that fit, by time saved, then those that save memory.
+    """Changes that save time or memory: first those that fit, by time saved, then those that save memory, and last the
+    best of them together.
 
     If the step does not fit: first those that make it fit, fastest first, then those that come nearest. `show` is
     called with the number of changes priced so far and the number of all.
@@ -171,7 +181,60 @@ def helpful_changes(
     smaller = [change for change in found if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
-    return sorted(faster, key=by_secs)[:most] + sorted(smaller, key=by_bytes)[:least]
+    faster.sort(key=by_secs)
+    best_of = {_keys(settings, change): change for change in reversed(faster)}
+    # The best change of each key comes before others of a key.
+    shown = sorted(faster, key=lambda change: best_of[_keys(settings, change)] is not change)[:most]
+    alone = sorted(shown, key=by_secs) + sorted(smaller, key=by_bytes)[:least]
+    return alone + best_together(settings, topology, now, faster)
+
+
+def _keys(settings: Settings, change: Change) -> Hashable:
+    return frozenset(changed_keys(settings, change.changed)) if change.changed else change.flags
+
+
+def best_together(settings: Settings, topology: Topology, now: Estimate, faster: Sequence[Change]) -> list[Change]:
+    """The two best changes together and, if more help, all that do. From the fastest on, each is added that fits and
+    still saves time. Changes of dtypes and of memory, which do more than move work, are left to the user."""
+    best, pair = None, []
+    for change in faster:
+        if change.changed is None or not changed_keys(settings, change.changed).isdisjoint(ALONE):
+            continue
+        if best is None:
+            best = change
+            continue
+        both = with_both(settings, best.changed, change.changed)
+        then = both and _price(f"{best.flags} {change.flags}", both, topology, now)
+        if then and then.bytes <= topology.chip.usable_bytes - now.peak_bytes and then.secs < best.secs - LEAST_GAIN:
+            best = then._replace(together=best.together + 1)
+            pair += [best] * (best.together == 2)
+    return pair + [best] * (best is not None and best.together > 2)
+
+
+def changed_keys(settings: Settings, other: Settings) -> set[str]:
+    """The keys in which settings differ, as "pipeline.remat"."""
+    sections = (field.name for field in dataclasses.fields(Settings))
+    pairs = ((name, getattr(settings, name), getattr(other, name)) for name in sections)
+    return {
+        f"{name}.{field.name}"
+        for name, one, two in pairs
+        for field in dataclasses.fields(one)
+        if getattr(one, field.name) != getattr(two, field.name)
+    }
+
+
+def with_both(settings: Settings, one: Settings, other: Settings) -> Settings | None:
+    """The settings with the changes of both; None if both change a key, or if they do not go together."""
+    keys = changed_keys(settings, other)
+    if not keys.isdisjoint(changed_keys(settings, one)):
+        return None
+    for section in {key.split(".")[0] for key in keys}:
+        names = [key.split(".")[1] for key in keys if key.startswith(f"{section}.")]
+        try:
+            one = with_changes(one, section, **{name: getattr(getattr(other, section), name) for name in names})
+        except ConfigError:
+            return None
+    return one
 
 
 def _priced(
@@ -180,13 +243,20 @@ def _priced(
     tried = list(single_changes(settings, topology))
     for done, (flags, changed) in enumerate(tried):
         show(done, len(tried))
-        model = build_if_legal(changed, topology)
-        if model is None:
-            continue
-        with contextlib.suppress(ConfigError):  # an optimizer may not support this for these parameters
-            then = predict_of(model, changed, topology)
-            if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
-                yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
+        if priced := _price(flags, changed, topology, now):
+            yield priced
+
+
+def _price(flags: str, changed: Settings, topology: Topology, now: Estimate) -> Change | None:
+    """The effect of a change; None if it is not legal, or if the host's memory cannot hold it."""
+    model = build_if_legal(changed, topology)
+    if model is None:
+        return None
+    with contextlib.suppress(ConfigError):  # an optimizer may not support this for these parameters
+        then = predict_of(model, changed, topology)
+        if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
+            return Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1, changed)
+    return None
 
 
 def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
@@ -194,14 +264,17 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str
     topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
     further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
-    for choice in own.variations(further):
+    sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=own.ep > 1)
+    for choice in own.variations(further, sets):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.model.dtype != "float32" and own.data_ranks > 1:
         # Sums in float32 are rings, which use the network interfaces of all GPUs of a host; exchanges use each its own.
-        reduce = "compute" if settings.fsdp.reduce == "float32" else "float32" if has_gpu_hosts(topology) else ""
+        # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them.
+        rings = has_gpu_hosts(topology) or hides_reduce_scatters(topology.chip.name)
+        reduce = "compute" if settings.fsdp.reduce == "float32" else "float32" * rings
         if reduce:
             yield f"--config.fsdp.reduce={reduce}", with_changes(settings, "fsdp", reduce=reduce)
     now = _exchange(settings, topology)
@@ -427,9 +500,21 @@ def rests_on(topology: Topology) -> dict[str, str]:
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:
-    """The effect of each single change, by the analytic plan."""
-    rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"] for change in found]
-    yield from text_table(["what would change it, each alone", "memory", "step"], rows, left=1)
+    """The effect of each single change, by the analytic plan, and of the best together, with a line for each flag."""
+    head, names, rows = "what would change it, each alone", {2: "the two best together"}, []
+    for change in found:
+        figures = [f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"]
+        if change.together == 1:
+            rows.append([change.flags, *figures])
+        else:
+            rows.append([names.get(change.together, "all that help, together"), *figures])
+            rows += [[f"  {flag}", "", ""] for flag in quoted_flags(change.flags)]
+    yield from (line.rstrip() for line in text_table([head, "memory", "step"], rows, left=1))
+
+
+def quoted_flags(flags: str) -> list[str]:
+    """The flags one by one, quoted for a shell."""
+    return [shlex.quote(flag) for flag in shlex.split(flags)]
 
 
 TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
@@ -500,6 +585,14 @@ def passed_over_line(search: Sweep) -> str:
     """Number of layouts that were priced, and the reasons why others were not."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items() if number)
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
+
+
+def left_out_line(search: Sweep) -> Iterator[str]:
+    """How many layouts `--most` left out that may be faster, how long they would take, and how to ask for them."""
+    left = search.passed["beyond --most"]
+    if left:
+        rate = f", about {duration(left * search.mean_secs)} more" if search.mean_secs else ""
+        yield f"left out by --most={search.most}: {left:,} layouts that may be faster; --most=0 looks at all{rate}"
 
 
 plan.compare = compare_plans  # px.plan.compare

@@ -9,9 +9,9 @@ result over its memory bandwidth. A reduction reads its operand twice, since lat
 write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these.
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes. Gathers of single layers over data axes overlap with the work, as do
-the permutes of layout.context="ring" and, with fsdp.reduce="compute" or fsdp.prefetch=1, sums of the layers' gradients;
-`hidden_secs` says how much of them is hidden. All other messages are exposed. The *update* reads and writes parameters
-and optimizer state, and reads gradients, at memory bandwidth.
+the permutes of layout.context="ring" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on chips whose SparseCores run
+them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. All other messages are exposed. The
+*update* reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -57,7 +57,7 @@ from parallax.runtime.chips import KERNEL_EFFICIENCY, Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.compiler import is_absent_gpus
+from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
@@ -250,11 +250,12 @@ def link_waits(
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing."""
     sizes, found = settings.mesh.sizes, []
+    hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
     for one in sent:
         if not one.bytes:
             continue
         links = topology.route(sizes, one.axes)
-        can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
+        can_hide = one.kind in hiding or settings.fsdp.prefetch > 0
         # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
         beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
         # In the ring, keys are sent while the previous ones are used.
@@ -335,9 +336,9 @@ class StepTime(NamedTuple):
     """Seconds of a step on the slowest rank.
 
     `exposed_secs` is the time in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
-    are estimated separately, at `kernel_efficiency` of peak, and can be left out: see `step_time`; `grouped_secs` are the
-    part of them for products with experts. `bubble` is the share of the time in which an average rank waits for others. `mfu` is model FLOPs over what
-    the chip could compute in `total_secs`.
+    are estimated separately, at `kernel_efficiency` of peak, and can be left out: see `step_time`; `grouped_secs` are
+    the part of them for products with experts. `bubble` is the share of the time in which an average rank waits for
+    others. `mfu` is model FLOPs over what the chip could compute in `total_secs`.
     """
 
     compute_secs: float

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -240,22 +241,33 @@ class Sweep:
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
         self.sets: list[PricedLayout] = []
+        self._bound_of: dict[Choice, float] | None = None
+        self._secs: list[float] = []  # of each layout that was priced, not found in the cache
         self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
+    def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Bound all layouts; those that cannot fit are passed over."""
+        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.own]
+        room = self.topology.chip.usable_bytes
+        self._bound_of = {}
+        for done, choice in enumerate(others):
+            progress(done, len(others))
+            if self.least.held(choice) <= room:
+                self._bound_of[choice] = self.least.bound(choice)
+        self.passed["too large"] = len(others) - len(self._bound_of)
+
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts in the order of their bounds until no other can be among the best, or until `most` were looked
-        at.
+        at; first `find` them, if that was not done.
 
         `progress` is called with the number done and the number that may have to be looked at, which falls as faster
         layouts are found. Results survive an interruption.
         """
-        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.own]
-        room = self.topology.chip.usable_bytes
-        bound_of = {choice: self.least.bound(choice) for choice in others if self.least.held(choice) <= room}
-        waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
-        bounds = [bound_of[choice] for choice in waiting]
-        self.passed["too large"] += len(others) - len(waiting)
+        if self._bound_of is None:
+            self.find()
+        waiting = sorted(self._bound_of, key=self._bound_of.__getitem__)
+        bounds = [self._bound_of[choice] for choice in waiting]
         self._look_at(self.own)
         done, end = 0, len(waiting)
         while done < end:
@@ -295,8 +307,19 @@ class Sweep:
 
     def _priced(self, choice: Choice) -> Estimate | str:
         settings = choice.applied(self.settings)
-        found = self.cache.kept(key_of(settings, self.topology), lambda: price(settings, self.topology))
+        found = self.cache.kept(key_of(settings, self.topology), lambda: self._timed(settings))
         return found if isinstance(found, str) else Estimate(*found)
+
+    def _timed(self, settings: Settings) -> Estimate | str:
+        begun = time.perf_counter()
+        found = price(settings, self.topology)
+        self._secs.append(time.perf_counter() - begun)
+        return found
+
+    @property
+    def mean_secs(self) -> float:
+        """Mean seconds to price a layout; 0 if all came from the cache."""
+        return sum(self._secs) / max(1, len(self._secs))
 
     def shown(self) -> list[PricedLayout]:
         """The rows of the table: the fastest layouts, and the config's own if it is not among them."""

@@ -64,7 +64,7 @@ class Topology(NamedTuple):
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
-        return route(_laid_out(self.shape, self.chip.cores, tuple(sizes.items())), tuple(axes), self.chip)
+        return _route_on(self.shape, tuple(sizes.items()), tuple(axes), self.chip._replace(flops=()))  # can be hashed
 
 
 def read_topology(text: str) -> Topology:
@@ -211,6 +211,11 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
         devices[at] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
     devices = devices.reshape([n for _, n in sizes])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
+
+
+@functools.lru_cache
+def _route_on(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], chip: Chip) -> "Route":
+    return route(_laid_out(shape, chip.cores, sizes), axes, chip)
 
 
 class Route(NamedTuple):

@@ -34,7 +34,7 @@ FLAGS = {
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
     "keep": Flag("sweep: number of fastest layouts to find; default: 12", 12),
-    "most": Flag("sweep: most layouts to look at, in the order of their bounds; default: 0, as many as needed", 0),
+    "most": Flag("sweep: most layouts to look at, those with the least bounds; default: 60; 0: as many as needed", 60),
     "compile": Flag("sweep: number of them to compile; default: 3", 3),
     "svg": Flag("sweep: draw memory against time to this file"),
     "cache": Flag("sweep: the folder of its results; default: .cache/plan", ".cache/plan"),
@@ -108,6 +108,8 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
+        with waiting("finding layouts that may fit") as show:
+            search.find(show)
         with waiting("pricing layouts") as show:
             search.run(show)
         with waiting("pricing sets of parts to recompute") as show:
@@ -121,6 +123,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         shown = search.shown()
         marked = front(search.rows)
         print("", *plan.sweep_table(shown, compiled, marked, search.own), "", plan.passed_over_line(search), sep="\n")
+        print(*(f"{line}\n" for line in plan.left_out_line(search)), sep="", end="")
         print(*plan.fastest_line(compiled, search.own), sep="\n", end="")
         if search.sets:
             print("", *plan.sets_table(search.sets, search.own), sep="\n")

@@ -43,8 +43,8 @@ SPARSE_CORES = {
         True,
     ),
 }
-# KiB of a core's VMEM that one operation may fill. With the default, 16 MiB, products of an MLP take a quarter longer on
-# v5p, and all compute of Llama-2-7B a third longer on v7x.
+# KiB of a core's VMEM that one operation may fill. With the default, 16 MiB, an MLP's products take a quarter longer on
+# v5p, and all compute of a 7B model a third longer on v7x.
 VMEM = {"xla_tpu_scoped_vmem_limit_kib": 65_536}
 # A kernel for products of rows with their group's matrices, the default on v5p; otherwise a dilated convolution.
 RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
@@ -118,6 +118,11 @@ def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
     return ""
+
+
+def hides_reduce_scatters(chip_name: str) -> bool:
+    """Whether the SparseCores of this chip run reduce-scatters beside compute. On other TPUs compute waits for them."""
+    return any(on and "offload_reduce_scatter" in name for name, on in OPTIONS.get(chip_name, {}).items())
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:

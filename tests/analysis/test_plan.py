@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -18,19 +19,32 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from stand_ins import on_write
 
+from configs.llama2_7b_64 import get_config as llama2_7b_64
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import Sent, collectives
 from parallax.analysis.devices import fastest_matmul, local_topology, matmul_lines
-from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
+from parallax.analysis.layouts import (
+    VIRTUAL,
+    Choice,
+    build_if_legal,
+    choices,
+    model_on_topology,
+    policies,
+    with_changes,
+)
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import (
+    LEAST_SPEEDUP,
     REMAT_WIDTH,
     Change,
+    changes_table,
     compiled_lines,
     eight_bit_lines,
     fastest_line,
     helpful_changes,
+    left_out_line,
+    passed_over_line,
     plan_heading,
     sets_table,
     single_changes,
@@ -304,9 +318,10 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
 @pytest.mark.parametrize(
     ("topology", "now", "offered"),
     [("H100:2x2", "compute", "float32"), ("H100:4", "compute", ""), ("v5e:2x2", "compute", "")]
-    + [(where, "float32", "compute") for where in ("H100:2x2", "H100:4", "v5e:2x2")],
+    + [(where, "float32", "compute") for where in ("H100:2x2", "H100:4", "v5e:2x2")]
+    + [("v5p:2x2x1", "compute", "float32"), ("v7x:2x1x1", "compute", "float32")],
 )
-def test_sums_by_rings_are_offered_to_gpus_on_several_hosts(topology, now, offered):
+def test_sums_by_rings_are_offered_to_gpus_on_several_hosts_and_where_sparse_cores_run_them(topology, now, offered):
     settings = tiny(mesh_dp=4, model_dtype="bfloat16", fsdp_reduce=now)
     flags = [flag for flag, _ in single_changes(settings, read_topology(topology)) if "fsdp.reduce" in flag]
     assert flags == ([f"--config.fsdp.reduce={offered}"] if offered else [])
@@ -481,10 +496,30 @@ def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, m
 
 @pytest.mark.slow
 def test_a_bounded_search_looks_at_the_layouts_that_may_be_fastest_and_counts_the_others(few, tmp_path):
-    search, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), []
+    search, found, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), [], []
+    search.find(lambda done, total: found.append((done, total)))
     search.run(lambda done, total: totals.append(total))
+    assert found == [(done, len(found)) for done in range(len(found))] and len(found) > 3
     assert set(totals) == {3} and search.passed["beyond --most"] > 0
     assert len(search.rows) + search.passed.total() == len({*sweep_module.choices(tiny(), 2), search.own})
+    assert search.mean_secs > 0
+    again = Sweep(tiny(), PAIR, search.cache, keep=1000, most=3)
+    again.run()
+    assert again.rows == search.rows and again.mean_secs == 0  # nothing was priced
+
+
+def test_a_sweep_is_bounded_by_default_and_says_what_it_left_out_and_how_to_look_at_it():
+    assert command.FLAGS["most"].default == 60
+    left = {"slower": 9, "beyond --most": 1200}
+    search = SimpleNamespace(most=60, passed=Counter(left), mean_secs=210.0, rows=[None] * 60)
+    assert [*left_out_line(search)] == [
+        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more"
+    ]
+    assert passed_over_line(search) == "60 layouts priced; passed over: 9 slower, 1,200 beyond --most"
+    search.mean_secs = 0.0
+    assert next(left_out_line(search)).endswith("--most=0 looks at all")
+    search.passed = Counter(slower=9)
+    assert not [*left_out_line(search)]
 
 
 class SlowerThan:
@@ -714,6 +749,87 @@ def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
     monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
     assert [change.flags for change in helpful_changes(tiny(), tight, now)] == ["quick", "slow", "nearest", "far"]
+
+
+def test_every_number_of_fewer_microbatches_and_sets_of_parts_are_tried():
+    settings = tiny(data_global_batch=32, pipeline_microbatches=8)
+    flags = [flags for flags, _ in single_changes(settings, PAIR)]
+    many = [int(one.split("=")[1]) for one in flags if one.startswith("--config.pipeline.microbatches=")]
+    assert sorted(many) == [1, 2, 4, 16]
+    sets = sets_to_try(settings.model, seq=settings.data.seq)
+    tried = {shlex.split(one)[0].removeprefix("--config.pipeline.remat=") for one in flags if "pipeline.remat" in one}
+    assert tried == {*sets} - {settings.pipeline.remat} and any(" " in one for one in tried)
+
+
+EFFECTS = {  # bytes, and a share of the step's time
+    "pipeline.remat=none": (40, -0.2),
+    "pipeline.remat=elementwise": (30, -0.15),
+    "pipeline.microbatches=1": (50, -0.1),
+    "fsdp.prefetch=1": (1, -0.05),
+    "optimizer.weights_dtype=bfloat16": (0, -0.3),
+}
+
+
+def with_keys(settings, *keys):
+    for key in keys:
+        (section, name), value = key.split("=")[0].split("."), key.split("=")[1]
+        settings = with_changes(settings, section, **{name: int(value) if value.isdigit() else value})
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (
+            1000,
+            ["remat=none microbatches=1", "remat=none microbatches=1 prefetch=1"],
+        ),
+        (60, ["remat=none prefetch=1"]),  # one microbatch does not fit beside the residuals
+        (10, []),
+    ],
+)
+def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
+    settings = tiny()
+
+    def priced(flags, changed, topology, now):
+        keys = [flag.removeprefix("--config.") for flag in shlex.split(flags)]
+        assert changed == with_keys(settings, *keys)
+        size, secs = (sum(EFFECTS[key][at] for key in keys) for at in (0, 1))
+        return Change(flags, size, secs, changed)
+
+    alone = [(f"--config.{key}", with_keys(settings, key)) for key in EFFECTS]
+    monkeypatch.setattr(plan_module, "single_changes", lambda *_: alone)
+    monkeypatch.setattr(plan_module, "_price", priced)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=room))
+    found = helpful_changes(settings, tight, SimpleNamespace(peak_bytes=0, host_bytes=0))
+    assert {change.flags for change in found if change.together == 1} == {
+        f"--config.{key}" for key, (size, _) in EFFECTS.items() if size <= room
+    }
+    together = [change.flags for change in found if change.together > 1]
+    assert [re.sub(r"--config\.\w+\.", "", flags) for flags in together] == expected
+    lines = "\n".join(changes_table(found))
+    assert ("the two best together" in lines) == bool(expected) and max(map(len, lines.splitlines())) <= 100
+    assert ("all that help, together" in lines) == (len(expected) == 2)
+
+
+def test_sums_of_gradients_by_reduce_scatter_hide_where_sparse_cores_run_them():
+    sent = [Sent("reduce-scatter", ("dp",), 1e9, 4, "backward", "Block", "")]
+    settings = tiny(mesh_dp=8, data_global_batch=8, fsdp_reduce="float32")
+    hides = [messages(sent, read_topology(where), settings)[0].hides for where in ("v5e:2x4", "v5p:2x2x2")]
+    assert hides == [False, True]
+
+
+@pytest.mark.slow
+def test_one_large_microbatch_less_recomputation_and_rings_are_faster_for_a_7b_model_on_64_chips():
+    """As compiled: 1.892 s with all three changes, 2.253 s without."""
+    config = llama2_7b_64()
+    before = {"pipeline.microbatches": 4, "pipeline.remat": "attention", "fsdp.reduce": "compute"}
+    config.update_from_flattened_dict(before | {"model.layers": 2})
+    settings, topology = read_settings(config.to_dict()), read_topology("v5p:4x4x4")
+    changed = {flags.removeprefix("--config."): changed for flags, changed in single_changes(settings, topology)}
+    now = predict(settings, topology).secs
+    for change in ("pipeline.microbatches=1", "pipeline.remat=elementwise", "fsdp.reduce=float32"):
+        assert predict(changed[change], topology).secs < now * (1 - LEAST_SPEEDUP)
 
 
 NARROW_OR_ON_HOST = {
