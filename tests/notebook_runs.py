@@ -50,7 +50,7 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder, kernel(pathlib.Path(folder)) as name:
         where = {"metadata": {"path": str(FOLDER)}}
-        options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+        options = {"timeout": None, "record_timing": False, "coalesce_streams": True}
         NotebookClient(notebook, kernel_name=name, resources=where, **options).execute()
     notebook.metadata = nbformat.from_dict(METADATA)
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):

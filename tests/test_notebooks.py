@@ -31,6 +31,7 @@ def code_of(path) -> list[str]:
     return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+@pytest.mark.timeout(1800)  # seconds of the processor are about a minute, but others may use it, too
 @each_in_its_time
 def test_notebook_shows_what_is_stored(path):
     """`make test-notebooks` runs all of them."""
