@@ -210,11 +210,11 @@ def get_config() -> ConfigDict:
     config.checkpoint.keep_last = 2  # number of newest checkpoints to keep
     config.checkpoint.keep_best = 1  # by eval/loss
 
-    # How long the processes of a job wait for each other; in seconds.
+    # How long the processes of a job wait for each other, and a process alone for its devices; in seconds.
     config.distributed = ConfigDict()
     config.distributed.start_secs = 300  # for all processes to start
     config.distributed.heartbeat_secs = 60  # a process without a sign of life for this time is lost
-    config.distributed.wait_secs = 900  # in a step, an evaluation, a save
+    config.distributed.wait_secs = 900  # in a step, a batch of an evaluation, a save
     config.distributed.compile_secs = 7200  # in the first step and the first evaluation, which compile
     config.distributed.prepare_secs = 86400  # for process 0 to prepare the data
     config.distributed.clock_secs = 60  # largest difference of the processes' clocks

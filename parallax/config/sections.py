@@ -708,11 +708,11 @@ class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
 
 @dataclass(frozen=True)
 class DistributedConfig(Section, says="is too short; use a number of seconds of {} or more", saved=True):
-    """How long the processes of a job wait for each other; in seconds."""
+    """How long the processes of a job wait for each other, and a process alone for its devices; in seconds."""
 
     start_secs: int = key(300, "for all processes to start", least=1)
     heartbeat_secs: int = key(60, "a process without a sign of life for this time is lost", least=1)
-    wait_secs: int = key(900, "in a step, an evaluation, a save", least=1)
+    wait_secs: int = key(900, "in a step, a batch of an evaluation, a save", least=1)
     compile_secs: int = key(7200, "in the first step and the first evaluation, which compile", least=1)
     prepare_secs: int = key(86_400, "for process 0 to prepare the data", least=1)
     clock_secs: int = key(60, "largest difference of the processes' clocks", least=1)

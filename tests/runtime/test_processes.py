@@ -661,7 +661,7 @@ def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state
 def srun_of(tmp_path, status, *, state="RUNNING", restarts=0, ntasks=4):
     """The script's exit status and what it has srun do, with programs in place of Slurm's."""
     programs = {
-        "srun": f'echo "$@" > {tmp_path}/srun; exit {status}',
+        "srun": f'echo "$@" > {tmp_path}/srun; env > {tmp_path}/environment; exit {status}',
         "squeue": f"echo {state}",
         "scontrol": f'[ "$1" = show ] && echo n1 || echo "$@" > {tmp_path}/requeue',
     }
@@ -674,6 +674,18 @@ def srun_of(tmp_path, status, *, state="RUNNING", restarts=0, ntasks=4):
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=60)
     return ended.returncode, (tmp_path / "srun").read_text()
+
+
+def test_the_slurm_example_has_xla_and_nccl_end_and_name_what_hangs(tmp_path):
+    """Options that this XLA knows: it ends a process that is told of others."""
+    srun_of(tmp_path, 0)
+    told = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert told["NCCL_DEBUG"] == "WARN" and "--xla_gpu_nccl_termination_timeout_seconds=" in told["XLA_FLAGS"]
+    assert os.environ["XLA_FLAGS"].split()[-1] in told["XLA_FLAGS"]  # the user's own come behind, and win
+    start = [sys.executable, "-c", "import jax; jax.devices()"]
+    for flags, is_known in ((told["XLA_FLAGS"], True), (told["XLA_FLAGS"].replace("_nccl_t", "_nccl_u"), False)):
+        ended = subprocess.run(start, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+        assert (ended.returncode == 0) == is_known, ended.stderr
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
