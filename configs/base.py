@@ -208,7 +208,7 @@ def get_config() -> ConfigDict:
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 500  # 0: only at the end
     config.checkpoint.keep_last = 2  # number of newest checkpoints to keep
-    config.checkpoint.keep_best = 1  # by eval/loss
+    config.checkpoint.keep_best = 1  # by eval/loss; none without evaluations
 
     # How long the processes of a job wait for each other, and a process alone for its devices; in seconds.
     config.distributed = ConfigDict()

@@ -13,6 +13,7 @@ from tiny import build, mesh_of
 
 import parallax as px
 from configs.base import get_config
+from parallax.config.settings import PRINTED_WIDTH
 from parallax.runtime.errors import CheckpointError, ConfigError, NotationError
 from parallax.training.logger import read_metrics
 
@@ -124,6 +125,32 @@ def test_wrong_changes_are_named(changes, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: px.model_of({"model": {}}),
+            "a dict is given where settings are needed; make them with px.read_settings",
+        ),
+        (
+            lambda: px.step_of({"model": {}}),
+            "a dict is given where settings are needed; make them with px.read_settings",
+        ),
+        (lambda: px.model_of(get_config()), "a ConfigDict is given where settings are needed; make them with px.read_"),
+        (
+            lambda: px.plan({"model": {}}, "v5e:2x2"),
+            "a dict is given where settings are needed; make them with px.read",
+        ),
+        (lambda: px.report(settings()), "a Settings is given where a step is needed; write px.step_of(settings)"),
+        (lambda: px.report({"model": {}}), "a dict is given where a step is needed; write px.step_of(settings)"),
+    ],
+)
+def test_what_is_no_settings_or_no_step_is_one_line(call, message):
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 # ---- what prints
 
 
@@ -132,9 +159,11 @@ def test_a_layout_shows_its_axes():
     assert shown(layout) == "batch/dp seq d_model +tp" and eval(repr(layout), {"Layout": px.Layout}) == layout
 
 
-def test_settings_print_a_section_a_line_and_show_every_key():
+def test_settings_print_section_by_section_in_lines_that_fit_and_show_every_key():
     text, page = repr(settings()), shown(settings())
-    assert [line.split()[0] for line in text.splitlines()] == list(settings().to_dict())
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines if line[0] != " "] == list(settings().to_dict())
+    assert max(map(len, lines)) <= PRINTED_WIDTH and {line.index("=") > 14 for line in lines} == {True}
     assert all(f"{key}=" in text and f"{key}=" in page for keys in settings().to_dict().values() for key in keys)
 
 

@@ -17,7 +17,7 @@ from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compile
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import STATE_DTYPES
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, check_settings
 from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
 from parallax.model.kernels import ATTENTION_KERNELS
@@ -119,6 +119,7 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
 
     Raises ConfigError if the topology is unknown, or if mesh or layout are not legal on it.
     """
+    check_settings(settings)
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
     settings = settings_on_topology(with_likely_vocab(settings), topology)

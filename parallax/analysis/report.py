@@ -131,6 +131,8 @@ def report(
 
     Raises ConfigError if the batch's shape is not known.
     """
+    if not isinstance(step, TrainStep):
+        raise ConfigError(f"a {type(step).__name__} is given where a step is needed; write px.step_of(settings)")
     model, shape = step.model, step.batch_shape if batch is None else batch["tokens"].shape
     if shape is None:
         raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")

@@ -18,7 +18,7 @@ from parallax.checkpoint.steps import (
     read_manifest,
     wrong_files,
 )
-from parallax.config.settings import compare_settings
+from parallax.config.settings import compare_settings, difference_text
 from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
 from parallax.runtime.files import PlainPath
 from parallax.runtime.multihost.job import tried_by_all
@@ -82,7 +82,7 @@ def restore(
     for part, tree in parts.items():
         if differences := compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part):
             drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
-            because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
+            because = f"; {difference_text(drift, '; ')}" if drift else ""
             raise CheckpointError(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )

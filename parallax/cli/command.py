@@ -27,11 +27,11 @@ from parallax.cli.arguments import dashed
 from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
-from parallax.config.sections import SECTIONS, STEP_RANGE
+from parallax.config.sections import SECTIONS, STEP_RANGE, MeshConfig
 from parallax.config.settings import NOT_SAVED, Settings, load_saved, read_settings, tell_files
 from parallax.runtime import errors
 from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
+from parallax.runtime.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
 from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
@@ -151,14 +151,19 @@ def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
     try:
         if is_saved(path):
             return ConfigDict(load_saved(file, uses=[name for name in NOT_SAVED if name not in written]))
-        config = runpy.run_path(path)["get_config"]()
+        defined = runpy.run_path(path)
+        if "get_config" not in defined:
+            raise ConfigError("it has no get_config(), which returns the config; write it as in configs/base.py")
+        config = defined["get_config"]()
         if not isinstance(config, ConfigDict):
-            raise TypeError(f"get_config() returns a {type(config).__name__}, not a ConfigDict")
+            what = f"get_config() returns a {type(config).__name__}, not a ConfigDict"
+            raise ConfigError(f"{what}; begin with that of configs/base.py, and change its keys")
         return config
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f", line {lines[-1]}" if lines else ""
-        how = " ".join(f"{type(error).__name__}: {error}".split())
+        kind = "" if isinstance(error, ParallaxError) else f"{type(error).__name__}: "
+        how = " ".join(f"{kind}{error}".split())
         more = "…" if len(how) > ERROR_LETTERS else ""
         raise ConfigError(f"{path}{where}: {how[:ERROR_LETTERS]}{more}") from error
 
@@ -190,6 +195,12 @@ def written(argv: Sequence[str], flag: str) -> str | None:
         if name in (f"--{flag}", f"-{flag}"):
             return value if equals else next(iter(argv[at + 1 :]), None)
     return None
+
+
+def written_mesh(argv: Sequence[str], mesh: MeshConfig) -> dict[str, int]:
+    """Keys of the mesh that a command line sets, with their values."""
+    names = [field.name for field in dataclasses.fields(mesh)]
+    return {name: getattr(mesh, name) for name in names if written(argv, f"config.mesh.{name}") is not None}
 
 
 def read_secs(flag: str, text: str) -> float:
@@ -264,6 +275,22 @@ def nearest_key(word: str) -> str:
     return max(keys, key=likeness)
 
 
+def unknown_flag(name: str, known: Sequence[str]) -> str:
+    """The error for a flag that does not exist: a key of the config without --config, or nearly one of the known.
+
+    >>> unknown_flag("model.layers", ["workdir"]), unknown_flag("layers", ["workdir"])
+    ('unknown flag --model.layers; did you mean --config.model.layers?', \
+'unknown flag --layers; did you mean --config.model.layers?')
+    >>> unknown_flag("workdirr", ["workdir"])
+    "unknown flag --workdirr; did you mean 'workdir'? Known: workdir"
+    """
+    word = name.replace("-", "_")
+    is_key = any(word == field.name for section in SECTIONS.values() for field in dataclasses.fields(section))
+    dotted = "." in name and not difflib.get_close_matches(name, [flag for flag in known if "." in flag])
+    instead = f"did you mean --config.{nearest_key(word)}?" if is_key or dotted else nearest(name, known)
+    return f"unknown flag --{shown(name)}; {instead}"
+
+
 def known_configs() -> list[str]:
     """The configs of the repository, as paths from the current folder."""
     folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
@@ -297,7 +324,7 @@ def _read(values: flags.FlagValues, argv: Sequence[str], known: Sequence[str]) -
     try:
         return values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        raise ConfigError(f"unknown flag --{shown(error.flagname)}; {nearest(error.flagname, known)}") from error
+        raise ConfigError(unknown_flag(error.flagname, known)) from error
     except flags.IllegalFlagValueError as error:
         raise ConfigError(_illegal(str(error), values)) from error
     except flags.Error as error:

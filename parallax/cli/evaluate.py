@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parallax.runtime.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.command import Flag, read_line_of_run, run_command, written
+    from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
@@ -91,8 +91,7 @@ def act(argv: Sequence[str]) -> None:
         raise ConfigError("--workdir is required: the folder of the run")
     line = read_line_of_run(argv, FLAGS)
     settings = read_settings(line.config)
-    given = [key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None]
-    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
+    mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
     found = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
     print(found.to_json() if line.values["json"] else found)

@@ -1,10 +1,11 @@
 """Generate text with a trained model.
 
-    python -m parallax.generate --workdir runs/mine --prompt "def "
-    python -m parallax.generate --workdir runs/mine --prompt "def " --prompt "class " --stop "return"
+    python -m parallax.generate --workdir=runs/mine --prompt="def "
+    python -m parallax.generate --workdir=runs/mine --prompt="def " --prompt="class " --stop=return --config.mesh.tp=2
 
 A text ends where the model says, or before a text of --stop. Texts go to stdout, those of several prompts below a line
-with their number, and everything else to stderr. Missing values, also of the mesh, are those of the run's config.json.
+with their number, and everything else to stderr. Missing values, also of the mesh, are those of the run's config.json;
+flags as --config.mesh.tp=2 change them.
 """
 
 import argparse
@@ -20,8 +21,9 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.cli.arguments import Parser, local_path
+    from parallax.cli.command import Flag, read_line_of_run, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
-    from parallax.config.settings import load_settings
+    from parallax.config.settings import Settings, load_settings, read_settings
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
     from parallax.runtime.devices import leave_out_absent_tpu
@@ -49,7 +51,7 @@ def show(texts: Sequence[str]) -> None:
 
 def run(flags: argparse.Namespace) -> list[str]:
     """Each prompt and the text that the run's model generates after it; the speed goes to stderr."""
-    settings = load_settings(flags.workdir)
+    settings, axes = settings_of(flags)
     prompts = flags.prompt or [settings.sample.prompt] * bool(settings.sample.prompt)
     if not prompts:
         raise ConfigError('there is no prompt; write --prompt "TEXT", once for each text to generate')
@@ -57,8 +59,8 @@ def run(flags: argparse.Namespace) -> list[str]:
         if not text:
             raise ConfigError("--stop='' holds no text; leave it out, or write at least one character")
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
-    mesh = mesh_config(settings.mesh, _given(flags, MESH_FIELDS))
-    choose = ", ".join(map(_flag, MESH_FIELDS))
+    mesh = mesh_config(settings.mesh, {**axes, **_given(flags, MESH_FIELDS)})
+    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
     how = {"special_tokens": sample.special_tokens, "name": "--prompt" if flags.prompt else "sample.prompt"}
     ids = [encode(trained.tokenizer, prompt, **how) for prompt in prompts]
@@ -77,6 +79,15 @@ def run(flags: argparse.Namespace) -> list[str]:
     return texts
 
 
+def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
+    """The run's settings with the keys that --config flags change, and those of them that are of the mesh."""
+    if not flags.config:
+        return load_settings(flags.workdir), {}
+    argv = [__name__, f"--workdir={flags.workdir}", *flags.config]
+    settings = read_settings(read_line_of_run(argv, {"workdir": Flag("the folder of the run")}).config)
+    return settings, written_mesh(argv, settings.mesh)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags; missing ones are None. ConfigError suggests the nearest name for an unknown flag."""
     parser = Parser("python -m parallax.generate", description=__doc__)
@@ -91,9 +102,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             meaning = f"{key.metadata['key'].meaning}; default: {origin.format(key.name)}"
             parser.add_argument(_flag(key), type=key.type, help=meaning)
     flags, unknown = parser.parse_known_args(arguments)
-    if unknown:
+    if unknown and not unknown[0].startswith("--config."):
+        name = unknown[0].partition("=")[0]
+        if name.startswith("-") and "." in name:
+            raise ConfigError(unknown_flag(name.lstrip("-"), ()))
         known = ["--workdir", "--step", "--prompt", "--stop", *map(_flag, SAMPLE_FIELDS), *map(_flag, MESH_FIELDS)]
-        raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(unknown[0].partition('=')[0], known)}")
+        raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(name, known)}")
+    flags.config = unknown
     return flags
 
 

@@ -703,7 +703,7 @@ class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
 
     every_steps: int = key(500, "0: only at the end")
     keep_last: int = key(2, "number of newest checkpoints to keep", least=1)
-    keep_best: int = key(1, "by eval/loss")
+    keep_best: int = key(1, "by eval/loss; none without evaluations")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from parallax.runtime.files import OBJECT_BYTES, read_object
 from parallax.runtime.html import html_table
 
 PRINTED_WIDTH = 100  # columns of printed settings
+FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
 # Keys that the saved config of a run does not decide.
 NOT_SAVED = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in sorted(section.not_saved))
 
 
 @dataclass(frozen=True, repr=False)
 class Settings:
-    """All sections of a config; it prints one section per line."""
+    """All sections of a config; it prints each in lines of its own."""
 
     mesh: sections.MeshConfig
     model: sections.ModelConfig
@@ -38,21 +39,12 @@ class Settings:
     distributed: sections.DistributedConfig
     sample: sections.SampleConfig
 
-    def __post_init__(self):
-        if self.checkpoint.keep_best and not self.train.eval_batches:
-            raise ConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations, but train.eval_batches="
-                "0; use checkpoint.keep_best=0 or train.eval_batches=4"
-            )
-
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested dicts of JSON values; `read_settings` reads them back."""
         return asdict(self)
 
     def __repr__(self) -> str:
-        width = max(map(len, SECTIONS))
-        lines = ((name, "  ".join(f"{k}={v!r}" for k, v in keys.items())) for name, keys in self.to_dict().items())
-        return "\n".join(f"{name:{width}}  {keys}" for name, keys in lines)
+        return "\n".join(_lines(self.to_dict()))
 
     def _repr_html_(self) -> str:
         key = lambda k, v: f'<span style="white-space:nowrap">{k}=<b>{escape(repr(v))}</b></span>'  # noqa: E731
@@ -89,6 +81,13 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
     return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
+
+
+def check_settings(settings: Any) -> None:
+    """Raise ConfigError unless these are Settings, as for a config that was not read yet."""
+    if not isinstance(settings, Settings):
+        kind = type(settings).__name__
+        raise ConfigError(f"a {kind} is given where settings are needed; make them with px.read_settings(config)")
 
 
 def load_settings(run: Path) -> Settings:
@@ -157,12 +156,22 @@ def load_json(path: Path, most: int = OBJECT_BYTES) -> dict[str, Any]:
 def differences(settings: Settings) -> list[str]:
     """Differences from configs/base.py, one section per line, as printed when a run starts."""
     base = default_settings().to_dict()
-    changed = {
-        name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
-        for name, keys in settings.to_dict().items()
-    }
-    width = max(map(len, changed))
-    return [line for name, keys in changed.items() for line in _wrapped(f"{name:{width}}", keys)]
+    return _lines(
+        {
+            name: {key: value for key, value in keys.items() if value != base[name][key]}
+            for name, keys in settings.to_dict().items()
+        }
+    )
+
+
+def _lines(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Keys and values by section, one below the other."""
+    width = max(map(len, sections))
+    return [
+        line
+        for name, keys in sections.items()
+        for line in _wrapped(f"{name:{width}}", [f"{key}={value!r}" for key, value in keys.items()])
+    ]
 
 
 def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
@@ -208,3 +217,17 @@ def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> di
         elif there != here:
             differing[key] = there, here
     return differing
+
+
+def difference_text(changed: Mapping[str, tuple[Any, Any]], between: str = ", ") -> str:
+    """What `compare_settings` has found, for a message.
+
+    >>> difference_text({"model.layers": (4, 6), "corpus.fingerprint": ("0" * 64, "1" * 64)})
+    "model.layers=4 there, 6 here, corpus.fingerprint='000000000000' there, '111111111111' here"
+    """
+    fingerprint = lambda key, value: isinstance(value, str) and key.startswith("corpus.")  # noqa: E731
+    short = {
+        key: [value[:FINGERPRINT_DIGITS] if fingerprint(key, value) else value for value in values]
+        for key, values in changed.items()
+    }
+    return between.join(f"{key}={there!r} there, {here!r} here" for key, (there, here) in short.items())

@@ -14,7 +14,7 @@ from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
-from parallax.config.settings import compare_settings
+from parallax.config.settings import compare_settings, difference_text
 from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import PlainPath, read_bytes
@@ -28,6 +28,13 @@ RESUME = ("auto", "must", "never")
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
+# What differs if a fixed key of a section does.
+OF_ANOTHER_RUN = {
+    "corpus": "other data",
+    "model": "another model",
+    "optimizer": "another optimizer",
+    "train": "another seed",
+}
 TOKENIZER = "corpus.tokenizer"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
@@ -61,14 +68,26 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
     if any(map(is_fixed, changed)):
-        causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
-        raise CheckpointError(
-            f"cannot go on from step {newest} in {folder.path} with another model or other data: "
-            f"{_text(causes)}; set them back or choose another --workdir"
-        )
+        raise CheckpointError(f"cannot go on from step {newest} in {folder.path} {_why_not(changed, folder.path)}")
     if changed:
-        say(f"going on with changed settings: {_text(changed)}")
+        say(f"going on with changed settings: {difference_text(changed)}")
     return newest
+
+
+def _why_not(changed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
+    """Why a run cannot be resumed, and what to do: what is read comes first, since model.vocab may follow from it."""
+    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
+    sections = {key.split(".")[0] for key in fixed}
+    corpus = {key: values for key, values in fixed.items() if key.startswith("corpus.")}
+    own = {key: values for key, values in fixed.items() if key not in corpus}
+    read = {key: values for key, values in changed.items() if key.startswith("data.") and key != "data.cache"}
+    cause = difference_text(read) or "data.* is the same, and the text or its tokenizer is not"
+    said = [*([cause] if corpus else []), *map(difference_text, filter(None, (own, corpus)))]
+    advice = "set back what differs, or choose another --workdir"
+    if "model" not in sections:
+        advice += f"; a new run there takes these weights with train.init_from={run}"
+    what = " and ".join(other for section, other in OF_ANOTHER_RUN.items() if section in sections)
+    return f"with {what}: {', '.join(said)}; {advice}"
 
 
 def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
@@ -108,7 +127,7 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
     there, here = changed.get(TOKENIZER, (None, None))
     if there is not None and here is not None:
         raise CheckpointError(
-            f"train.init_from={source!r} learned other ids: {TOKENIZER}={there!r} there, {here!r} here; "
+            f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: (there, here)})}; "
             f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"
         )
     for error in damaged:
@@ -175,7 +194,3 @@ def is_fixed(key: str) -> bool:
     ['model.d_ff']
     """
     return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and not key.startswith(FREE_KEYS))
-
-
-def _text(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key}={there!r} there, {here!r} here" for key, (there, here) in changed.items())

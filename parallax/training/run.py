@@ -164,8 +164,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         if not eval_data.batches:
             raise ConfigError(
                 f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
-                f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0 "
-                "with checkpoint.keep_best=0"
+                f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0"
             )
     of_import = files_of_import(folder, settings.train.init_from)
     return RunComponents(settings, model, tx, train_data, eval_data, of_import)
@@ -337,6 +336,9 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         lines.append(
             f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"
         )
+    if not wanted and settings.checkpoint.keep_best:
+        keep = f"checkpoint.keep_best={settings.checkpoint.keep_best}"
+        lines.append(f"nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best ({keep})")
     if cache := jax.config.jax_compilation_cache_dir:
         lines.append(f"compiled programs are kept in {cache} (train.compile_cache)")
     logger.say("\n".join([*lines, ""]))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import GuardConfig
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, check_settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.checks import device_of, with_kernel
 from parallax.model.products import latest_amax
@@ -243,6 +243,7 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
 
     Without a mesh, on that of the settings, over all devices that are here.
     """
+    check_settings(settings)
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
     device = device_of(mesh)
     if device is not None:

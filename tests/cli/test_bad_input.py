@@ -48,6 +48,10 @@ def command(*arguments, capsys):
         ([BASE, "lr=3"], "stray argument 'lr=3'; did you mean --config.optimizer.learning_rate=3?"),
         ([BASE, "config.mesh.tp=4"], "stray argument 'config.mesh.tp=4'; did you mean --config.mesh.tp=4?"),
         ([BASE, "--workdirr=x"], "unknown flag --workdirr; did you mean 'workdir'?"),
+        ([BASE, "--model.layers=8"], "unknown flag --model.layers; did you mean --config.model.layers?"),
+        ([BASE, "--modl.layer=8"], "unknown flag --modl.layer; did you mean --config.model.layers?"),
+        ([BASE, "--learning-rate=1"], "unknown flag --learning-rate; did you mean --config.optimizer.learning_rate?"),
+        ([BASE, "--distributed.cordinator=a"], "did you mean 'distributed.coordinator'? Known: config, workdir"),
         ([BASE, "--resume=maybe"], "value should be one of <auto|must|never>"),
         ([BASE, "--run-name=../x"], "--run-name='../x' is not a valid name of a run"),
         ([BASE, "--run-name=" + "x" * 101], "is not a valid name of a run; use 1 to 100 letters"),
@@ -228,6 +232,20 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config = 1", "mine.py: it has no get_config(), which returns the config; write it as in configs/base.py"),
+        ("def get_config(): return {}", "mine.py: get_config() returns a dict, not a ConfigDict; begin with that of"),
+        ("def get_config(size): return size", "mine.py: TypeError: get_config() missing 1 required positional"),
+    ],
+)
+def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(text)
+    status, error = command(f"--config={tmp_path / 'mine.py'}", capsys=capsys)
+    assert status == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"mesh.tp": 0}, "mesh.tp=0 is not a number of devices; use 1 or more, or -1"),
@@ -299,7 +317,6 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
         ),
         ({"train.seed": -1}, "train.seed=-1 is too small; use 0 or more"),
         ({"train.seed": 2**31}, "train.seed=2147483648 is too large; use less than 2**31"),
-        ({"train.eval_batches": 0}, "checkpoint.keep_best=1 needs evaluations, but train.eval_batches=0"),
         ({"sample.top_p": 0.0}, "sample.top_p=0.0 must be above 0 and at most 1 (off)"),
         ({"sample.temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
     ],

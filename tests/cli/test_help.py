@@ -1,6 +1,9 @@
 """What --help prints, of every command; flags have dashes, and the underscores of other projects are taken, too."""
 
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 from command_modules import command
@@ -8,6 +11,7 @@ from command_modules import command
 import train
 from parallax.cli.command import Flag, read_line
 
+ROOT = pathlib.Path(train.__file__).parent
 ABSL = ("plan", "report", "evaluate", "replay")
 PARSED = ("generate", "convert", "watch", "data", "schedules")
 COMMANDS = {"train": train, **{name: command(name) for name in (*ABSL, *PARSED, "launch")}}
@@ -62,6 +66,23 @@ def test_help_config_is_there_where_argparse_reads_the_line(capsys, monkeypatch)
 def test_flags_have_dashes(name, capsys, monkeypatch):
     out = printed(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
     assert not re.findall(r"--(?!config\.)[\w.-]*_", out)
+
+
+def test_the_package_as_a_program_lists_every_command_and_what_it_does():
+    run = lambda *words: subprocess.run(  # noqa: E731
+        [sys.executable, "-X", "importtime", "-m", "parallax", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    listed = run()
+    names = [line.split("  ")[0] for line in listed.stdout.splitlines()[:-2]]
+    assert names == [
+        "python train.py",
+        *(f"python -m parallax.{name}" for name in sorted({*COMMANDS, "firstrun"} - {"train"})),
+    ]
+    assert "python -m parallax.generate   Generate text with a trained model.\n" in listed.stdout
+    assert listed.returncode == 0 and "| jax\n" not in listed.stderr and run("--help").stdout == listed.stdout
+    for word, said in {"generate": "write python -m parallax.generate", "genrate": "did you mean 'generate'?"}.items():
+        wrong = run(word)
+        assert wrong.returncode == 2 and not wrong.stdout and said in wrong.stderr.splitlines()[-1]
 
 
 OWN = {"run-name": Flag(""), "trace-only": Flag("", False), "workdir": Flag("")}

@@ -355,7 +355,16 @@ def test_the_command_runs_as_a_module(whole_run):
         (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),
         (["--prompt", "a", "def"], 2, "unknown argument 'def'; known: --workdir, --step, --prompt, --stop"),
         (["--prompt", "a", "--step", "5"], 3, "there is no checkpoint of step 5 in "),
-        (["--prompt", "a", "--tp", "3"], 2, "choose with --pp, --dp, --tp, --simulate"),
+        (["--prompt", "a", "--tp", "3"], 2, "choose with --config.mesh.pp, --config.mesh.replica, --config.mesh.dp"),
+        (["--prompt", "a", "--config.mesh.tp=3"], 2, "choose with --config.mesh.pp, --config.mesh.replica"),
+        (["--prompt", "a", "--mesh.tp=2"], 2, "unknown flag --mesh.tp; did you mean --config.mesh.tp?"),
+        (["--prompt", "a", "--config.mesh.tpp=2"], 2, "unknown key --config.mesh.tpp; did you mean 'tp'?"),
+        (["--prompt", "a", "--config.mesh.tp=2", "def"], 2, "stray argument 'def'"),
+        (
+            ["--prompt", "a", "--workdir", "nowhere", "--config.mesh.tp=2"],
+            3,
+            "--workdir=nowhere is not the folder of a run: it has no config.json",
+        ),
         (
             ["--prompt", "a", "--workdir", "nowhere"],
             3,
@@ -365,8 +374,19 @@ def test_the_command_runs_as_a_module(whole_run):
 )
 def test_what_the_command_refuses_is_one_line(whole_run, capsys, flags, status, message):
     assert main(["--workdir", str(whole_run), *flags]) == status
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    *before, last = capsys.readouterr().err.splitlines()
+    assert message in last and all("/config.json " in line for line in before)
+
+
+@pytest.mark.parametrize("words", [["--config.mesh.tp=2", "--config.mesh.dp=1"], ["--tp=2", "--dp=1"]], ids=str)
+def test_flags_of_the_mesh_are_those_of_other_commands_and_keys_of_a_sample_too(words, whole_run, capsys):
+    texts = []
+    for written in (["--tokens=3", "--seed=7"], ["--config.sample.tokens=3", "--config.sample.seed", "7"]):
+        assert main([f"--workdir={whole_run}", "--prompt=It is", *words, *written]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert "on pp1·dp1·tp2\n" in captured.err and "up to 3 tokens in" in captured.err
+    assert texts[0] == texts[1]
 
 
 def test_a_folder_without_a_checkpoint_is_named(whole_run, tmp_path, capsys):

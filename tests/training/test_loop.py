@@ -18,7 +18,7 @@ from rich.console import Console
 from run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
 from stand_ins import full_disk, on_write
 
-from parallax.checkpoint.steps import latest_step
+from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli.command import load_config
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
@@ -262,8 +262,42 @@ def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, who
     train(tiny_config(texts), halfway)
     assert losses(halfway) == losses(whole_run)
     (texts / "01.txt").write_text("Another text altogether. " * 20)
-    with pytest.raises(CheckpointError, match=r"or other data: corpus.fingerprint=.* there, .* here; set them back"):
+    with pytest.raises(CheckpointError, match=r"other data: data\.\* is the same, .* is not, corpus.fingerprint="):
         train(tiny_config(texts, **{"train.steps": 20}), halfway)
+
+
+def test_an_error_about_other_data_begins_with_its_cause_and_ends_with_what_to_do(corpus, whole_run, tmp_path):
+    def refused(config):
+        with pytest.raises(CheckpointError) as error:
+            train(config, whole_run)
+        return str(error.value)
+
+    begins = f"cannot go on from step 8 in {whole_run} with other data: "
+    corpora = "corpus.fingerprint='[0-9a-f]{12}' there, '[0-9a-f]{12}' here"
+    ends = (
+        "; set back what differs, or choose another --workdir; a new run there takes these weights with "
+        f"train.init_from={whole_run}"
+    )
+    message = refused(tiny_config(corpus, **{"data.seq": 16, "data.cache": str(tmp_path), "train.steps": 20}))
+    assert re.fullmatch(f"{begins}data.seq=32 there, 16 here, {corpora}{ends}", message)
+    texts = write_corpus(tmp_path / "corpus")
+    (texts / "01.txt").write_text("Another text altogether. " * 20)
+    config = tiny_config(texts, **{"model.d_ff": 128, "train.steps": 20})
+    message, paths = refused(config), f"data.path='{corpus}/*.txt' there, '{texts}/*.txt' here"
+    begins = f"cannot go on from step 8 in {whole_run} with other data and another model: "
+    assert message.startswith(f"{begins}{paths}, model.d_ff=64 there, 128 here, corpus.fingerprint=")
+    assert message.endswith("; set back what differs, or choose another --workdir")  # of another model no weights fit
+
+
+def test_a_run_without_evaluations_needs_no_other_key_and_says_that_none_is_the_best(corpus, tmp_path, capsys):
+    changes = {"train.eval_batches": 0, "data.eval_fraction": 0.0, "checkpoint.every_steps": 2, "train.steps": 6}
+    config = tiny_config(corpus, **changes)
+    assert config.checkpoint.keep_best == 1 and train(config, tmp_path).reason == "finished"
+    said = (
+        "nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best (checkpoint.keep_best=1)"
+    )
+    assert capsys.readouterr().out.count(said) == 1
+    assert sorted(complete_steps(tmp_path / "checkpoints")) == [4, 6]
 
 
 def test_resume_must_and_never_mean_it(corpus, tmp_path, whole_run):

@@ -1,0 +1,49 @@
+"""`python -m parallax`: the commands, each with what it does."""
+
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallax.runtime.errors import ConfigError, exit_status, nearest
+from parallax.runtime.files import names_in, read_bytes
+
+CLI = Path(__file__).parent / "cli"
+TRAIN_PY = CLI.parents[1] / "train.py"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the commands; returns the exit status. What does not exist is one line on stderr."""
+    return exit_status(lambda: print(_listed(arguments)))
+
+
+def _listed(arguments: Sequence[str]) -> str:
+    known = commands()
+    if arguments and arguments[0] not in ("-h", "--help"):
+        name = arguments[0]
+        how = f"write python -m parallax.{name}" if name in known else nearest(name, known)
+        raise ConfigError(f"{name!r} is no argument of python -m parallax; {how}")
+    lines = {f"python -m parallax.{name}": about for name, about in known.items()}
+    if TRAIN_PY.is_file():
+        lines = {"python train.py": _about(_parsed(TRAIN_PY)), **lines}
+    width = max(map(len, lines))
+    return "\n".join([*(f"{line:{width}}  {about}" for line, about in lines.items()), "", "--help says more of each."])
+
+
+def commands() -> dict[str, str]:
+    """The commands by name, each with the first sentence of its help; nothing of them is imported."""
+    programs = {Path(name).stem: _parsed(CLI / name) for name in names_in(CLI) if name.endswith(".py")}
+    has_main = lambda tree: any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)  # noqa: E731
+    return {name: _about(tree) for name, tree in programs.items() if has_main(tree)}
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(read_bytes(file))
+
+
+def _about(program: ast.Module) -> str:
+    return " ".join(ast.get_docstring(program).partition("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
