@@ -342,14 +342,17 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     data, pipeline = settings.data, settings.pipeline
     ranks = math.prod(getattr(settings.mesh, axis) for axis in BATCH_AXES)
     windows, seq = data.global_batch // ranks // pipeline.microbatches, data.seq // settings.mesh.cp
-    stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+    stages, batches = (
+        f" v={pipeline.virtual}" * (pipeline.virtual > 1),
+        "microbatch" + "es" * (pipeline.microbatches > 1),
+    )
     schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
     lines = [
         f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}" + " core" * (topology.chip.cores > 1),
-        f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
+        f"mesh {mesh}; {schedule}, {pipeline.microbatches} {batches} of {windows} x {seq} tokens a device",
         f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         *_mixture_lines(settings, topology),
         *dtype_lines(settings),

@@ -884,6 +884,7 @@ def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_aske
     asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
     lines = plan_heading("tiny", tiny(**asked), PAIR).splitlines()
     assert "; interleaved v=2, 2 microbatches" in lines[1] and "policy zero3, one layer ahead," in lines[2]
+    assert "; accumulate, 1 microbatch of 2 x 16 tokens" in plan_heading("tiny", tiny(pipeline_microbatches=1), PAIR)
     plain = plan_heading("tiny", tiny(), PAIR)
     assert "; accumulate, 2 microbatches" in plain and "policy zero3, " in plain
 
