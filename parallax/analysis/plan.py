@@ -5,7 +5,7 @@ import dataclasses
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -182,15 +182,16 @@ def helpful_changes(
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     faster.sort(key=by_secs)
-    best_of = {_keys(settings, change): change for change in reversed(faster)}
-    # The best change of each key comes before others of a key.
-    shown = sorted(faster, key=lambda change: best_of[_keys(settings, change)] is not change)[:most]
-    alone = sorted(shown, key=by_secs) + sorted(smaller, key=by_bytes)[:least]
+    smaller.sort(key=by_bytes)
+    alone = sorted(best_of_each_key(settings, faster, most), key=by_secs)
+    alone += sorted(best_of_each_key(settings, smaller, least), key=by_bytes)
     return alone + best_together(settings, topology, now, faster)
 
 
-def _keys(settings: Settings, change: Change) -> Hashable:
-    return frozenset(changed_keys(settings, change.changed)) if change.changed else change.flags
+def best_of_each_key(settings: Settings, ordered: Sequence[Change], count: int) -> list[Change]:
+    """So many of these changes: the first one of each key before second ones."""
+    keys = [frozenset(changed_keys(settings, one.changed)) if one.changed else one.flags for one in ordered]
+    return [one for _, one in sorted(enumerate(ordered), key=lambda at: keys[at[0]] in keys[: at[0]])][:count]
 
 
 def best_together(settings: Settings, topology: Topology, now: Estimate, faster: Sequence[Change]) -> list[Change]:

@@ -38,6 +38,7 @@ from parallax.analysis.plan import (
     LEAST_SPEEDUP,
     REMAT_WIDTH,
     Change,
+    best_of_each_key,
     changes_table,
     compiled_lines,
     eight_bit_lines,
@@ -810,6 +811,16 @@ def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
     lines = "\n".join(changes_table(found))
     assert ("the two best together" in lines) == bool(expected) and max(map(len, lines.splitlines())) <= 100
     assert ("all that help, together" in lines) == (len(expected) == 2)
+
+
+def test_the_best_change_of_each_key_is_shown_before_second_ones():
+    settings = tiny()
+    keys = ("pipeline.remat=none", "pipeline.remat=elementwise", "pipeline.microbatches=1", "fsdp.prefetch=1")
+    ordered = [Change(key, 0, 0.0, with_keys(settings, key)) for key in keys]
+    assert [one.flags for one in best_of_each_key(settings, ordered, 3)] == [keys[0], keys[2], keys[3]]
+    assert len(best_of_each_key(settings, ordered, 9)) == 4
+    unknown = [Change(key, 0, 0.0) for key in keys]
+    assert best_of_each_key(settings, unknown, 9) == unknown
 
 
 def test_sums_of_gradients_by_reduce_scatter_hide_where_sparse_cores_run_them():
