@@ -44,7 +44,10 @@ PLAIN = {"fsdp.reduce": "float32"}
 AHEAD = {"fsdp.prefetch": 1}
 # Compared with rows that recompute every layer.
 LAYER = {"pipeline.remat": "layer"}
-PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
+INTERLEAVED = {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
+PIPELINE = LAYER | INTERLEAVED
+# More and smaller microbatches, and more that is recomputed, than the config has.
+FOUR = {"pipeline.microbatches": 4, "pipeline.remat": "attention", "fsdp.reduce": "compute"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 # What comes to experts is sent again, and experts are gathered once a step: gathers would wait behind it.
@@ -96,18 +99,22 @@ ROWS = {
     ],
     "llama2_7b_64": [
         Row({}),
-        Row({}, options=False),
-        Row(PLAIN),
-        Row({"pipeline.remat": "elementwise"}),
-        Row(LAYER),
-        Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
-        Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+        Row(FOUR),
+        Row(FOUR, options=False),
+        Row(FOUR | PLAIN),
+        Row(FOUR | {"pipeline.remat": "elementwise"}),
+        Row(FOUR | LAYER),
+        Row(FOUR | LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
+        Row(FOUR | PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+        Row({"mesh.dp": 16, "mesh.tp": 4}),
+        Row(INTERLEAVED | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
     ],
     "llama_1b_128k": [
         Row({}),
-        Row({"layout.context": "all_gather"}),
-        Row(RING),
-        Row(RING | {"layout.context": "all_gather"}),
+        Row(LAYER),
+        Row(LAYER | {"layout.context": "all_gather"}),
+        Row(LAYER | RING),
+        Row(LAYER | RING | {"layout.context": "all_gather"}),
         Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
     ],
     "mixtral_8x7b_128": [Row({}), Row({"data_parallel.exceptions": ""}), Row({"layout.exchange": "gather"})],

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -183,15 +183,16 @@ def helpful_changes(
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     faster.sort(key=by_secs)
-    best_of = {_keys(settings, change): change for change in reversed(faster)}
-    # The best change of each key comes before others of a key.
-    shown = sorted(faster, key=lambda change: best_of[_keys(settings, change)] is not change)[:most]
-    alone = sorted(shown, key=by_secs) + sorted(smaller, key=by_bytes)[:least]
+    smaller.sort(key=by_bytes)
+    alone = sorted(best_of_each_key(settings, faster, most), key=by_secs)
+    alone += sorted(best_of_each_key(settings, smaller, least), key=by_bytes)
     return alone + best_together(settings, topology, now, faster)
 
 
-def _keys(settings: Settings, change: Change) -> Hashable:
-    return frozenset(changed_keys(settings, change.changed)) if change.changed else change.flags
+def best_of_each_key(settings: Settings, ordered: Sequence[Change], count: int) -> list[Change]:
+    """So many of these changes: the first one of each key before second ones."""
+    keys = [frozenset(changed_keys(settings, one.changed)) if one.changed else one.flags for one in ordered]
+    return [one for _, one in sorted(enumerate(ordered), key=lambda at: keys[at[0]] in keys[: at[0]])][:count]
 
 
 def best_together(settings: Settings, topology: Topology, now: Estimate, faster: Sequence[Change]) -> list[Change]:
@@ -343,14 +344,17 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     data, pipeline = settings.data, settings.pipeline
     ranks = math.prod(getattr(settings.mesh, axis) for axis in BATCH_AXES)
     windows, seq = data.global_batch // ranks // pipeline.microbatches, data.seq // settings.mesh.cp
-    stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+    stages, batches = (
+        f" v={pipeline.virtual}" * (pipeline.virtual > 1),
+        "microbatch" + "es" * (pipeline.microbatches > 1),
+    )
     schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
     lines = [
         f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}" + " core" * (topology.chip.cores > 1),
-        f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
+        f"mesh {mesh}; {schedule}, {pipeline.microbatches} {batches} of {windows} x {seq} tokens a device",
         f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         *_mixture_lines(settings, topology),
         *dtype_lines(settings),

@@ -38,6 +38,7 @@ from parallax.analysis.plan import (
     LEAST_SPEEDUP,
     REMAT_WIDTH,
     Change,
+    best_of_each_key,
     changes_table,
     compiled_lines,
     eight_bit_lines,
@@ -812,6 +813,16 @@ def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
     assert ("all that help, together" in lines) == (len(expected) == 2)
 
 
+def test_the_best_change_of_each_key_is_shown_before_second_ones():
+    settings = tiny()
+    keys = ("pipeline.remat=none", "pipeline.remat=elementwise", "pipeline.microbatches=1", "fsdp.prefetch=1")
+    ordered = [Change(key, 0, 0.0, with_keys(settings, key)) for key in keys]
+    assert [one.flags for one in best_of_each_key(settings, ordered, 3)] == [keys[0], keys[2], keys[3]]
+    assert len(best_of_each_key(settings, ordered, 9)) == 4
+    unknown = [Change(key, 0, 0.0) for key in keys]
+    assert best_of_each_key(settings, unknown, 9) == unknown
+
+
 def test_sums_of_gradients_by_reduce_scatter_hide_where_sparse_cores_run_them():
     sent = [Sent("reduce-scatter", ("dp",), 1e9, 4, "backward", "Block", "")]
     settings = tiny(mesh_dp=8, data_global_batch=8, fsdp_reduce="float32")
@@ -884,6 +895,7 @@ def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_aske
     asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
     lines = plan_heading("tiny", tiny(**asked), PAIR).splitlines()
     assert "; interleaved v=2, 2 microbatches" in lines[1] and "policy zero3, one layer ahead," in lines[2]
+    assert "; accumulate, 1 microbatch of 2 x 16 tokens" in plan_heading("tiny", tiny(pipeline_microbatches=1), PAIR)
     plain = plan_heading("tiny", tiny(), PAIR)
     assert "; accumulate, 2 microbatches" in plain and "policy zero3, " in plain
 
