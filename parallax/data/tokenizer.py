@@ -3,9 +3,11 @@
 import hashlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from parallax.runtime.files import make_folder, object_of, read_bytes, write_who
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
+LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 END_OF_DOCUMENT = "<|endoftext|>"
 # Other projects' names of the token that ends a document, for tokenizers loaded from their files.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
@@ -180,7 +184,7 @@ Tokenizer = Bytes | Bpe
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
     """Train a byte-level BPE with at most `vocab` entries (fewer for a small corpus); equal documents give equal
-    results.
+    results. Ctrl-C ends it.
 
     Raises:
         ConfigError: `vocab` is too small for the bytes.
@@ -199,8 +203,18 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    inner.train_from_iterator(documents, trainer)
+    # In a thread: the library hears no Ctrl-C until it is done.
+    with ThreadPool(1) as pool:
+        pool.apply_async(inner.train_from_iterator, (map(_with_long_words_cut, documents), trainer)).get()
     return Bpe(inner.to_str())
+
+
+def _with_long_words_cut(text: str) -> list[str]:
+    """Pieces of a document whose words have at most LONGEST_WORD characters: the library's time for a word grows with
+    the square of its length."""
+    long_words = (found.span() for found in LONG_WORD.finditer(text))
+    cuts = [cut for start, end in long_words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
