@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
+from parallax.data.growth import check_growth
 from parallax.runtime.errors import ConfigError, DataError, errors_as, how_to_install, imported
 from parallax.runtime.files import make_folder, object_of, read_bytes, write_whole
 
@@ -116,6 +117,7 @@ class Bpe:
             self._inner = _library().Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{origin} is not a tokenizer: {error}") from error
+        check_growth(self._inner, origin)
         self._text, self._config = text, config
         # Text that spells a special token is encoded as text, so that a document has no end inside it.
         self._inner.encode_special_tokens = True

@@ -1,5 +1,6 @@
 """Tokenizers give back every text, and say what is wrong with a file."""
 
+import base64
 import hashlib
 import json
 import sys
@@ -250,6 +251,46 @@ def test_a_file_that_remembers_the_length_of_a_batch_cuts_and_fills_nothing(tmp_
     for text in DOCUMENTS:
         np.testing.assert_array_equal(found.encode(text), BPE.encode(text))
         np.testing.assert_array_equal(found.encode_many([text, "a"])[1], BPE.encode("a"))
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TEMPLATE |= {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": [{"Sequence": {"id": "B", "type_id": 0}}]}
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TABLE = base64.b64encode((8).to_bytes(4, "little") + bytes(8) + b"x" * 300 + b"\0").decode()
+ANY = {"Regex": "b*"}
+GROWS = {
+    "sixty that double a letter": ("normalizer", [DOUBLE] * 60),
+    "in sequences": ("normalizer", [{"type": "Sequence", "normalizers": [DOUBLE] * 5}] * 2),
+    "of another form": ("normalizer", [{"pattern": {"String": "a"}, "content": "aa"}] * 60),
+    "an expression that matches nothing": ("normalizer", [DOUBLE | {"pattern": ANY, "content": "a" * 17}] * 2),
+    "a text before": ("normalizer", [{"type": "Prepend", "prepend": "a" * 300}]),
+    "letters that are taken apart": ("normalizer", [DOUBLE | {"content": "\ufdfa"}, {"type": "NFKD"}] * 4),
+    "a table": ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": TABLE}]),
+    "bytes of bytes": ("pre_tokenizer", [LEVEL] * 60),
+    "a template that says a text twice": ("post_processor", [TEMPLATE] * 60),
+    "the way back": ("decoder", [DOUBLE] * 60),
+}
+LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+LISTS |= {"post_processor": "processors", "decoder": "decoders"}
+
+
+@pytest.mark.parametrize("what", GROWS)
+def test_steps_that_make_a_text_absurdly_long_are_refused_before_they_run(what, tmp_path):
+    step, parts = GROWS[what]
+    content = json.loads(BPE._text) | {step: {"type": "Sequence", LISTS[step]: parts}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"tokenizer\.json has a {step} of \d+ steps that could make .* times as long"):
+        load_tokenizer(tmp_path)
+
+
+def test_steps_that_published_tokenizers_have_are_read(tmp_path):
+    space, quotes = {"Regex": " {2,}"}, {"String": "``"}
+    parts = [DOUBLE | {"pattern": quotes, "content": '"'}, {"type": "NFKD"}, {"type": "StripAccents"}]
+    parts += [{"type": "Lowercase"}, DOUBLE | {"pattern": space, "content": "▁"}, {"type": "Prepend", "prepend": "▁"}]
+    content = json.loads(BPE._text) | {"normalizer": {"type": "Sequence", "normalizers": parts}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("``A  b")) == '▁"a▁b'
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
