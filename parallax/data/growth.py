@@ -12,7 +12,7 @@ MOST_GROWTH = 256  # published tokenizers stay below 80
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 OF_SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 # Steps that all tokenizers share, each with its growth where it comes again; done once, they are what users expect.
-SHARED = {
+SHARED_GROWTH = {
     "NFD": 4,
     "NFC": 3,
     "NFKD": 18,
@@ -22,7 +22,7 @@ SHARED = {
     "ByteLevel": 2,
     "Metaspace": 2,
 }
-SHARED |= {"BertProcessing": 3, "RobertaProcessing": 3}
+SHARED_GROWTH |= {"BertProcessing": 3, "RobertaProcessing": 3}
 
 
 def check_growth(tokenizer: Any, origin: str) -> None:
@@ -31,7 +31,7 @@ def check_growth(tokenizer: Any, origin: str) -> None:
         step = getattr(tokenizer, name)
         parts = [] if step is None else [*_parts(json.loads(step.__getstate__()))]
         again = [part["type"] for at, part in enumerate(parts) if part["type"] in [one["type"] for one in parts[:at]]]
-        growth = math.prod(map(_growth, parts)) * math.prod(SHARED.get(kind, 1) for kind in again)
+        growth = math.prod(map(_growth, parts)) * math.prod(SHARED_GROWTH.get(kind, 1) for kind in again)
         if growth > MOST_GROWTH:
             raise DataError(
                 f"{origin} has a {name} of {len(parts)} steps that could make a text {growth:.3g} times as long; "

@@ -72,8 +72,8 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
 
 
 def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
-    """Parts of layers with 8-bit products; None for settings that are refused today."""
-    with contextlib.suppress(ConfigError):
+    """Parts of layers with 8-bit products; None for settings that are refused today, or that no run has written."""
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
         return ModelConfig(**settings["model"]).products_in_8_bits
     return None
 
