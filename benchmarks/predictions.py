@@ -37,7 +37,7 @@ ON_CPU = (  # config, meshes, schedules, remat: heads and layers of the first tw
 ON_TPU = (
     ("llama_1b_16", "1,16,1", "v5e:4x4"),
     ("llama_1b_16", "1,8,2", "v5e:4x4"),
-    ("deepseek_v2_lite_mla", "1,8,2", "v5p:2x2x4"),
+    ("deepseek_v2_lite_mla", "1,16,1", "v5p:2x2x4"),
     ("llama2_7b_64", "1,64,1", "v5p:4x4x4"),
     ("llama2_7b_64", "1,16,4", "v5p:4x4x4"),
 )

@@ -272,6 +272,8 @@ def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
         if not isinstance(content.get(key), dict):
             yield f"has no {key}"
             return
+    if not all(isinstance(keys, dict) for keys in content["settings"].values()):
+        yield "has settings without sections"
     if not isinstance(content.get("loss", ""), int | float | None):
         yield "has no loss, nor null in its place"
     for name, sums in content["files"].items():

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
+from parallax.data.growth import check_growth
 from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
 from parallax.runtime.errors import ConfigError, DataError, errors_as, first_line, how_to_install, imported
 from parallax.runtime.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
@@ -22,6 +24,8 @@ from parallax.runtime.files import make_folder, object_if_readable, object_of, r
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
 MODEL_CONFIG = "config.json"  # of a published model
+LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
 
 class Bytes:
@@ -131,6 +135,7 @@ class Bpe:
         self, text: str, origin: str = TOKENIZER_FILE, config: str = "", model: Mapping[str, Any] | None = None
     ):
         self._inner = _from_text(text, origin)
+        check_growth(self._inner, origin)
         self._text, self._origin, self.config = text, origin, config
         beside = Path(origin).with_name(TOKENIZER_CONFIG)
         try:
@@ -293,7 +298,7 @@ def as_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
     """Train a byte-level BPE with at most `vocab` entries (fewer for a small corpus); equal documents give equal
-    results.
+    results. Ctrl-C ends it.
 
     Raises:
         ConfigError: `vocab` is too small for the bytes.
@@ -312,8 +317,18 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    inner.train_from_iterator(documents, trainer)
+    # In a thread: the library hears no Ctrl-C until it is done.
+    with ThreadPool(1) as pool:
+        pool.apply_async(inner.train_from_iterator, (map(_with_long_words_cut, documents), trainer)).get()
     return Bpe(inner.to_str())
+
+
+def _with_long_words_cut(text: str) -> list[str]:
+    """Pieces of a document whose words have at most LONGEST_WORD characters: the library's time for a word grows with
+    the square of its length."""
+    long_words = (found.span() for found in LONG_WORD.finditer(text))
+    cuts = [cut for start, end in long_words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:

@@ -249,7 +249,7 @@ def nearest(written: str, known: Iterable[str]) -> str:
 
 def check_choice(key: str, written: str, known: Collection[str]) -> None:
     """Raise ConfigError unless `written` is one of `known`."""
-    if written not in known:
+    if written not in [*known]:  # a file may have written a list, which no dict can be asked for
         raise ConfigError(f"{key}={quoted(written)} is unknown; {nearest(str(written), known)}")
 
 

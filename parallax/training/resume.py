@@ -91,8 +91,8 @@ def _why_not(changed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
 
 
 def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
-    """Parts of layers with 8-bit products; None for settings that are refused today."""
-    with contextlib.suppress(ConfigError):
+    """Parts of layers with 8-bit products; None for settings that are refused today, or that no run has written."""
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
         return ModelConfig(**settings["model"]).products_in_8_bits
     return None
 

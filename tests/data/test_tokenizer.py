@@ -1,8 +1,11 @@
 """Tokenizers give back every text, and say what is wrong with a file."""
 
+import base64
 import hashlib
 import json
 import sys
+import threading
+import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import given
 from parallax.data.prepare import Request, prepare
 from parallax.data.shards import ids_file
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.data.tokenizer import Bytes, _with_long_words_cut, load_tokenizer, train_bpe
 from parallax.inference.generate import encode
 from parallax.runtime.errors import ConfigError, DataError
 
@@ -185,6 +188,33 @@ def test_equal_documents_train_equal_entries():
     assert train_bpe(DOCUMENTS[:1], vocab=290).fingerprint != BPE.fingerprint
 
 
+def test_an_unbroken_word_is_learned_from_in_pieces_and_other_texts_as_ever():
+    """The library's time for a word grows with the square of its length: 48 s for 200,000 letters of DNA."""
+    dna = "".join(np.random.default_rng(0).choice([*"ACGT"], 100_000))
+    pieces = [dna[at : at + 1024] for at in range(0, len(dna), 1024)]
+    began = time.process_time()
+    learned = train_bpe([f"a gene {dna} ends"], vocab=300)
+    assert time.process_time() - began < 8
+    assert (
+        learned.fingerprint
+        == train_bpe([f"a gene {pieces[0]}", *pieces[1:-1], f"{pieces[-1]} ends"], vocab=300).fingerprint
+    )
+    assert _with_long_words_cut("two words " * 1000) == ["two words " * 1000]
+    assert [*map(len, _with_long_words_cut(f"a {'b' * 1024} {' ' * 1500}c"))] == [2 + 1024 + 1024, 1501 - 1024 + 1]
+
+
+def test_ctrl_c_does_not_wait_for_a_bpe():
+    """The library hears no signal in the thread in which it learns."""
+    threads = []
+
+    def documents():
+        threads.append(threading.current_thread())
+        yield "some text"
+
+    train_bpe(documents(), vocab=260)
+    assert threads and threads[0] is not threading.main_thread() and threads[0].daemon
+
+
 def test_bpe_has_at_most_the_entries_that_are_asked_for():
     assert BPE.vocab == 290
     assert train_bpe(["ab"], vocab=10_000).vocab < 300
@@ -221,6 +251,46 @@ def test_a_file_that_remembers_the_length_of_a_batch_cuts_and_fills_nothing(tmp_
     for text in DOCUMENTS:
         np.testing.assert_array_equal(found.encode(text), BPE.encode(text))
         np.testing.assert_array_equal(found.encode_many([text, "a"])[1], BPE.encode("a"))
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TEMPLATE |= {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": [{"Sequence": {"id": "B", "type_id": 0}}]}
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TABLE = base64.b64encode((8).to_bytes(4, "little") + bytes(8) + b"x" * 300 + b"\0").decode()
+ANY = {"Regex": "b*"}
+GROWS = {
+    "sixty that double a letter": ("normalizer", [DOUBLE] * 60),
+    "in sequences": ("normalizer", [{"type": "Sequence", "normalizers": [DOUBLE] * 5}] * 2),
+    "of another form": ("normalizer", [{"pattern": {"String": "a"}, "content": "aa"}] * 60),
+    "an expression that matches nothing": ("normalizer", [DOUBLE | {"pattern": ANY, "content": "a" * 17}] * 2),
+    "a text before": ("normalizer", [{"type": "Prepend", "prepend": "a" * 300}]),
+    "letters that are taken apart": ("normalizer", [DOUBLE | {"content": "\ufdfa"}, {"type": "NFKD"}] * 4),
+    "a table": ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": TABLE}]),
+    "bytes of bytes": ("pre_tokenizer", [LEVEL] * 60),
+    "a template that says a text twice": ("post_processor", [TEMPLATE] * 60),
+    "the way back": ("decoder", [DOUBLE] * 60),
+}
+LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+LISTS |= {"post_processor": "processors", "decoder": "decoders"}
+
+
+@pytest.mark.parametrize("what", GROWS)
+def test_steps_that_make_a_text_absurdly_long_are_refused_before_they_run(what, tmp_path):
+    step, parts = GROWS[what]
+    content = json.loads(BPE._text) | {step: {"type": "Sequence", LISTS[step]: parts}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"tokenizer\.json has a {step} of \d+ steps that could make .* times as long"):
+        load_tokenizer(tmp_path)
+
+
+def test_steps_that_published_tokenizers_have_are_read(tmp_path):
+    space, quotes = {"Regex": " {2,}"}, {"String": "``"}
+    parts = [DOUBLE | {"pattern": quotes, "content": '"'}, {"type": "NFKD"}, {"type": "StripAccents"}]
+    parts += [{"type": "Lowercase"}, DOUBLE | {"pattern": space, "content": "▁"}, {"type": "Prepend", "prepend": "▁"}]
+    content = json.loads(BPE._text) | {"normalizer": {"type": "Sequence", "normalizers": parts}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("``A  b")) == '▁"a▁b'
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

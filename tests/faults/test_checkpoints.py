@@ -209,6 +209,7 @@ HOSTILE = {
     "an absolute path": (add_file("/etc/passwd"), "outside of its folder"),
     "a hidden way up": (add_file("d/../../x"), "outside of its folder"),
     "a NUL": (add_file("d/x\0y"), "outside of its folder"),
+    "a section that is a number": (lambda m: m["settings"].update(model=5), "settings without sections"),
     "a huge size": (add_file("x", bytes=10**40), "a size that no file has"),
     "a negative size": (add_file("x", bytes=-1), "a size that no file has"),
     "a size as text": (add_file("x", bytes="9"), "a size that no file has"),

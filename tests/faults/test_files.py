@@ -1,5 +1,6 @@
 """File systems that fail while a run goes on, and files that somebody else has made: one line, and nothing is lost."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from checkpoint_examples import rewrite
 from data_examples import prepare_texts, prepared_reader
 from rich.console import Console
 from run_examples import as_flags, at_batch, at_step, tiny_config
@@ -31,10 +33,13 @@ from parallax.data import sources
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import load_tokenizer
+from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.run import Run as Trained
-from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError, exit_status, tell
 from parallax.runtime.files import AppendFile, object_of
+from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
+from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
@@ -495,6 +500,25 @@ def test_a_pipe_in_place_of_a_file_that_is_read_is_not_waited_for(name, received
         with pytest.raises((CheckpointError, DataError), match=rf"{name} cannot be read: {name} is no plain file"):
             load_settings(received)
             load_tokenizer(received)
+
+
+FORGED = [{}, {"model": {}}, {"model": {"layers": "x", "unknown": 1}}, {"model": 5}, {"pipeline": 3}, {"train": None}]
+FORGED += [{"pipeline": {"gather": []}}, {"model": {"matmul_parts": {}}, "data_parallel": {"policy": "zero3"}}]
+
+
+@pytest.mark.parametrize("settings", FORGED, ids=str)
+def test_a_manifest_with_settings_that_no_run_has_written_is_refused_in_one_line(settings, received):
+    for step in complete_steps(received / "checkpoints"):
+        rewrite(received / "checkpoints", step, lambda manifest: manifest.update(settings=settings))
+    wanted = {**load_settings(received).to_dict(), "corpus": {}, "code": {}}
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        assert step_to_resume(RunFolder(received), wanted, "must", print)
+    assert "\n" not in str(error.value)
+    here = load_settings(received)
+    if all(isinstance(keys, dict) for keys in settings.values()) and "pipeline" not in settings:
+        assert with_vocab_of_source(here, received) == here
+        source = dataclasses.replace(here, train=dataclasses.replace(here.train, init_from=str(received)))
+        assert with_vocab_of_source(source) == source
 
 
 @pytest.mark.parametrize("name", [".lock", "manifest.json.tmp", "unfinished.jsonl", "unfinished.jsonl.tmp"])
