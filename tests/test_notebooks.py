@@ -200,9 +200,11 @@ def test_a_picture_without_what_was_plotted_is_found():
 
 def test_one_command_stores_what_differs_and_leaves_the_rest(tmp_path, monkeypatch, capsys):
     ran = notebook_of("6 windows\n")
+    ran.metadata = METADATA
     ran.cells[0].execution_count = 1
     for name, text in {"01_same": "6 windows\n", "02_other": "5 windows\n"}.items():
         stored = notebook_of(text)
+        stored.metadata = METADATA
         stored.cells[0].execution_count = 1
         nbformat.write(stored, tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(notebook_runs, "NOTEBOOKS", sorted(tmp_path.glob("*.ipynb")))
