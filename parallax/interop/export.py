@@ -230,6 +230,9 @@ def make_run(
     rows in its array and pieces of them.
 
     `carried` are files to copy, or their texts, by name. All except RECORD are also written beside the checkpoints.
+
+    Raises:
+        CheckpointError: a parameter has values that are not finite.
     """
     with new_folder(workdir) as unfinished:
         step = unfinished / "checkpoints" / "0"
@@ -240,7 +243,7 @@ def make_run(
         }
         for name, here in plain_names(arrays, settings.model.kinds).items():
             for index, pieces in parts(name, here):
-                arrays[here.name].write(index, pieces)
+                arrays[here.name].write(index, _finite(name, pieces))
         for name, content in carried.items():
             for folder in (step,) if name == RECORD else (step, unfinished):
                 if isinstance(content, Path):
@@ -252,6 +255,14 @@ def make_run(
         described = {"params": {name: array.described() for name, array in arrays.items()}}
         check_written(step, described)
         write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
+
+
+def _finite(name: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The pieces of a parameter; CheckpointError if one has NaN or an infinity, with which every loss would be NaN."""
+    for piece in pieces:
+        if len(odd := piece[~np.isfinite(piece)]):
+            raise CheckpointError(f"{name} has values that are not finite, first {odd[0]}; fetch or export it again")
+        yield piece
 
 
 def json_text(content: Mapping[str, Any]) -> str:

@@ -455,6 +455,18 @@ def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, cap
     assert not list(tmp_path.glob("imported*"))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+def test_weights_that_are_not_finite_are_not_imported(value, exported, tmp_path, capsys):
+    (path,) = exported.glob("*.safetensors")
+    (last, tensor) = list(read_header(path).items())[-1]
+    content = bytearray(path.read_bytes())
+    content[-4:] = np.float32(value).tobytes()
+    path.write_bytes(content)
+    assert tensor.dtype == np.float32 and main(["import", str(exported), str(tmp_path / "imported")]) == 3
+    assert f"{last} has values that are not finite, first {value}; fetch or export it" in capsys.readouterr().err
+    assert not list(tmp_path.glob("imported*"))
+
+
 def test_an_import_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
     (exported / "tokenizer.json").unlink()
     assert main(["import", str(exported), str(tmp_path / "imported")]) == 5

@@ -59,6 +59,16 @@ def imported(tmp_path, config, tensors, **how):
     return folder, main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")])
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16"])
+def test_a_model_with_nan_is_not_imported(kind, tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    tensors = random_tensors(shapes_of(config), kind)
+    tensors["model.layers.1.self_attn.o_proj.weight"][3, 4:6] = [np.nan, np.inf]
+    _, status = imported(tmp_path, config, tensors)
+    assert status == 3 and " has values that are not finite, first nan" in capsys.readouterr().err
+    assert not list(tmp_path.glob("run*"))
+
+
 def same_bytes(there, here):
     assert {name: x.tobytes() for name, x in there.items()} == {name: x.tobytes() for name, x in here.items()}
     assert {name: x.dtype for name, x in there.items()} == {name: x.dtype for name, x in here.items()}
