@@ -43,8 +43,7 @@ def start_devices(root: Path = ROOT) -> "list[jax.Device]":
     import jax  # here, since accelerators are detected before JAX is imported
 
     wanted = jax.config.jax_platforms or ""
-    signs = {"tpu": tpu_signs(root=root), "cuda": gpu_files(root), "rocm": gpu_files(root), "gpu": gpu_files(root)}
-    absent = [name for name in wanted.split(",") if not signs.get(name) and name != "cpu"]
+    absent = [name for name in wanted.split(",") if not _may_be_here(name, root)]
     if "tpu" in absent:  # libtpu would print its own complaints, which cannot be turned off
         raise _not_here(wanted, "no sign of a TPU")
     try:
@@ -54,6 +53,12 @@ def start_devices(root: Path = ROOT) -> "list[jax.Device]":
             raise
         why = re.search(r"backend '.*?': (.*?)\.?( \(set JAX_PLATFORMS.*)?$", first_line(error))
         raise _not_here(wanted, why[1] if why else f"no sign of {absent[0]}") from error
+
+
+def _may_be_here(platform: str, root: Path) -> bool:
+    if platform in ("cuda", "rocm", "gpu"):
+        return gpu_files(root) != []
+    return platform == "cpu" or (platform == "tpu" and tpu_signs(root=root) != [])
 
 
 def _not_here(wanted: str, why: str) -> ConfigError:

@@ -18,7 +18,7 @@ LOOK_SECS = 0.25
 class Watchdog(AbstractContextManager):
     """Prints the stacks of all threads to stderr, once, when a step takes `factor` times the median; 0 is off.
 
-    Use it as a context. It does not end the run; with several processes distributed.wait_secs does.
+    Use it as a context. It does not end the run; distributed.wait_secs does.
     """
 
     def __init__(self, factor: float, *, least_secs: float = LEAST_SECS):
