@@ -3,7 +3,8 @@
     python benchmarks/meshes.py [--meshes 1,1,1 1,8,1 1,2,4 2,2,2]
 
 The model is `configs/tiny_gqa.py` in float32. An error is the largest difference in an entry of any
-gradient, over that gradient's largest entry on the first mesh.
+gradient, over that gradient's largest entry on the first mesh. It is of rounding, so that its digits differ from one
+machine, and one version of JAX, to another.
 """
 
 import math

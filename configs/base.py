@@ -121,7 +121,8 @@ def get_config() -> ConfigDict:
     config.fsdp = ConfigDict()
     config.fsdp.prefetch = 0  # number of layers gathered ahead, and scattered afterwards, while one computes
     config.fsdp.reduce = "float32"  # "float32" | "compute": dtype in which gradients are sent; compute is model.dtype
-    config.fsdp.gather_dtype = "compute"  # "compute" | "int8" | "float8": dtype in which weights are sent
+    # "compute" | "int8" | "float8": dtype in which matrices of layers, except routers, are sent
+    config.fsdp.gather_dtype = "compute"
 
     # The loss: cross-entropy, a z-loss, and losses that balance the load of experts.
     config.loss = ConfigDict()
@@ -136,8 +137,9 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 0.0003  # peak
     config.optimizer.schedule = "cosine"  # "cosine" | "linear" | "wsd" | "constant": after warm-up
     config.optimizer.warmup_steps = 100  # steps in which the rate rises linearly to its peak
-    config.optimizer.decay_fraction = 0.2  # wsd: last share of train.steps in which the rate falls
-    config.optimizer.final_ratio = 0.1  # last learning rate / peak
+    # wsd: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays
+    config.optimizer.decay_fraction = 0.2
+    config.optimizer.final_ratio = 0.1  # last learning rate / peak; a run of one step has the peak
     config.optimizer.b1 = 0.9  # decay of AdamW's mean of gradients, also with muon
     config.optimizer.b2 = 0.95  # decay of AdamW's mean of squares
     config.optimizer.eps = 1e-08  # added to the root of AdamW's mean of squares

@@ -461,10 +461,11 @@ class FsdpConfig(Section, saved=True):
     each summand is rounded once, to 8 significant bits, and no sum is.
 
     `gather_dtype` is the dtype in which matrices of layers are gathered: "compute" is model.dtype, in which tables of
-    embedding and head are always sent. With "int8" and "float8" (e4m3) each matrix has one scale, from its largest
-    entry over the whole mesh. Matrices are rounded wherever they are used, even if no axis gathers them, so that the
-    loss does not depend on mesh or policy; training updates the unrounded weights. This helps if gathers wait for slow
-    links. Kernels of 8-bit products (`model.matmul`) are sent in the form that the products read, whatever it says.
+    embedding and head are always sent. Routers, norms and biases are not rounded either. With "int8" and "float8"
+    (e4m3) each matrix has one scale, from its largest entry over the whole mesh. Matrices are rounded wherever they are
+    used, even if no axis gathers them, so that the loss does not depend on mesh or policy; training updates the
+    unrounded weights. This helps if gathers wait for slow links. Kernels of 8-bit products (`model.matmul`) are sent in
+    the form that the products read, whatever it says.
     """
 
     prefetch: int = key(
@@ -476,7 +477,9 @@ class FsdpConfig(Section, saved=True):
     reduce: str = key(
         "float32", "dtype in which gradients are sent; compute is model.dtype", choices=("float32", "compute")
     )
-    gather_dtype: str = key("compute", "dtype in which weights are sent", choices=("compute", "int8", "float8"))
+    gather_dtype: str = key(
+        "compute", "dtype in which matrices of layers, except routers, are sent", choices=("compute", "int8", "float8")
+    )
 
 
 @dataclass(frozen=True)
@@ -513,8 +516,10 @@ class OptimizerConfig(Section, saved=True):
     learning_rate: float = key(3e-4, "peak")
     schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
     warmup_steps: int = key(100, "steps in which the rate rises linearly to its peak")
-    decay_fraction: float = key(0.2, "wsd: last share of train.steps in which the rate falls", most=1)
-    final_ratio: float = key(0.1, "last learning rate / peak", most=1)
+    decay_fraction: float = key(
+        0.2, "wsd: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays", most=1
+    )
+    final_ratio: float = key(0.1, "last learning rate / peak; a run of one step has the peak", most=1)
     b1: float = key(0.9, "decay of AdamW's mean of gradients, also with muon", below=BELOW_ONE)
     b2: float = key(0.95, "decay of AdamW's mean of squares", below=BELOW_ONE)
     eps: float = key(1e-8, "added to the root of AdamW's mean of squares", least=LEAST_FLOAT, below=1)

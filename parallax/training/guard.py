@@ -28,9 +28,9 @@ def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Arra
     """Whether a step with these metrics may change parameters (a bool scalar), and the new state.
 
     Non-finite values appear in the norm of the whole gradient or in the losses. These are the same on every device, so
-    the decision is, too. After more than `max_skipped_steps` consecutive non-finite steps all steps are skipped, so
-    that the host, which reads metrics one step late, finds the state unchanged. With None as the config, non-finite
-    steps are skipped without limit, and spikes are not detected.
+    the decision is, too. After more than `max_skipped_steps` consecutive non-finite steps the next one is skipped even
+    if it is finite: the host, which reads metrics one step late and then stops the run, finds the state unchanged. With
+    None as the config, non-finite steps are skipped without limit, and spikes are not detected.
     """
     finite = jnp.isfinite(jnp.stack(list(metrics.values()))).all()
     passes, moments = finite, state[2:]

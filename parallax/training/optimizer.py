@@ -31,7 +31,7 @@ MUON_ROUNDS, MUON_EPS = 5, 1e-8  # as in optax.contrib.scale_by_muon
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate at each step, counted from 0: linear warm-up to the peak, then the schedule.
 
-    The last step, `steps - 1`, has the schedule's last value.
+    The last step, `steps - 1`, has the schedule's last value, except if it is the first, which has the peak.
 
     Raises ConfigError if warm-up does not end before `steps`.
     """
@@ -43,12 +43,13 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     top = max(config.warmup_steps - 1, 0)  # the step at the peak
     peak, last, rest = config.learning_rate, config.learning_rate * config.final_ratio, max(steps - 1 - top, 1)
     falling = max(round(rest * config.decay_fraction), 1)
+    schedule = "constant" if config.schedule == "wsd" and not config.decay_fraction else config.schedule
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, config.final_ratio),
         "linear": lambda: optax.linear_schedule(peak, last, rest),
         "wsd": lambda: optax.linear_schedule(peak, last, falling, transition_begin=rest - falling),
         "constant": lambda: optax.constant_schedule(peak),
-    }[config.schedule]()
+    }[schedule]()
     # The first step has 1/warmup of the peak instead of 0, so that it is not wasted.
     rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
     return jax.enable_x64(False)(optax.join_schedules([rising, after], [top]))

@@ -333,6 +333,12 @@ def test_spikes_are_found_by_the_running_z_score():
     assert judged(values, np.ones(200))[0] == np.isfinite(values).tolist()
 
 
+def test_after_too_many_steps_that_are_not_finite_one_more_is_skipped():
+    """The host has read of them one step late; who has no host, as a user's own loop, goes on behind it."""
+    values = [1.0, np.nan, np.nan, 1.0, 1.0, np.nan, 1.0]
+    assert judged(values, np.ones(7), max_skipped_steps=1)[0] == [True, False, False, False, True, False, True]
+
+
 def test_values_that_never_change_are_no_spikes():
     assert all(judged(np.full(20, 2.0), np.ones(20), spike_z=1.0)[0])
 

@@ -58,6 +58,19 @@ def test_the_rate_has_these_values(schedule, step, expected):
     assert rate(step, schedule=schedule, decay_fraction=0.2) == pytest.approx(PEAK * expected, rel=1e-5)
 
 
+def test_the_share_in_which_the_rate_falls_is_of_the_steps_after_the_warm_up():
+    """With 0 it fell in the last step all the same."""
+    rates = np.array([rate(step, schedule="wsd", warmup_steps=60, decay_fraction=0.5) for step in range(STEPS)])
+    assert (rates[59:80] == PEAK).all() and (np.diff(rates[79:]) < 0).all() and rates[-1] == pytest.approx(0.1)
+    assert [rate(step, schedule="wsd", decay_fraction=0.0) for step in (50, 98, 99)] == [PEAK] * 3
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_a_run_of_one_step_has_the_peak(schedule):
+    config = optimizer_config(learning_rate=PEAK, warmup_steps=0, schedule=schedule)
+    assert float(learning_rate(config, 1)(0)) == PEAK
+
+
 def test_cosine_follows_its_formula():
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 90)) / 2 for done in range(91)]
     np.testing.assert_allclose([rate(WARMUP - 1 + done) for done in range(91)], expected, rtol=1e-4)
