@@ -148,8 +148,8 @@ CHANGES_SHOWN = 8
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
 # Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
-ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype", "pipeline.residuals_on"}
-ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dtype", "states_on", "masters_on")}
+SHOWN_ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype", "pipeline.residuals_on"}
+SHOWN_ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dtype", "states_on", "masters_on")}
 
 
 class Change(NamedTuple):
@@ -200,7 +200,7 @@ def best_together(settings: Settings, topology: Topology, now: Estimate, faster:
     still saves time. Changes of dtypes and of memory, which do more than move work, are left to the user."""
     best, pair = None, []
     for change in faster:
-        if change.changed is None or not changed_keys(settings, change.changed).isdisjoint(ALONE):
+        if change.changed is None or not changed_keys(settings, change.changed).isdisjoint(SHOWN_ALONE):
             continue
         if best is None:
             best = change
@@ -344,10 +344,8 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     data, pipeline = settings.data, settings.pipeline
     ranks = math.prod(getattr(settings.mesh, axis) for axis in BATCH_AXES)
     windows, seq = data.global_batch // ranks // pipeline.microbatches, data.seq // settings.mesh.cp
-    stages, batches = (
-        f" v={pipeline.virtual}" * (pipeline.virtual > 1),
-        "microbatch" + "es" * (pipeline.microbatches > 1),
-    )
+    stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+    batches = "microbatch" + "es" * (pipeline.microbatches > 1)
     schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
