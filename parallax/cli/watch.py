@@ -58,7 +58,8 @@ OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
 class Status(NamedTuple):
-    """`state` is "starting", "running", "stands still", "finished", "stopped", "failed" or "gone"; `why` says more."""
+    """`state` is "starting", "running", "stands still", "finished", "stopped", "interrupted", "failed" or "gone"; `why`
+    says more."""
 
     state: str
     why: str = ""
@@ -66,7 +67,7 @@ class Status(NamedTuple):
     @property
     def over(self) -> bool:
         """Whether the run has ended."""
-        return self.state in ("finished", "stopped", "failed", "gone")
+        return self.state in ("finished", "stopped", "interrupted", "failed", "gone")
 
 
 class Saved(NamedTuple):
@@ -215,6 +216,8 @@ class WatchedRun:
         taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by a start without metadata so far
         if isinstance(ended, dict) and not taken_again:
             reason = str(ended.get("reason"))
+            if reason == "interrupted":
+                return Status(reason, self.last_words())
             return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
             return Status("gone", self.last_words() or "its log has no last message")
@@ -400,7 +403,13 @@ PLOT_ROWS = 12
 FEWEST_ROWS = 5
 OTHER_LINES = 14  # lines of a frame without its plot
 TRAIN, EVAL, SOFT = "cyan", "yellow", "bright_black"
-STATE_STYLES = {"running": "green", "finished": "green", "starting": "cyan", "stopped": "yellow"}
+STATE_STYLES = {
+    "running": "green",
+    "finished": "green",
+    "starting": "cyan",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+}
 BAD = "bold red"
 
 

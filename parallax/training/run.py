@@ -111,6 +111,12 @@ def train(
         RunLogger(folder, metrics_writers(settings, folder)) as logger,
     ):
         job.log_to(logger.say_last)
+
+        def interrupted(why: str) -> None:
+            logger.say_last(why)
+            folder.write_end("interrupted")
+
+        stop.last_words = interrupted
         job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)

@@ -13,6 +13,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from parallax.runtime.errors import EXIT_RESTART
+from parallax.runtime.multihost.control_line import LAST_WORDS_SECS, end_within
 from parallax.runtime.multihost.job import is_first
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # these end the process when they come a second time
@@ -34,6 +35,7 @@ class StopRequest:
 
     def __init__(self, max_runtime_secs: float | None = None):
         self.signal: str | None = None
+        self.last_words: Callable[[str], None] = lambda why: None  # called before a second signal ends the process
         self._signalled = False
         self._agreed, self._asked = False, 0
         self._deadline = float("inf") if max_runtime_secs is None else time.monotonic() + max_runtime_secs
@@ -96,15 +98,28 @@ class StopRequest:
                 continue
             ending = arrived[0] in ENDING  # a closed terminal sends SIGHUP twice, from the system and from the shell
             if ending and self._signalled:
-                os._exit(EXIT_RESTART)
+                self._end(signal.Signals(arrived[0]).name)
             self._signalled = self._signalled or ending
             name = signal.Signals(arrived[0]).name
             if self.signal is None:
                 self._ask(name)
             advice = "; once more to exit at once" if ending else ""
-            with contextlib.suppress(OSError):  # stderr may be closed
-                os.write(2, f"{name}: stopping after this step{advice}\n".encode())
+            _say(f"{name}: stopping after this step{advice}")
         self._arrivals.close()
+
+    def _end(self, name: str) -> None:
+        """End the process, with a word about it; a disk that stands still does not delay the end for long."""
+        end_within(LAST_WORDS_SECS, EXIT_RESTART)
+        why = f"{name} again: the run ends at once; the same command goes on from the last saved step"
+        _say(why)
+        with contextlib.suppress(Exception):  # nothing may keep the process
+            self.last_words(why)
+        os._exit(EXIT_RESTART)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed
+        os.write(2, f"{text}\n".encode())
 
 
 def _is_heard(number: int) -> bool:

@@ -10,10 +10,12 @@ import time
 
 import pytest
 from jax.experimental import multihost_utils
-from run_examples import at_batch, stop_at, tiny_config
+from run_examples import at_batch, at_step, stop_at, tiny_config
 from stand_ins import Line
 
 from parallax.checkpoint.steps import latest_step
+from parallax.cli.watch import WatchedRun
+from parallax.training import signals
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
@@ -138,6 +140,25 @@ def test_a_second_signal_ends_the_process_at_once():
     assert process.stdout.readline() == "SIGTERM\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 75
+
+
+def test_a_second_ctrl_c_says_so_and_the_run_counts_as_interrupted(corpus, tmp_path, monkeypatch, exits):
+    said, states = [], []
+    monkeypatch.setattr(signals, "_say", said.append)
+
+    def twice():
+        for heard in (said, exits):
+            os.kill(os.getpid(), signal.SIGINT)
+            while not heard:
+                time.sleep(0.01)
+        states.append(WatchedRun(tmp_path).status)  # before the run goes on, which only `exits` lets it
+
+    at_step(monkeypatch, 2, twice)
+    train(tiny_config(corpus), tmp_path)
+    words = "SIGINT again: the run ends at once; the same command goes on from the last saved step"
+    assert exits[0] == 75 and said[:2] == ["SIGINT: stopping after this step; once more to exit at once", words]
+    (status,) = states
+    assert (status.state, status.over) == ("interrupted", True) and status.why.endswith(words)
 
 
 def test_a_terminal_that_is_closed_twice_ends_no_process_and_a_second_sigterm_does():
