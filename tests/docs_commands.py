@@ -117,7 +117,6 @@ CHEAPER = {
         for words in (
             "llama_1b_16.py --topology=v5e:4x4",
             "llama2_7b_64.py --topology=v5p:4x4x4",
-            "deepseek_v2_lite_mla.py --topology=v5p:2x2x4",
             "gpu_80gb_x8.py --topology=H100:1x8",
         )
     },
