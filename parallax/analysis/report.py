@@ -426,6 +426,8 @@ def time_section(report: Report) -> TitledTables:
         if one.total / total > LEAST_SHOWN
     ]
     mfu = ", ".join(filter(None, [f"MFU {percent(time.mfu)}", time.kernels]))
-    mfu = f"{mfu}; an average rank waits for others {percent(time.bubble)} of the time."
+    waits = f"An average rank waits for others {percent(time.bubble)} of the time."
     modules = Table(["compute of", "products", "the rest", "share of the step"], computed, 1)
-    return TitledTables("time", f"Time of a step, by {by} and the bandwidth of links", [parts, mfu, "", modules])
+    return TitledTables(
+        "time", f"Time of a step, by {by} and the bandwidth of links", [parts, f"{mfu}.", waits, "", modules]
+    )

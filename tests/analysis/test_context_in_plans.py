@@ -253,7 +253,7 @@ def test_keys_of_a_ring_travel_while_others_are_met():
 def test_plans_and_reports_name_the_axis_and_the_form():
     settings = long()
     heading = plan_heading("long", settings, FOUR)
-    assert "mesh pp=1 dp=2 cp=2 tp=1" in heading and "1 microbatches of 1 x 32 tokens a device" in heading
+    assert "mesh pp=1 dp=2 cp=2 tp=1" in heading and "1 microbatch of 1 x 32 tokens a device" in heading
     assert "keys over cp by all_gather" in heading
     model = build((1, 2, 1, 1, 4), context="ring")
     step = make_train_step(model, adamw(model), 0)

@@ -124,7 +124,7 @@ def test_a_table_and_a_drawing_of_layouts_show_expert_ranks():
 
 def test_plans_and_reports_name_the_axis():
     heading = plan_heading("wide", wide(), FOUR)
-    assert "mesh pp=1 dp=2 ep=2 tp=1" in heading and "1 microbatches of 2 x 16 tokens a device" in heading
+    assert "mesh pp=1 dp=2 ep=2 tp=1" in heading and "1 microbatch of 2 x 16 tokens a device" in heading
     found = plan(wide(), FOUR)
     assert "exposed over dp ep" in repr(found)
     assert "s of messages over dp and ep hide behind the work" in repr(found)
