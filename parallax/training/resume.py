@@ -11,7 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore_newest
-from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
+from parallax.checkpoint.steps import (
+    check_steps,
+    complete_steps,
+    latest_step,
+    read_manifest,
+    set_aside,
+    unfinished_saves,
+    wrong_files,
+)
 from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings, difference_text
@@ -54,6 +62,8 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
             raise CheckpointError(
                 f"--resume=must, but {folder.path} has no checkpoint; use --resume=auto to start a run there"
             )
+        if unfinished_saves(folder.checkpoints) or (folder.metrics.exists() and folder.metrics.stat().st_size):
+            say(f"an earlier start in {folder.path} has saved no step: this one begins with step 1")
         return 0
     if resume == "never":
         raise CheckpointError(

@@ -23,6 +23,7 @@ from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.runtime.errors import CheckpointError
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
+from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -106,6 +107,16 @@ def test_what_is_unfinished_is_cleared_away_and_said(corpus, at_six, never_stopp
     assert "removed an unfinished save of step 8, " in out
     assert f"set aside a checkpoint that was never finished: {checkpoints / 'unfinished-8'}" in out
     assert_same_run(at_six, never_stopped)
+
+
+@pytest.mark.parametrize("left", ["checkpoints/4.orbax-checkpoint-tmp-1", "metrics.jsonl", ""])
+def test_a_start_after_a_first_save_that_was_killed_says_that_it_begins_again(left, tmp_path):
+    said = []
+    if left:
+        path = tmp_path / left
+        path.write_text('{"step": 1}\n') if path.suffix == ".jsonl" else path.mkdir(parents=True)
+    assert step_to_resume(RunFolder(tmp_path), {}, "auto", said.append) == 0
+    assert said == [f"an earlier start in {tmp_path} has saved no step: this one begins with step 1"] * bool(left)
 
 
 def test_a_checkpoint_carries_config_code_tokenizer_and_data(corpus, never_stopped):
