@@ -32,7 +32,7 @@ COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by ano
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 # Share of a data sheet's FLOP/s that matrix products reach, including operations fused with them. With it, analytic
-# steps of 14 layouts were from 5 % shorter to 18 % longer than compiled ones, 7 % longer on average (docs/plan.md).
+# steps of 15 layouts were from 6 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
 MATMUL_EFFICIENCY = 0.8
 
 
