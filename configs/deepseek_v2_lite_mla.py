@@ -5,7 +5,6 @@ Numbers:  DeepSeek-AI 2024, "DeepSeek-V2", appendix B, and the published configu
           16 heads of 128 (64 rotated), d_latent 512, queries not compressed, theta 10000 with YaRN factor 40 over
           4096, vocab 102400, peak rate 4.2e-4, 2000 warm-up steps, AdamW 0.9, 0.95, decay 0.1, clip 1.0.
           The experts are left out: every layer has the d_ff 10944 of their one dense layer. Ours are the batch of
-<<<<<<< HEAD
           512 windows (theirs: 4608), "wsd" in place of steps, 20 tokens a parameter, and the mesh. YaRN's temperature
           is that of its own paper.
 Command:  python train.py --config=configs/deepseek_v2_lite_mla.py --config.data.path=FILES \\
@@ -14,16 +13,6 @@ Hardware: 16 TPU v5p chips (95 GB each).
 Memory:   79.7 GiB a chip as compiled for TPU (arguments and temporaries), most of it activations that are kept for the
           backward pass. 4 microbatches of 8 windows a chip.
 Time:     estimated from the compiled program with kernels at 70 % of peak, 7.5 s a step (MFU 61 %); not yet run.
-=======
-          512 windows (theirs: 4608), "wsd" in place of steps, and 20 tokens a parameter. YaRN's temperature is that of
-          its own paper.
-Command:  python train.py --config=configs/deepseek_v2_lite_mla.py --config.data.path=FILES \\
-              --config.data.tokenizer=FILE
-Hardware: 16 TPU v5p chips (95 GB each).
-Memory:   79.7 GiB a chip as compiled for TPU (arguments and temporaries), 60 of them activations that are kept for the
-          backward pass. 4 microbatches of 8 windows a chip.
-Time:     estimated from the compiled program with kernels at 70 % of peak, 7.5 s a step (MFU 61.0 %); not yet run.
->>>>>>> h8
 Loss:     not yet run.
 """
 
@@ -58,10 +47,6 @@ def get_config() -> ConfigDict:
 
     config.pipeline.microbatches = 4
     config.pipeline.remat = "elementwise"
-<<<<<<< HEAD
-=======
-    config.fsdp.reduce = "float32"
->>>>>>> h8
 
     config.optimizer.learning_rate = 4.2e-4
     config.optimizer.schedule = "wsd"
