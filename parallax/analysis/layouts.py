@@ -126,10 +126,9 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 
 
 def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
-    own = settings.pipeline.schedule, settings.pipeline.virtual
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
     for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp * ep)):
-        for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all schedules are the same
+        for schedule, virtual in SEVERAL if pp > 1 else SEVERAL[:1]:  # without a pipeline it is gradient accumulation
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy

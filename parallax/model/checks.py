@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
-from parallax.config.sections import AUTO, LayoutConfig, ModelConfig
+from parallax.config.sections import AUTO, LayoutConfig, ModelConfig, PipelineConfig
 from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import (
@@ -21,7 +21,7 @@ from parallax.model.kernels import (
     TRITON_WIDEST,
     widest_head,
 )
-from parallax.runtime.errors import ConfigError, divisors, listed, quoted
+from parallax.runtime.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
@@ -121,6 +121,18 @@ def check_masters(model: ModelConfig, masters_on: str) -> None:
         raise ConfigError(
             f"optimizer.masters_on={masters_on!r} saves nothing with model.dtype='float32': a step computes with a "
             "copy in that dtype; use model.dtype='bfloat16', or masters_on='device'."
+        )
+
+
+def check_schedule_is_used(pipeline: PipelineConfig, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if a schedule or virtual stages are chosen where there is no pipeline."""
+    plain = PipelineConfig()
+    if axis_sizes["pp"] == 1 and (pipeline.schedule, pipeline.virtual) != (plain.schedule, plain.virtual):
+        virtual = f" with virtual={pipeline.virtual}" if pipeline.virtual != plain.virtual else ""
+        raise ConfigError(
+            f"pipeline.schedule={quoted(pipeline.schedule, LONGEST_PATH)}{virtual} does nothing with mesh.pp=1, where "
+            f"microbatches are gradient accumulation; use schedule={plain.schedule!r} and virtual={plain.virtual}, or "
+            "mesh.pp=2 or more."
         )
 
 

@@ -85,6 +85,7 @@ class ShardedModel:
         checks.check_kernel(model, mesh)
         checks.check_matmul(model, layout, self.axis_sizes)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
+        checks.check_schedule_is_used(pipeline, self.axis_sizes)
         checks.check_stages(model, self.schedule)
         checks.check_remat(model, pipeline.remat)
         checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")

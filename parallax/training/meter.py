@@ -17,7 +17,10 @@ from parallax.runtime.units import count, duration, in_bytes, in_flops
 
 LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100
 LEAST_WAIT = 0.01  # share of a step; shorter waits for data are not shown
-DISPENSABLE = ("memory", "lr", "wait", "gnorm", "load")  # left out if a line is too long; metrics.jsonl has them
+# Columns by name. A wait stands where the memory does, and the time left, which has no fixed width, comes last.
+WIDTHS = {"step": 0, "loss": 11, "gnorm": 10, "lr": 9, "load": 9, "tok/s": 11, "mfu": 7, "memory": 9, "left": 11}
+FLOPS_WIDTH = 17  # in place of "mfu" for an unknown chip
+DISPENSABLE = ("lr", "memory", "gnorm", "load")  # left out if a line is too long; metrics.jsonl has them
 
 
 @dataclass
@@ -77,7 +80,7 @@ class Meter:
         return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """The line for the console, at most `LINE_WIDTH` columns; speed is the mean since the last line."""
+        """The line for the console, in columns, at most `LINE_WIDTH` wide; speed is the mean since the last line."""
         secs, waited = map(statistics.fmean, zip(*self._window)) if self._window else (0.0, 0.0)
         self._window.clear()
         parts = {
@@ -95,49 +98,67 @@ class Meter:
                 parts["mfu"] = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
             else:
                 parts["mfu"] = f"mfu {mfu(self.step_flops, secs, self.peak_flops):.0%}"
-            if "perf/memory_bytes" in values:
-                parts["memory"] = in_bytes(values["perf/memory_bytes"])
+            parts["memory"] = in_bytes(values["perf/memory_bytes"]) if "perf/memory_bytes" in values else ""
             if waited / secs >= LEAST_WAIT:
-                parts["wait"] = f"wait {waited / secs:.0%}"
+                parts["memory"] = f"wait {waited / secs:.0%}"
             parts["left"] = f"left {duration((self.steps - step) * total / done)}"
-        return fitted(parts)
+        widths = WIDTHS | {"step": len(f"step {self.steps}/{self.steps}")}
+        return in_columns(parts, widths | ({"mfu": FLOPS_WIDTH} if self.peak_flops is None else {}))
 
     def eval_line(self, step: int, loss: float) -> str:
         """The console's line for an evaluation."""
         return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
 
 
-def fitted(parts: Mapping[str, str]) -> str:
-    """The parts of a line, closer together if they would not fit, and without the least important ones.
+def in_columns(parts: Mapping[str, str], widths: Mapping[str, int]) -> str:
+    """The parts of a line, each as wide as its column; closer together, and without the least important ones, if they
+    would not fit. Which ones follows from the widths, so that lines of the same parts are alike.
 
-    >>> fitted({"step": "step 1/2", "loss": "loss 3.1416"})
-    'step 1/2  loss 3.1416'
+    >>> in_columns({"step": "step 1/20", "loss": "loss 3.1416", "left": "left 9s"}, WIDTHS | {"step": 10})
+    'step 1/20  loss 3.1416 left 9s'
     """
-    kept = dict(parts)
-    line = "  ".join(kept.values())
+    kept, gap = {name: width for name, width in widths.items() if name in parts or name != "load"}, "  "
     for name in ("", *DISPENSABLE):
-        if len(line) > LINE_WIDTH:
+        if sum(kept.values()) + (len(kept) - 1) * len(gap) > LINE_WIDTH:
+            gap = " "
             kept.pop(name, None)
-            line = " ".join(kept.values())
-    return line
+    named = [name for name in kept if name in parts]
+    # Numbers end where their column does, and words begin there.
+    cells = {
+        name: parts[name].ljust(kept[name]) if name == "step" else _right(parts[name], kept[name]) for name in named
+    }
+    cells["left"] = parts.get("left", "")
+    line = gap.join(cells[name] for name in named)
+    for name in DISPENSABLE:  # a number beyond its column
+        if len(line) > LINE_WIDTH and name in named:
+            named.remove(name)
+            line = gap.join(cells[name] for name in named)
+    return line.rstrip()
+
+
+def _right(text: str, width: int) -> str:
+    """A label and a number, or either, with the number at the right end."""
+    label, blank, number = text.partition(" ")
+    return f"{label} {number.rjust(width - len(label) - 1)}" if blank and label.isalpha() else text.rjust(width)
 
 
 def loss_of(nats: float) -> str:
-    """A loss with four decimals.
+    """A loss with five digits, four of them decimals below 10.
 
-    >>> loss_of(3.14159), loss_of(123456.7), loss_of(float("nan"))
-    ('3.1416', '1.235e+05', 'nan')
+    >>> loss_of(3.14159), loss_of(11.93), loss_of(123456.7), loss_of(float("nan"))
+    ('3.1416', '11.930', '1.235e+05', 'nan')
     """
-    return f"{nats:.4f}" if abs(nats) < 1000 else f"{nats:.3e}"
+    return f"{nats:.{4 if abs(nats) < 10 else 3 if abs(nats) < 100 else 2}f}" if abs(nats) < 1000 else f"{nats:.3e}"
 
 
 def norm_of(norm: float) -> str:
     """The norm of a gradient.
 
-    >>> norm_of(1.234), norm_of(0.00123), norm_of(0.0), norm_of(123456.7)
-    ('1.23', '1.2e-03', '0.00', '1.2e+05')
+    >>> norm_of(1.234), norm_of(12.34), norm_of(0.00123), norm_of(0.0), norm_of(123456.7)
+    ('1.23', '12.3', '1.2e-03', '0.00', '1.2e+05')
     """
-    return f"{norm:.2f}" if norm == 0 or 0.01 <= norm < 1000 else f"{norm:.1e}"
+    decimals = 2 if norm < 10 else 1 if norm < 100 else 0
+    return f"{norm:.{decimals}f}" if norm == 0 or 0.01 <= norm < 1000 else f"{norm:.1e}"
 
 
 def rate_of(rate: float) -> str:

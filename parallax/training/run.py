@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,7 +221,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
             logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
             return Outcome("stopped", done)
         logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
-        conclude(parts, state, loop.eval_loss, logger.say)
+        conclude(parts, state, loop.eval_loss, folder.path, logger.say)
         return Outcome("finished", done, loop.eval_loss)
 
 
@@ -275,8 +277,11 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
     )
 
 
-def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, say: Callable[[str], None]) -> None:
-    """Print the last evaluation loss with the unigram entropy of the corpus, and write the sample."""
+def conclude(
+    parts: RunComponents, state: TrainState, eval_loss: float | None, path: Path, say: Callable[[str], None]
+) -> None:
+    """Print the last evaluation loss with the unigram entropy of the corpus, write the sample, and say what to do
+    next."""
     data, sample = parts.train_data, parts.settings.sample
     if eval_loss is not None:
         corpus = data.manifest
@@ -293,6 +298,18 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
         if spelled := stays_text(data.tokenizer, [sample.prompt], sample.special_tokens):
             say(f"note: {spelled}")
         say(f"sample of {sample.tokens} tokens:\n\n{text}")
+    say("\n".join(["what to do next:", "", *next_commands(path, parts.settings), ""]))
+
+
+def next_commands(path: Path, settings: Settings) -> Iterator[str]:
+    """Commands for a finished run, each with what it does."""
+    # The environment's Python, as make sets it up, unless the shell finds it by its name.
+    own = Path(sys.executable)
+    python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
+    workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
+    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}"
+    yield f"see losses   {python} -m parallax.watch {workdir} --once"
+    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={2 * settings.train.steps}"
 
 
 def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:

@@ -68,7 +68,7 @@ def test_a_step_that_may_change_nothing_holds_no_second_state(mesh):
 def test_of_a_larger_vocab_the_logits_and_the_table_grow():
     held = {}
     for vocab in (8192, 16384):
-        model, tx = build((1, 2, 1), vocab=vocab, schedule="one_f_one_b")
+        model, tx = build((1, 2, 1), vocab=vocab)
         held[vocab] = predicted(model, tx)
     assert held[16384].logits == 2 * held[8192].logits > 0
     assert held[16384].working_activations == held[8192].working_activations

@@ -260,6 +260,15 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
             "model.layers=3 is less than mesh.pp=2 x 2 stages on each; use layers=4 or more, or pp=1 or less",
         ),
         ({"pipeline.virtual": 2}, "pipeline.virtual=2 does nothing with pipeline.schedule='gpipe'; use virtual=1"),
+        (
+            {"pipeline.schedule": "one_f_one_b"},
+            "pipeline.schedule='one_f_one_b' does nothing with mesh.pp=1, where microbatches are gradient "
+            "accumulation; use schedule='gpipe' and virtual=1, or mesh.pp=2 or more.",
+        ),
+        (
+            {"pipeline.schedule": "interleaved", "pipeline.virtual": 7},
+            "pipeline.schedule='interleaved' with virtual=7 does nothing with mesh.pp=1",
+        ),
         ({"pipeline.schedule": "1f1b"}, "pipeline.schedule='1f1b' is unknown; did you mean 'one_f_one_b'?"),
         (
             {

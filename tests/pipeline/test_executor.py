@@ -105,7 +105,7 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
 def abstract_model(**changes):
     """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
     mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    return build((1, 1, 1), **changes).replace(mesh=mesh)
+    return build((4, 1, 1), **changes).replace(mesh=mesh)
 
 
 def ticks_of(model):

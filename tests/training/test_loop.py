@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -18,7 +19,9 @@ from rich.console import Console
 from run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
 from stand_ins import full_disk, on_write
 
+import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
+from parallax.cli import generate, watch
 from parallax.cli.command import load_config
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
@@ -167,6 +170,17 @@ def test_metrics_have_the_agreed_names_and_losses_fall(whole_run):
     assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8]
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
     assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
+
+
+def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(whole_run):
+    log = (whole_run / "log.txt").read_text()
+    says, commands = log[log.index("what to do next:") :].split("\n\n")[:2]
+    generates, watches, trains = [shlex.split(line.partition("   ")[2]) for line in commands.splitlines()]
+    assert generates[1:3] == ["-m", "parallax.generate"] and watches[1:3] == ["-m", "parallax.watch"]
+    assert generate.parse(generates[3:]).prompt == "The " and generate.parse(generates[3:]).workdir == whole_run
+    assert watch.parse(watches[3:]).workdir == [whole_run]
+    parsed = command_line.parse(trains[1:])
+    assert (parsed.workdir, parsed.config.train.steps) == (whole_run, 16)
 
 
 def test_the_log_shows_the_plan_the_entropy_and_the_steps(whole_run):

@@ -21,14 +21,36 @@ def test_the_line_of_a_step_has_what_people_look_for():
     for ended in (10.5, 11.0):
         values |= meter.measure(ended, 0.02, compiled=False)
     assert meter.line(10, values) == (
-        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-4  32k tok/s  mfu 20%  1.3 GiB  wait 4%  left 8m15s"
-    ).replace("  ", " ")
+        "step 10/1000   loss 4.1234 gnorm 1.23 lr 3.0e-4   32k tok/s mfu 20% wait   4% left 8m15s"
+    )
     assert values["perf/flops_per_second_per_device"] == 1.23e13 and values["perf/memory_bytes"] == int(1.3 * 2**30)
     values |= meter.measure(11.5, 0.0, compiled=False)
     assert meter.line(11, values) == (
-        "step 11/1000  loss 4.1234  gnorm 1.23  lr 3.0e-4  32k tok/s  mfu 20%  1.3 GiB  left 8m14s"
+        "step 11/1000   loss 4.1234 gnorm 1.23 lr 3.0e-4   32k tok/s mfu 20%   1.3 GiB left 8m14s"
     )
     assert meter.eval_line(10, 3.97211) == "step 10/1000  eval loss 3.9721"
+
+
+@pytest.mark.parametrize("peak", [None, 4.92e14], ids=str)
+@pytest.mark.parametrize("experts", [{}, {"experts/load": 1.31}], ids=["dense", "experts"])
+@pytest.mark.parametrize("steps", [200, 5_000, 200_000])
+def test_columns_of_step_lines_align_with_and_without_a_wait(steps, experts, peak):
+    meter = Meter(steps=steps, step_tokens=16_000, step_flops=4.92e13, peak_flops=peak, devices=8, **FIXED)
+    now, begins = 0.0, []
+    for step, loss, norm, waited in (
+        (1, 11.93, 12.3, 0),
+        (9, 9.5, 1.2, 0.02),
+        (80, 3.1, 123.4, 0),
+        (123, 2.5, 0.9, 0.1),
+    ):
+        now += 0.5 + step / 1000
+        values = {"train/loss": loss, "train/grad_norm": norm, "train/learning_rate": 3e-4, **experts}
+        line = meter.line(step, values | meter.measure(now, waited, compiled=step == 1))
+        has_room = peak is not None and not experts  # for all of its parts; others leave some out
+        assert (" wait " in line) is (waited > 0) or not has_room
+        words = ("loss", "gnorm", "lr", "load", "tok/s", "left")
+        begins.append({word: line.index(word) for word in words if f" {word}" in line})
+    assert begins[1] == begins[2] == begins[3] and begins[0].items() <= begins[1].items()
 
 
 def test_a_step_whose_end_was_seen_late_gives_the_next_one_no_speed_beyond_the_peak():
@@ -62,7 +84,7 @@ def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, ste
         meter._window.append((secs, secs))
         line = meter.line(step, values)
         assert len(f"23:59:59 {line}") <= 100 and "\n" not in line
-        assert re.match(rf"step {step}/{steps} +loss \S+ ", line) and " tok/s" in line and " left " in line
+        assert re.match(rf"step {step}/{steps} +loss +\S+ ", line) and " tok/s" in line and " left " in line
         assert ("FLOP/s" in line) == (peak is None) == ("mfu" not in line)
         assert len(f"23:59:59 {meter.eval_line(step, values['train/loss'])}") <= 100
 
@@ -79,7 +101,7 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(with_chips):
     )
     values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
     line = meter.line(1, values | meter.measure(1.0, 0.0, compiled=False))
-    assert line.endswith("  1 tok/s  1 FLOP/s/dev  left 1s")
+    assert re.search(" +1 tok/s +1 FLOP/s/dev +left 1s$", line)
 
 
 def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(with_chips):
