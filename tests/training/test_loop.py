@@ -177,7 +177,7 @@ def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(who
     says, commands = log[log.index("what to do next:") :].split("\n\n")[:2]
     generates, watches, trains = [shlex.split(line.partition("   ")[2]) for line in commands.splitlines()]
     assert generates[1:3] == ["-m", "parallax.generate"] and watches[1:3] == ["-m", "parallax.watch"]
-    assert generate.parse(generates[3:]).prompt == "The " and generate.parse(generates[3:]).workdir == whole_run
+    assert generate.parse(generates[3:]).prompt == ["The "] and generate.parse(generates[3:]).workdir == whole_run
     assert watch.parse(watches[3:]).workdir == [whole_run]
     parsed = command_line.parse(trains[1:])
     assert (parsed.workdir, parsed.config.train.steps) == (whole_run, 16)
