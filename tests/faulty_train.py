@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-if "=" in sys.argv[1] and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
+if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
     os.environ |= dict([sys.argv[1].split("=", 1)])  # before JAX is imported, which reads it
 
 import train

@@ -96,6 +96,7 @@ def save(path: pathlib.Path, parts) -> dict[str, str]:
     folder.path.mkdir(parents=True, exist_ok=True)
     state = stirred(init_state(parts.model, parts.tx, seed=0))
     with RunLogger(folder) as logger, open_checkpoints(parts, folder, logger) as checkpoints:
+        logger.begin(STEP)
         checkpoints.save(STEP, checkpoint_parts(state))
     return digests(parts, state)
 

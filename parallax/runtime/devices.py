@@ -120,7 +120,7 @@ def usable_cpus(root: Path = ROOT) -> int:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Limits in CPUs, from the control groups of this process and all groups around them, of version 1 and 2."""
     try:
-        groups = re.findall(r"^\d+:(.*?):/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+        groups = re.findall(r"^\d+:(.*?):/(.*)$", (root / "proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # not Linux
         return
     for controllers, own in groups:
@@ -135,9 +135,9 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 def _quota(group: Path, version: int) -> Iterator[float]:
     try:
         if version == 2:
-            quota, period = (group / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
         if float(quota) > 0 and float(period) > 0:
             yield float(quota) / float(period)
     except (OSError, ValueError):  # no such group, or "max"
