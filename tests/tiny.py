@@ -65,7 +65,9 @@ def optimizer_config(**changes):
 
 
 def build(mesh, **changes):
-    """A ShardedModel on a mesh of these sizes; `changes` are keys of its sections."""
+    """A ShardedModel on a mesh of these sizes; `changes` are keys of its sections. A grid's schedule is left out where
+    there is no pipeline."""
+    changes |= {} if mesh[0] > 1 else {"schedule": "gpipe", "virtual": 1}
     return ShardedModel(
         model_config(**changes),
         LayoutConfig(**section("layout", **changes)),
