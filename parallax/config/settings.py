@@ -108,7 +108,7 @@ def load_saved(path: Path, uses: Collection[str] = ()) -> dict[str, Any]:
     for name in left_out:
         section, _, key = name.partition(".")
         saved[section] = {**saved[section], key: _default(name)}
-    if texts := [f"{name}={quoted(left_out[name], 256)}" for name in uses if name in left_out]:
+    if texts := [f"{name}={quoted(left_out[name], 150)}" for name in uses if name in left_out]:
         how = "a run's folder may come from somebody else; write it on the command line, or in a config of your own"
         tell(f"{path} does not decide {' and '.join(texts)}: {how}", sys.stderr)
     return saved
