@@ -141,9 +141,7 @@ def _read(file: Path) -> Trace:
     mesh = about.get("mesh", {})
     text = _text(home / PROGRAM) if home and (home / PROGRAM).is_file() else ""
     try:
-        if file.stat().st_size > MOST_TRACE_BYTES:
-            raise ValueError(f"it has more than {MOST_TRACE_BYTES} bytes")
-        data = ProfileData.from_file(str(file))
+        data = ProfileData.from_serialized_xspace(read_bytes(file, MOST_TRACE_BYTES))
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error

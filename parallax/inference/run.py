@@ -24,7 +24,6 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, start_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
-from parallax.runtime.files import check_text
 from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
@@ -165,7 +164,6 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
         DataError: the tokenizer does not fit the model.
     """
     checkpoints = workdir / "checkpoints"
-    check_text(checkpoints)
     if not complete_steps(checkpoints):
         raise CheckpointError(f"{workdir} has no checkpoint yet; it is saved by checkpoint.every_steps, or at the end")
     with waiting("building the model"):

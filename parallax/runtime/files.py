@@ -17,7 +17,6 @@ import pwd
 import re
 import shutil
 import stat
-import sys
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -308,19 +307,8 @@ def try_writing(folder: Path) -> None:
     probe.rename(probe.with_suffix(".renamed")).unlink()
 
 
-def check_text(path: Path) -> None:
-    """Raise CheckpointError if a path is not text in this locale: TensorStore, which has arrays, takes only UTF-8."""
-    try:
-        str(path.resolve()).encode("utf-8")
-    except UnicodeEncodeError:
-        encoding = sys.getfilesystemencoding()
-        advice = "set PYTHONUTF8=1 or LC_ALL=C.UTF-8" if encoding != "utf-8" else "rename it"
-        raise CheckpointError(f"{path} has letters that {encoding} does not have; {advice}") from None
-
-
 def check_writable(folder: Path) -> None:
     """Create the folder; CheckpointError unless files can be written, renamed and removed in it."""
-    check_text(folder)
     with writing(folder):
         make_folder(folder)
         try_writing(folder)

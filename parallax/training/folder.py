@@ -37,7 +37,6 @@ class RunFolder(RunFiles):
             # One process of a job holds the lock for all.
             yield
             return
-        files.check_text(self.path)
         with writing(self.path):
             before = {*files.names_in(self.path)} if self.path.exists() else None
             files.make_folder(self.path)

@@ -9,10 +9,9 @@ import tracemalloc
 import pytest
 
 from parallax.cli.watch import Metrics
-from parallax.runtime.errors import CheckpointError, exit_status, tell
+from parallax.runtime.errors import exit_status, tell
 from parallax.runtime.files import LINE_BYTES, OBJECT_BYTES, lines_in, read_bytes, read_object
 from parallax.runtime.progress import ProgressPrinter
-from parallax.training.folder import RunFolder
 from parallax.training.logger import drop_after, read_metrics
 
 IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -43,25 +42,6 @@ def test_text_is_utf_8_in_files_and_escaped_on_a_console_whatever_the_locale(tmp
     for name in ("log.txt", "whole", "file", "opened"):
         assert (folder / name).read_text(encoding="utf-8") == f"né → {tmp_path}/\\udcc3\\udca9"
     assert done.stdout.decode("ascii").splitlines() == [f"n\\xe9 \\u2192 {tmp_path}/\\udcc3\\udca9"] * 2
-
-
-NAMES = {"of UTF-8 in another locale": b"n\xc3\xa9".decode("ascii", "surrogateescape"), "of Latin-1": "n\udce9"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_not_made_where_the_locale_cannot_say_its_folder(name, tmp_path):
-    """TensorStore would fail when the first step is saved."""
-    folder = RunFolder(tmp_path / NAMES[name])
-    refused = pytest.raises(CheckpointError, match="has letters that utf-8 does not have; rename it")
-    with refused, folder.locked():
-        pass
-    assert not list(tmp_path.iterdir())
-    says = "import pathlib, sys\nfrom parallax.runtime.files import check_text\ncheck_text(pathlib.Path(sys.argv[1]))"
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | IN_ASCII
-    done = subprocess.run(
-        [sys.executable, "-c", says, "runs/é"], env=environment, capture_output=True, encoding="utf-8"
-    )
-    assert r"runs/\udcc3\udca9 has letters that ascii does not have; set PYTHONUTF8=1 or LC_ALL=C.UTF-8" in done.stderr
 
 
 SHOWN = {"ascii": r"n\xe9 \u2192", "latin-1": r"né \u2192", "utf-8": "né →"}
