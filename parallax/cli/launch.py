@@ -32,6 +32,7 @@ from parallax.runtime.multihost.address import ADDRESS_FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECS = 0.05
+NCCL_SECS = 1800  # behind the limits of `distributed`, as in launch/slurm.sh
 KILL_SECS = 5.0  # between SIGTERM and SIGKILL
 LAST_LINES_SECS = 2.0  # to read the last output of ended processes, whose pipes others may hold open
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
@@ -80,6 +81,9 @@ def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
         own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
+        limit = f"--xla_gpu_nccl_termination_timeout_seconds={NCCL_SECS}"
+        own["XLA_FLAGS"] = f"{limit} {os.environ.get('XLA_FLAGS', '')}".strip()
+        own["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")
     # `show_output` reads UTF-8, and writes what the console has.
     return {**os.environ, "PYTHONIOENCODING": "utf-8", **own}
 

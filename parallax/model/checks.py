@@ -141,7 +141,8 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
     if model.layers < schedule.stages:
         virtual = f" x {schedule.virtual} stages on each" if schedule.virtual > 1 else ""
         ranks = model.layers // schedule.virtual
-        fewer = f", or pp={ranks} or less" if ranks else ""
+        # With mesh.pp=1 virtual stages are an error.
+        fewer = f", or pp={ranks} or less" if ranks > (schedule.virtual > 1) else ""
         raise ConfigError(
             f"model.layers={model.layers} is less than mesh.pp={schedule.ranks}{virtual}; "
             f"use layers={schedule.stages} or more{fewer}."

@@ -257,7 +257,7 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
         ({"mesh.pp": 8}, "model.layers=2 is less than mesh.pp=8; use layers=8 or more, or pp=2 or less"),
         (
             {"mesh.pp": 2, "model.layers": 3, "pipeline.schedule": "interleaved", "pipeline.virtual": 2},
-            "model.layers=3 is less than mesh.pp=2 x 2 stages on each; use layers=4 or more, or pp=1 or less",
+            "model.layers=3 is less than mesh.pp=2 x 2 stages on each; use layers=4 or more.",
         ),
         ({"pipeline.virtual": 2}, "pipeline.virtual=2 does nothing with pipeline.schedule='gpipe'; use virtual=1"),
         (

@@ -515,7 +515,12 @@ def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, exp
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--", "x.py"])
-    assert [launch.environment_of(parsed, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == expected
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    environments = [launch.environment_of(parsed, rank) for rank in range(2)]
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in environments] == expected
+    for own in environments:
+        assert own["NCCL_DEBUG"] == "WARN"
+        assert own["XLA_FLAGS"] == "--xla_gpu_nccl_termination_timeout_seconds=1800 --xla_dump_to=x"
 
 
 @pytest.mark.parametrize("visible", ["", "0,1,2"])
