@@ -105,7 +105,7 @@ class Letters:
 
     name, begin, end, vocab = "letters", (), END, 27
 
-    def encode(self, text):
+    def encode(self, text, *, special_tokens):
         return [ord(letter) - 96 for letter in text]
 
     def decode(self, ids):
