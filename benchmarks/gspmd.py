@@ -86,9 +86,7 @@ def step_of(row: Row, settings: Any, mesh: Any) -> Any:
 
     model, tx = model_and_optimizer(settings, mesh)
     if row.annotated:
-        model = Annotated(
-            model.model, model.layout, model.pipeline, model.data_parallel, model.fsdp, model.loss_config, mesh
-        )
+        model = Annotated(model.settings, mesh)
     return make_train_step(model, tx, settings.train.seed, settings.guard)
 
 

@@ -17,6 +17,7 @@ from parallax.config.sections import (
     OptimizerConfig,
     PipelineConfig,
 )
+from parallax.config.settings import default_settings
 from parallax.model.batch import IGNORED
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import RESIDUALS
@@ -68,14 +69,15 @@ def build(mesh, **changes):
     """A ShardedModel on a mesh of these sizes; `changes` are keys of its sections. A grid's schedule is left out where
     there is no pipeline."""
     changes |= {} if mesh[0] > 1 else {"schedule": "gpipe", "virtual": 1}
-    return ShardedModel(
-        model_config(**changes),
-        LayoutConfig(**section("layout", **changes)),
-        PipelineConfig(**section("pipeline", **changes)),
-        DataParallelConfig(**section("data_parallel", **changes)),
-        FsdpConfig(**section("fsdp", **changes)),
-        LossConfig(**section("loss", **changes)),
-        mesh_of(*mesh),
+    return ShardedModel(settings_of(**changes), mesh_of(*mesh))
+
+
+def settings_of(**changes):
+    """Settings of the tiny model; `changes` are keys of the sections that a ShardedModel reads."""
+    kinds = dict(model=ModelConfig, layout=LayoutConfig, pipeline=PipelineConfig, loss=LossConfig)
+    kinds |= dict(data_parallel=DataParallelConfig, fsdp=FsdpConfig)
+    return dataclasses.replace(
+        default_settings(), **{name: kind(**section(name, **changes)) for name, kind in kinds.items()}
     )
 
 

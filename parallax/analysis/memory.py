@@ -23,6 +23,7 @@ from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
+from parallax.pipeline.loss_and_grads import first_state
 from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.training.optimizer import make_optimizer
@@ -151,9 +152,8 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
     """The same with the bytes of each; the component of arrays in host memory is WAITING."""
     found: list[tuple[tuple[int, ...], str, int]] = []
 
-    def start(params, batch, noise):
-        executor, boundary_state = model.ready(params, batch, noise)
-        state = executor.start(boundary_state, executor.pools(boundary_state))
+    def start(model, params, batch, noise):
+        _, state = first_state(model, params, batch, noise)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)

@@ -25,7 +25,7 @@ from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
-from parallax.pipeline import Arrangement, arrangements, at_rank
+from parallax.pipeline import Arrangement, arrangements
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
 from parallax.sharding.collectives import (
     all_gather,
@@ -36,6 +36,7 @@ from parallax.sharding.collectives import (
     permute,
     reshard,
     sum_over,
+    vary_all,
 )
 from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
@@ -130,7 +131,7 @@ class Decoder:
             return as_varying(x), jax.tree.map(as_varying, cache)
 
         def through(x, caches):
-            return self.parts.scan(layer, x, weights[BLOCKS], caches, self.arrangement.own_turns())
+            return self.parts.scan(layer, x, weights[BLOCKS], caches, self.arrangement.own_kinds())
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -186,7 +187,10 @@ class Decoder:
         """The result of `make`, which runs only on the first stage, sent to all stages."""
         like = jax.eval_shape(make)
         zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
-        return sum_over(at_rank(0, self.mesh.shape["pp"], make, lambda: zeros), ["pp"])
+        if self.mesh.shape["pp"] == 1:
+            return sum_over(make(), ["pp"])
+        on_first = lax.cond(lax.axis_index("pp") == 0, lambda: vary_all(make()), lambda: vary_all(zeros))
+        return sum_over(on_first, ["pp"])
 
     def _weights(self, params: Any) -> Any:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from flax.core import FrozenDict
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
 
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, LossConfig, ModelConfig
 from parallax.model.attention import GQA
@@ -142,12 +143,16 @@ class Parts(NamedTuple):
         """The entry of "blocks" for each kind of layers, in the order of `self.blocks`."""
         return [blocks[kind] for kind in self.blocks] if len(self.blocks) > 1 else [blocks]
 
-    def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, turns: Any) -> tuple[Array, Any]:
+    def of_kinds(self, stacks: Sequence[Any]) -> Any:
+        """The inverse of `by_kind`."""
+        return dict(zip(self.blocks, stacks, strict=True)) if len(self.blocks) > 1 else stacks[0]
+
+    def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, kinds: Any) -> tuple[Array, Any]:
         """Run `x, out = layer(block, weights, x, other)` for each layer in order; return the last x and all `out`,
         stacked.
 
-        `blocks` are resident weights, `others` have an entry for each layer. `turns` is Arrangement.turns of one rank.
-        A place without a layer leaves x unchanged and returns `other` as `out`.
+        `blocks` are resident weights, `others` have an entry for each layer. `kinds` is Arrangement.kinds_in_places of
+        one rank. A place without a layer leaves x unchanged and returns `other` as `out`.
         """
         stacks, modules = self.by_kind(blocks), list(self.blocks.values())
         if len(stacks) == 1:
@@ -161,7 +166,7 @@ class Parts(NamedTuple):
             ]
             return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
 
-        return jax.lax.scan(turn, x, (*turns, others))
+        return jax.lax.scan(turn, x, (*kinds, others))
 
     def declared(self) -> dict[str, Any]:
         """The shapes of `declare`."""
@@ -208,7 +213,7 @@ def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array
 
     traced, like = jax.make_jaxpr(init, return_shape=True)(jax.ShapeDtypeStruct((), key_dtype))
     jaxpr = traced.jaxpr
-    draw = part(needed(jaxpr), jaxpr.invars, jaxpr.outvars, jaxpr.constvars, traced.consts)
+    draw = jaxpr_as_fun(part(needed(jaxpr), jaxpr.invars, jaxpr.outvars, jaxpr.constvars, traced.consts))
     return draw, jax.tree.structure(like)
 
 

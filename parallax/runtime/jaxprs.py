@@ -1,6 +1,6 @@
-"""Helpers for jaxprs: parts of a traced program as functions."""
+"""Helpers for jaxprs: parts of a traced program."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,20 +11,20 @@ NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they do not run their pro
 
 def part(
     equations: Sequence[JaxprEqn], invars: Sequence, outvars: Sequence, constvars: Sequence = (), consts: Sequence = ()
-) -> Callable[..., list]:
-    """Some equations of a program as a function from `invars` to `outvars`.
+) -> ClosedJaxpr:
+    """Some equations of a program as a program from `invars` to `outvars`.
 
     Equations keep their names and source lines.
     """
     names = DebugInfo("part", "part of a program", (None,) * len(invars), (None,) * len(outvars))
     jaxpr = Jaxpr(list(constvars), list(invars), list(outvars), list(equations), debug_info=names)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(consts)))
+    return ClosedJaxpr(jaxpr, list(consts))
 
 
 def apply(equation: JaxprEqn, values: Sequence[Any]) -> list:
     """The outputs of one equation for values of its inputs."""
     value_of = {v: value for v, value in zip(equation.invars, values, strict=True) if not isinstance(v, Literal)}
-    return part([equation], [*value_of], equation.outvars)(*value_of.values())
+    return jaxpr_as_fun(part([equation], [*value_of], equation.outvars))(*value_of.values())
 
 
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -320,14 +320,17 @@ class ShardingPlan:
         whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
-    def add_up(self, part: str) -> list[Callable[[Array], Array]]:
-        """For each leaf of a part, the move of its gradient from compute to summed; float32."""
-        rows = jax.tree.leaves(self.rows_of(part))
-        return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in rows]
+    def add_up(self, stack: str, totals: Any, place: Array, grads: Any) -> Any:
+        """Add a layer's gradients to summed gradients of the layers in a stack; where they are maxima, the maximum is
+        taken. A gradient that is None is not there."""
 
-    def keeps_maximum(self, part: str) -> list[bool]:
-        """For each leaf of a part, whether its gradient is the maximum over uses instead of the sum."""
-        return [is_amax(row.compute) for row in jax.tree.leaves(self.rows_of(part))]
+        def added(row: ParameterPlan, total: Array, grad: Array | None) -> Array:
+            if grad is None:
+                return total
+            share = self._scatter(row, row.compute, row.summed, grad).astype(total.dtype)
+            return total.at[place].max(share) if is_amax(row.compute) else total.at[place].add(share)
+
+        return jax.tree.map(added, self.rows_of(stack), totals, grads)
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""

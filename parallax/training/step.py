@@ -248,9 +248,7 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     device = device_of(mesh)
     if device is not None:
         settings = with_kernel_on(settings, mesh.shape, device.platform, device.device_kind)
-    sections = settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss
-    optimizer = settings.optimizer
-    return ShardedModel(*sections, mesh, optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on)
+    return ShardedModel(settings, mesh)
 
 
 def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:

@@ -15,19 +15,15 @@ from decoded import decoded_logits
 from jaxprs import equations
 
 import parallax as px
-from configs.base import get_config
 from parallax.checkpoint.arrays import flatten
 from parallax.cli.generate import main
 from parallax.config.sections import (
-    DataParallelConfig,
-    FsdpConfig,
     LayoutConfig,
-    LossConfig,
     MeshConfig,
-    ModelConfig,
     PipelineConfig,
     SampleConfig,
 )
+from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import complete, generate
@@ -91,18 +87,12 @@ SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, see
 def model_on(
     name: str, mesh: tuple[int, ...] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
 ) -> ShardedModel:
-    defaults = get_config()
+    pipeline = dataclasses.replace(PipelineConfig(), schedule=schedule, virtual=virtual)
+    settings = default_settings()
     sizes = dict(zip(("pp", "dp", "tp", "replica", "cp", "ep"), mesh))
     laid_out = make_mesh(MeshConfig(**sizes, simulate=0), jax.devices()[: np.prod(mesh)])
-    return ShardedModel(
-        ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
-        LAYOUTS[layout],
-        PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
-        DataParallelConfig(),
-        FsdpConfig(**defaults.fsdp.to_dict()),
-        LossConfig(**defaults.loss.to_dict()),
-        laid_out,
-    )
+    model = dataclasses.replace(settings.model, **SIZES, **MODELS[name])
+    return ShardedModel(dataclasses.replace(settings, model=model, layout=LAYOUTS[layout], pipeline=pipeline), laid_out)
 
 
 @functools.cache

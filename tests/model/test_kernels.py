@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations, inside
+from parallax.pipeline.executor import LayerStack
 from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
@@ -40,7 +41,6 @@ from parallax.model.kernels import (
     triton_flops,
 )
 from parallax.model.rope import Rope
-from parallax.pipeline.executor import LayerStack
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
 from parallax.training.step import model_of

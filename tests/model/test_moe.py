@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from parallax.pipeline.split_backward import select, split_backward
 from sections import expected as numbers
 from sections import sections
 from tiny import HIDDEN_CUT, SEQ_CUT, model_config
@@ -28,7 +29,6 @@ from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
 from parallax.model.products import EIGHT_BIT_PRODUCTS, unit_of
 from parallax.model.router import Router
-from parallax.pipeline.split_backward import select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.layout import Layout, named_leaves

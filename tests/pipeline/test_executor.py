@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jaxprs import equations, inside
+from parallax.pipeline.executor import LayerStack
 from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of
@@ -22,7 +23,6 @@ from parallax.config.sections import (
 )
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
-from parallax.pipeline.executor import LayerStack
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 

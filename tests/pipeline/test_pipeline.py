@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import equations, inside, sent
+from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
+from parallax.pipeline.layer_order import LayerRun, Repeat
 from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
-from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
-from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4

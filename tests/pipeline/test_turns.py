@@ -7,10 +7,9 @@ import sys
 
 import jax
 import pytest
+from parallax.pipeline.executor import LayerLoop
 from tiny import SEQ_CUT, build, make_batch
 from turns import out_of_turn
-
-from parallax.pipeline.executor import LayerLoop
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cut_layers import SIZES, call, declared, residual_layers, windows
 from jax.sharding import PartitionSpec as P
+from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
+from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
 from sections import Item, expected, sections
 from sent import step_collectives
 from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
@@ -28,8 +30,6 @@ from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
-from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
 from parallax.pipeline.sharded_model import _in_context_order
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying

@@ -213,7 +213,8 @@ ERRORS = {
 
 
 def adafactor():
-    model = build((1, 1, 1), **SHAPE).replace(states_on="host")
+    model = build((1, 1, 1), **SHAPE)
+    model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, states_on="host"))
     return model, optax.adafactor(1e-3, min_dim_size_to_factor=8)
 
 

@@ -1,5 +1,6 @@
 """Moments and weights in fewer bits: rounding without bias, the same bits on every mesh, and what float32 computes."""
 
+import dataclasses
 import functools
 import json
 
@@ -150,8 +151,13 @@ def optimizer(model, **dtypes):
     return make_optimizer(optimizer_config(**HELD | dtypes), 10, model.layouts)
 
 
+def with_weights(model, dtype):
+    """The model with weights in this dtype between steps."""
+    return model.replace(optimizer=dataclasses.replace(model.settings.optimizer, weights_dtype=dtype))
+
+
 def model_of(mesh, changes, dtypes):
-    return build(mesh, **changes).replace(weights_dtype=dtypes.get("weights_dtype", "float32"))
+    return with_weights(build(mesh, **changes), dtypes.get("weights_dtype", "float32"))
 
 
 def gradients(model, seed):
@@ -339,8 +345,8 @@ def test_losses_of_a_run_are_the_same_on_every_mesh_but_for_rare_roundings(kind)
 def test_weights_in_bfloat16_give_the_loss_and_gradients_of_the_same_in_float32(policy):
     """What is computed of them is float32 here, norms' scales too: the bits of both are the same, compiled as they are
     written. XLA fuses widening otherwise, with what reads it, and products' bits follow."""
-    narrow = build((2, 2, 1), policy=policy, **SHAPE).replace(weights_dtype="bfloat16")
-    wide, batch = narrow.replace(weights_dtype="float32"), make_batch(rows=32)
+    wide, batch = build((2, 2, 1), policy=policy, **SHAPE), make_batch(rows=32)
+    narrow = with_weights(wide, "bfloat16")
     params = narrow.init(0)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     same = jax.tree.map(lambda x: x.astype(jnp.float32), params)

@@ -130,7 +130,7 @@ class Arrangement:
         return jnp.asarray(self.numbers)[lax.axis_index("pp")]
 
     @cached_property
-    def turns(self) -> np.ndarray:
+    def kinds_in_places(self) -> np.ndarray:
         """int32 `[2, rank, place]`: the kind of the layer, as an index into `sorted(set(kinds))` (their number if there
         is no layer), and the number of layers of its kind before it in its stage."""
         names = sorted(set(self.kinds))
@@ -149,7 +149,7 @@ class Arrangement:
         >>> [(r.times, [run.places for run in r.runs]) for r in Arrangement((0,), ("a", *("b", "b", "a") * 3)).repeats]
         [(3, [1, 2]), (1, [1])]
         """
-        kinds = self.turns[0].reshape(-1, self.stage_layers)
+        kinds = self.kinds_in_places[0].reshape(-1, self.stage_layers)
         none = len(set(self.kinds))
         runs: list[LayerRun] = []
         for place, column in enumerate(map(set, kinds.T.tolist())):
@@ -165,9 +165,9 @@ class Arrangement:
             return found
         return (Repeat(1, (LayerRun(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
 
-    def own_turns(self) -> Array:
-        """This rank's part of `turns`, `[2, place]`."""
-        return jnp.asarray(self.turns)[:, lax.axis_index("pp")]
+    def own_kinds(self) -> Array:
+        """This rank's part of `kinds_in_places`, `[2, place]`."""
+        return jnp.asarray(self.kinds_in_places)[:, lax.axis_index("pp")]
 
     def own_layers(self) -> Array:
         """The model's layer in each place of this rank, -1 for none."""

@@ -1,4 +1,4 @@
-"""The pipeline's boundary: embedding before the first stage, and head (final norm, logits and loss) after the last one.
+"""Both ends of the pipeline: embedding before the first stage, head (final norm, logits and loss) after the last one.
 
 With every schedule all ranks share the head by tokens. If only the last stage computed it, every tick of a 1F1B
 schedule would be longer by the whole head instead of a P-th of it, and stages of uneven layers could only balance whole
@@ -19,7 +19,7 @@ from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
-from parallax.pipeline.buffers import index
+from parallax.pipeline.slots import index
 from parallax.sharding.activations import ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
@@ -110,7 +110,7 @@ class EmbedAndHead:
         return self.parts.head.entries
 
     def _embed(self, weights, ids_BS, rows_B):
-        # Layers fold in 1, 2, ...: see Stage.
+        # Layers fold in 1, 2, ...: see `one_layer`.
         key = None if self.key is None else jax.random.fold_in(self.key, 0)
         return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
 
@@ -157,45 +157,24 @@ def add_gradients(total: Any, share: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineBoundary:
-    """Input of the pipeline's first stage and use of the last stage's output; `state` is carried from tick to tick."""
+class PipelineEnds:
+    """Both ends of a pipeline: input of its first stage, on rank 0, and use of the last one's output, on rank `last`."""
 
     embed_and_head: EmbedAndHead
     tokens: Tokens
-    weight: Array
-    last: int  # rank of the last stage; the first is on rank 0
-
-    def start(self, slots: int) -> Any:
-        """The state before the first tick; `slots` are those of outputs of the last stage."""
-
-    def first_stage_input(self, state: Any, microbatch: Array) -> Array:
-        """The first stage's input."""
-
-    def on_last_stage_output(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
-        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
-
-    def run_head(self, state: Any) -> Any:
-        """Called once after the last F and before the first B, if the schedule runs the head between them."""
-        return state
-
-    def last_stage_gradient(self, state: Any, microbatch: Array, slot: Array) -> Array:
-        """The gradient with respect to the last stage's output."""
-
-    def on_first_stage_gradient(self, state: Any, microbatch: Array, dx: Array) -> Any:
-        """Take the gradient with respect to the first stage's input."""
-
-    def finish(self, state: Any) -> Any:
-        """Called once after the last tick."""
-        return state
+    weight: Array | float  # of a token in the loss whose gradient is taken
+    last: int
 
 
 class MicrobatchState(NamedTuple):
-    exits: Array  # [exit slots, ...] gradients of the last stage's outputs
+    """What ticks carry of both ends; of a forward pass the loss alone."""
+
+    exits: Array | None  # [exit slots, ...] gradients of the last stage's outputs
     loss: Array
     grads: Any
 
 
-class MicrobatchHead(PipelineBoundary):
+class MicrobatchHead(PipelineEnds):
     """Embedding and head in the ticks, one microbatch at a time. The embedding runs on the first stage's rank; the head
     runs on all ranks, each with its share of tokens, after the last stage, on rank `last`.
 
@@ -205,14 +184,17 @@ class MicrobatchHead(PipelineBoundary):
     """
 
     def start(self, slots: int) -> MicrobatchState:
+        """The state before the first tick; `slots` are those of gradients of the last stage's outputs."""
         x = jax.eval_shape(lambda: self.first_stage_input(None, jnp.int32(0)))
         exits = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
         return MicrobatchState(exits, self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads())
 
-    def first_stage_input(self, state, microbatch):
+    def first_stage_input(self, state: MicrobatchState | None, microbatch: Array) -> Array:
+        """The first stage's input."""
         return self.embed_and_head.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
 
-    def on_last_stage_output(self, state, microbatch, slot, y):
+    def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
+        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
         ends, (whole, own) = self.embed_and_head, residual_layouts(self.embed_and_head)
         loss, grads, d_share = ends.head_loss_and_grads(*self._share(y, microbatch), self.weight, state.grads)
         with jax.named_scope(GRADIENTS):
@@ -220,12 +202,18 @@ class MicrobatchHead(PipelineBoundary):
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
         return MicrobatchState(exits, state.loss + loss, grads)
 
-    def last_stage_gradient(self, state, microbatch, slot):
+    def last_stage_gradient(self, state: MicrobatchState, microbatch: Array, slot: Array) -> Array:
+        """The gradient with respect to the last stage's output."""
         return index(state.exits, slot)
 
-    def on_first_stage_gradient(self, state, microbatch, dx):
+    def on_first_stage_gradient(self, state: MicrobatchState, microbatch: Array, dx: Array) -> MicrobatchState:
+        """Take the gradient with respect to the first stage's input."""
         ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
         return state._replace(grads=add_gradients(state.grads, self.embed_and_head.embed_grads(ids, rows, dx)))
+
+    def finish(self, state: MicrobatchState) -> MicrobatchState:
+        """What is left to do after the last tick."""
+        return state
 
     def _share(self, y: Array, microbatch: Array) -> tuple[Array, Array]:
         """This rank's tokens of the last stage's output, and their labels.
@@ -244,13 +232,14 @@ class MicrobatchHead(PipelineBoundary):
 
 
 class LossOnly(MicrobatchHead):
-    """The same for the forward pass only; the state is the loss."""
+    """The same for the forward pass alone."""
 
-    def start(self, slots: int) -> Array:
-        return self.embed_and_head.zero_loss()
+    def start(self, slots: int) -> MicrobatchState:
+        return MicrobatchState(None, self.embed_and_head.zero_loss(), None)
 
-    def on_last_stage_output(self, state, microbatch, slot, y):
-        return state + self.embed_and_head.head_loss(*self._share(y, microbatch))
+    def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
+        loss = self.embed_and_head.head_loss(*self._share(y, microbatch))
+        return state._replace(loss=state.loss + loss)
 
 
 def folds(rows: int, ranks: int) -> int:
@@ -263,13 +252,15 @@ def folds(rows: int, ranks: int) -> int:
 
 
 class BatchedState(NamedTuple):
+    """What ticks carry of both ends."""
+
     entries: Array  # [M, ...] the first stage's inputs, then their gradients
     exits: Array  # [M, ...] the last stage's outputs, then their gradients
     loss: Array
     grads: Any
 
 
-class BatchedHead(PipelineBoundary):
+class BatchedHead(PipelineEnds):
     """Embedding before all ticks, head between forward and backward: every pipeline rank processes its share of rows.
 
     Communication, a step:
@@ -280,19 +271,23 @@ class BatchedHead(PipelineBoundary):
     """
 
     def start(self, slots: int) -> BatchedState:
+        """The state before the first tick: all rows are embedded."""
         ends = self.embed_and_head
         x = ends.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
         assert slots == len(entries), "all microbatches wait for the head together"
         return BatchedState(entries, jnp.zeros_like(entries), ends.zero_loss(), ends.zero_grads())
 
-    def first_stage_input(self, state, microbatch):
+    def first_stage_input(self, state: BatchedState, microbatch: Array) -> Array:
+        """The first stage's input."""
         return index(state.entries, microbatch)
 
-    def on_last_stage_output(self, state, microbatch, slot, y):
+    def on_last_stage_output(self, state: BatchedState, microbatch: Array, slot: Array, y: Array) -> BatchedState:
+        """Keep the last stage's output, which is `y` on its rank."""
         return state._replace(exits=lax.dynamic_update_index_in_dim(state.exits, y, microbatch, 0))
 
-    def run_head(self, state):
+    def run_head(self, state: BatchedState) -> BatchedState:
+        """The loss of all microbatches and its gradients, after the last F and before the first B."""
         y = self.from_last(state.exits)
         labels = self._own_rows(self.tokens.labels)
         loss, grads, dy = self.embed_and_head.head_loss_and_grads(y, labels, self.weight, state.grads)
@@ -300,13 +295,15 @@ class BatchedHead(PipelineBoundary):
             exits = self._to_first(dy)
         return BatchedState(state.entries, exits, state.loss + loss, grads)
 
-    def last_stage_gradient(self, state, microbatch, slot):
+    def last_stage_gradient(self, state: BatchedState, microbatch: Array, slot: Array) -> Array:
+        """The gradient with respect to the last stage's output."""
         return index(state.exits, microbatch)
 
-    def on_first_stage_gradient(self, state, microbatch, dx):
+    def on_first_stage_gradient(self, state: BatchedState, microbatch: Array, dx: Array) -> BatchedState:
+        """Keep the gradient with respect to the first stage's input."""
         return state._replace(entries=lax.dynamic_update_index_in_dim(state.entries, dx, microbatch, 0))
 
-    def finish(self, state) -> BatchedState:
+    def finish(self, state: BatchedState) -> BatchedState:
         """Send the gradients of the first stage's inputs back to the ranks that embedded them."""
         with jax.named_scope(GRADIENTS):
             dx = self._scatter_rows(0, state.entries)

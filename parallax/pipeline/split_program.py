@@ -1,17 +1,18 @@
-"""Separates a layer's forward pass from its backward pass, and divides the backward pass in two: B, everything that the
-input's gradient needs, and W, the other gradients of weights."""
+"""Divides a traced program in two: what is computed now, and what is computed later from saved values.
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+In front, `select` and `split_backward`: each takes a program and returns two, which together compute what the whole one
+does, with each equation as it was. `parallax/pipeline/layer_passes.py` is their one user.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import jax
-from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.runtime.errors import ConfigError, nearest
 from parallax.runtime.jaxprs import ancestors, apply, called, part, within
-from parallax.sharding.collectives import as_varying
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save
@@ -20,88 +21,14 @@ INNER = ("scan", "while", "cond")
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 
-class SplitVjp:
-    """The deferred gradient of `y = layer(weights, x, context)`, from saved arrays.
-
-    Weights and context are available when the gradient is taken, so they are not saved. `saved` must be traced before
-    `backward`, `plan_split` before the two halves of a divided backward pass, and `plan_selection` before the forward
-    pass that saves only a selection.
-    """
-
-    def saved(self, pull: Callable, weights: Any, context: Any) -> list[Array]:
-        """The arrays that `pull`, the layer's vjp in weights and x, holds besides weights and context, for
-        `backward`."""
-        leaves, self.structure = jax.tree.flatten(pull)
-        known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
-        self.source = [known.get(id(leaf)) for leaf in leaves]
-        # Arrays from a slot vary over pp, and a divided program requires equal types.
-        return [as_varying(leaf, ["pp"]) for leaf, at in zip(leaves, self.source, strict=True) if at is None]
-
-    def backward(self, weights: Any, saved: list[Array], context: Any, dy: Array) -> tuple[Any, Array]:
-        """Gradients with respect to weights and x."""
-        known, rest = jax.tree.leaves((weights, context)), iter(saved)
-        leaves = [next(rest) if at is None else known[at] for at in self.source]
-        pull = jax.tree.unflatten(self.structure, leaves)
-        return pull(dy)
-
-    def plan_selection(self, forward: ClosedJaxpr, names: Collection[str]) -> None:
-        """Divide a traced forward pass: activations with one of these names are saved, the rest is recomputed.
-        ConfigError if a layer uses a name that is not a part of `pipeline.remat`."""
-        given = {e.params["name"] for e in inlined(forward).jaxpr.eqns if e.primitive.name == "name"}
-        for name in sorted(given - set(REMAT_PARTS)):
-            raise ConfigError(
-                f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat has no such part; "
-                f"{nearest(name, REMAT_PARTS)}"
-            )
-        self.selection = select(forward, now=[0], names=names)
-
-    def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
-        """The layer's output, and the arrays that `recompute` needs besides weights, x and context."""
-        y, *kept = self.selection.make(*jax.tree.leaves((weights, x, context)))
-        return y, kept
-
-    def recompute(self, weights: Any, x: Array, context: Any, kept: list[Array]) -> list[Array]:
-        """The arrays that the layer's vjp saves."""
-        return self.selection.recompute(*jax.tree.leaves((weights, x, context)), *kept)
-
-    def plan_split(self, weights: Any, saved: list[Array], context: Any, dy: Array, *, saved_is_kept: bool) -> None:
-        """Divide the backward pass. With `saved_is_kept` the second half reads what it needs directly from `saved`."""
-        known, structure = jax.tree.flatten((weights, context))
-
-        def backward(*args):
-            weights, context = jax.tree.unflatten(structure, args[: len(known)])
-            dw, dx = self.backward(weights, list(args[len(known) : -1]), context, args[-1])
-            return [*jax.tree.leaves(dw), dx]
-
-        first_saved, last_saved = len(known), len(known) + len(saved)
-        readable = range(first_saved, last_saved) if saved_is_kept else ()
-        traced = jax.make_jaxpr(backward)(*known, *saved, dy)
-        wanted = len(traced.out_avals) - 1
-        self.backward_split = split_backward(traced, wanted=[wanted], readable=readable)
-        self.read_later = tuple(at - first_saved for at in self.backward_split.reads)
-        self.now = tuple(at for at in range(wanted) if at not in self.backward_split.deferred)
-
-    def input_backward(
-        self, weights: Any, saved: list[Array], context: Any, dy: Array
-    ) -> tuple[Array, dict[int, Array], list[Array]]:
-        """B: the gradient of x, the gradients of weights that take no matrix product, by index, and the input of W."""
-        dw_and_dx = self.backward_split.first(*jax.tree.leaves((weights, context)), *saved, dy)
-        few, (dx, *b_residuals) = dw_and_dx[: len(self.now)], dw_and_dx[len(self.now) :]
-        return dx, dict(zip(self.now, few, strict=True)), b_residuals
-
-    def weight_backward(self, read: list[Array], b_residuals: list[Array]) -> dict[int, Array]:
-        """W: the gradients of the other weights, from saved arrays `read_later` and `b_residuals`."""
-        return dict(zip(self.backward_split.deferred, self.backward_split.second(*read, *b_residuals), strict=True))
-
-
 class BackwardSplit(NamedTuple):
     """A program divided in two, with each equation in one of them.
 
     `first(*args)` returns `(*outputs, *b_residuals)`, `second(*args at reads, *b_residuals)` the deferred outputs.
     """
 
-    first: Callable
-    second: Callable
+    first: ClosedJaxpr
+    second: ClosedJaxpr
     deferred: tuple[int, ...]  # outputs of the whole program that the second one computes
     reads: tuple[int, ...]  # arguments of the whole program that the second one reads
 
@@ -143,17 +70,24 @@ def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Ite
 class Selection(NamedTuple):
     """`make(*args)` returns `(*outputs at given places, *kept)`, `recompute(*args, *kept)` the other outputs."""
 
-    make: Callable
-    recompute: Callable
+    make: ClosedJaxpr
+    recompute: ClosedJaxpr
     names: tuple[str, ...]  # of saved values
 
 
 def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) -> Selection:
     """Divide a traced program: the outputs at `now` are computed first, the others later, from the arguments and from
-    values with these names, which are saved if the other outputs need them."""
+    values with these names, which are saved if the other outputs need them.
+
+    Raises ConfigError if the program has a name that is not a part of `pipeline.remat`.
+    """
     whole = inlined(program)
     jaxpr = whole.jaxpr
     named = {e.outvars[0]: e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
+    for name in sorted(set(named.values()) - set(REMAT_PARTS)):
+        raise ConfigError(
+            f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat has no such part; {nearest(name, REMAT_PARTS)}"
+        )
     named = {var: name for var, name in named.items() if name in names}
     first, later = [], []
     for at, out in enumerate(jaxpr.outvars):
@@ -197,7 +131,7 @@ def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:
     return [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var not in made)]
 
 
-def _numbered(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
-    """A function that runs some equations of a program, from `invars` to `outvars`."""
+def _numbered(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> ClosedJaxpr:
+    """Some equations of a program, from `invars` to `outvars`."""
     equations = [whole.jaxpr.eqns[number] for number in sorted(numbers)]
     return part(equations, invars, outvars, whole.jaxpr.constvars, whole.consts)

@@ -1,0 +1,231 @@
+"""The ticks of a schedule's tables: in each, a rank runs F, then B, then W, if its tables have them, and sends.
+
+Every rank sends its output to the next stage and its gradient to the previous one. A message depends only on the pass
+that made it, so that it can be sent while the next pass computes. A received message is stored according to the sender's
+entry of the table for this tick.
+
+Scopes distinguish passes and messages in traces and profiles; the report reads them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
+from parallax.pipeline.slots import index
+from parallax.pipeline.stage import (
+    Layers,
+    Pass,
+    SaveLayers,
+    SaveNothing,
+    SaveObservations,
+    SaveStageInput,
+    weight_gradients,
+)
+from parallax.schedules import Schedule, Segment
+from parallax.sharding.collectives import after, permute, vary_all
+from parallax.sharding.plan import GRADIENTS
+
+# The scopes of the passes in traces and profiles.
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+
+
+class Pipeline(NamedTuple):
+    """What every tick reads and none changes."""
+
+    schedule: Schedule
+    tokens: Tokens
+    ends: MicrobatchHead | BatchedHead | LossOnly
+    layers: Layers
+    saves: SaveLayers | SaveStageInput | SaveNothing | SaveObservations
+    # Without it each tick allocates its own residuals, and XLA need not clear an array that is fully overwritten. Then the
+    # schedule must not keep residuals across ticks.
+    carries_residuals: bool
+
+
+class State(NamedTuple):
+    """The state that ticks carry."""
+
+    messages: dict[str, Array]  # for F and for B, [slots, ...]: received and not read yet
+    residuals: Any  # see SaveLayers; None between ticks that allocate their own
+    grads: list[Any]  # a tree for each kind of layers, in the plan's summed layouts
+    ends: Any
+
+
+class Row(NamedTuple):
+    """One tick of the tables on this rank: -1 where it has no entry. `tables` are those of all ticks of the loop."""
+
+    values: dict[str, Array]
+    tables: dict[str, np.ndarray]
+
+    def __getitem__(self, name: str) -> Array:
+        return jnp.maximum(self.values[name], 0)
+
+    def acts(self, name: str) -> Array:
+        """Whether this rank has an entry in this tick."""
+        return self.values[name] >= 0
+
+    def always(self, name: str) -> bool:
+        """Whether every rank has an entry in every tick, so that no branch is needed."""
+        return bool((self.tables[name] >= 0).all())
+
+    def ever(self, name: str) -> bool:
+        """Whether any rank has an entry in any tick."""
+        return bool((self.tables[name] >= 0).any())
+
+
+def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) -> State:
+    """Run the ticks of a segment, and in them actions of these kinds."""
+    tables = tables_of(pipeline.schedule, segment)
+
+    def body(state: State, values: dict[str, Array]) -> tuple[State, None]:
+        own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+        return tick(pipeline, state, Row(own, tables), kinds), None
+
+    return lax.scan(body, state, tables)[0]
+
+
+def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
+    """One tick: F and the head, B, W, each if this rank has it, then messages."""
+    outputs = {}
+    if not pipeline.carries_residuals:
+        state = state._replace(residuals=empty_residuals(pipeline, state))
+    if "F" in kinds:
+        act, idle = lambda: forward(pipeline, state, row), lambda: no_forward(state)
+        with jax.named_scope(FORWARD):
+            outputs["F"], residuals = act() if row.always("F") else lax.cond(row.acts("F"), act, idle)
+        state = state._replace(residuals=residuals)
+    if "F" in kinds and row.ever("exit"):
+        act, idle = lambda: head(pipeline, state, row, outputs["F"]), lambda: vary_all(state.ends)
+        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
+        ends = act() if row.always("exit") else lax.cond(row.acts("exit"), act, idle)
+        state = state._replace(ends=ends)
+    if "B" in kinds:
+        act, idle = lambda: backward(pipeline, state, row), lambda: no_backward(state)
+        with jax.named_scope(BACKWARD):
+            found = act() if row.always("B") else lax.cond(row.acts("B"), act, idle)
+        outputs["B"], grads, residuals, ends = found
+        state = state._replace(grads=grads, residuals=residuals, ends=ends)
+    if "W" in kinds:
+        act, idle = lambda: weights(pipeline, state, row), lambda: vary_all(state.grads)
+        with jax.named_scope(WEIGHTS):
+            grads = act() if row.always("W") else lax.cond(row.acts("W"), act, idle)
+        state = state._replace(grads=grads)
+    if not pipeline.carries_residuals:
+        state = state._replace(residuals=None)
+    return send(pipeline, state, row, outputs)
+
+
+def forward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, Any]:
+    """F: the output of this tick's stage, and residuals. All is read here, so that idle ranks read nothing."""
+    x = stage_input(pipeline, state, row)
+    return vary_all(pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+
+
+def no_forward(state: State) -> tuple[Array, Any]:
+    return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+
+
+def head(pipeline: Pipeline, state: State, row: Row, y: Array) -> Any:
+    """The ends' state after the last stage's output, which is `y` on the last stage's rank."""
+    return vary_all(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
+
+
+def backward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, list[Any], Any, Any]:
+    """B: the gradient of the stage's input, gradients of weights, residuals, and the ends' state."""
+    dy = stage_output_gradient(pipeline, state, row)
+    dx, residuals, grads = pipeline.saves.backward(pass_of(pipeline, row, "B"), dy, state.residuals, state.grads)
+    return vary_all((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+
+def no_backward(state: State) -> tuple[Array, list[Any], Any, Any]:
+    return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
+
+
+def weights(pipeline: Pipeline, state: State, row: Row) -> list[Any]:
+    """W: gradients of weights."""
+    return vary_all(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
+
+
+def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
+    """Send outputs and gradients to the ranks that read them; store what arrives."""
+    messages, model = dict(state.messages), pipeline.layers.model
+    for kind, shift in pipeline.schedule.arrival:
+        name = f"arrival {kind} {shift}"
+        if kind not in outputs or not row.ever(name):
+            continue
+        output = outputs[kind]
+        if model.is_simulated and "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
+            last = pipeline.layers.passes[0].last_gradient
+            output = after(output, jax.tree.leaves(state.grads)[last])
+        with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
+            arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
+        slots, slot = messages[kind], row[name]
+        entry = jnp.where(row.acts(name), arrived, index(slots, slot))
+        messages[kind] = lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
+    return state._replace(messages=messages)
+
+
+# ---- what a pass reads
+
+
+def stage_input(pipeline: Pipeline, state: State, row: Row) -> Array:
+    """The embedded tokens in the first stage, a message in the others."""
+    if pipeline.schedule.stages == 1:
+        return pipeline.ends.first_stage_input(state.ends, row["F"])
+    return lax.cond(
+        row.values["message F"] < 0,
+        lambda: vary_all(pipeline.ends.first_stage_input(state.ends, row["F"])),
+        lambda: vary_all(index(state.messages["F"], row["message F"])),
+    )
+
+
+def stage_output_gradient(pipeline: Pipeline, state: State, row: Row) -> Array:
+    """The head's gradient in the last stage, a message in the others."""
+    if pipeline.schedule.stages == 1:
+        return pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])
+    return lax.cond(
+        row.values["message B"] < 0,
+        lambda: vary_all(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])),
+        lambda: vary_all(index(state.messages["B"], row["message B"])),
+    )
+
+
+def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:
+    """The ends' state after the gradient of the first stage's input, which is `dx` on the first stage's rank."""
+    in_first = (row["chunk B"] == 0) & row.acts("B")
+    in_first &= lax.axis_index("pp") == pipeline.schedule.placement[0]
+    if pipeline.schedule.stages == 1:
+        return pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)
+    return lax.cond(
+        in_first,
+        lambda: vary_all(pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)),
+        lambda: vary_all(state.ends),
+    )
+
+
+def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
+    """This tick's pass of a kind: its context, stage and slots."""
+    context = pipeline.layers.model.context(pipeline.tokens, row[kind]) if kind in "FB" else None
+    chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
+    slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
+    return Pass(pipeline.layers, kind, context, chunk, slots)
+
+
+def empty_residuals(pipeline: Pipeline, state: State) -> Any:
+    """Empty slots for what F and B save."""
+    x = jax.eval_shape(lambda: state.messages["F"][0])
+    return pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots)
+
+
+def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:
+    """The tables' rows of these ticks: `[tick, rank]` for entries of single ranks, `[tick]` for those of all."""
+    tables = {"exit": s.exit_microbatch} | {f"exit {kind}": table for kind, table in s.exit_slot.items()}
+    tables |= s.microbatch | {f"chunk {kind}": table for kind, table in s.chunk.items()}
+    tables |= {f"{pool} {kind}": table for pool in s.slot for kind, table in s.slot[pool].items()}
+    tables |= {f"message {kind}": table for kind, table in s.message.items()}
+    tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
+    return {name: table[segment.start : segment.stop] for name, table in tables.items()}
