@@ -44,7 +44,7 @@ class Sent(NamedTuple):
     count: float  # calls by a device in a step
     # "forward" | "backward" | "recompute": repeated in the backward pass | "update"
     direction: str
-    module: str  # the module that sends: "attention/q", "embedding", or a file outside of modules: "pipeline/executor"
+    module: str  # the module that sends: "attention/q", "embedding", or a file outside of modules: "pipeline/tick"
     # The line that asks for it: "parallax/model/mlp.py:50"; of what the plan moves, that of the layer which uses it.
     source: str
 

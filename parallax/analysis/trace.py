@@ -36,7 +36,7 @@ from parallax.training.step import UPDATE, TrainStep, abstract_state
 PLUMBING = tuple(module.__file__ for module in (collectives, dense, einsum, jaxprs, layout, products))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
-# Scopes of the executor's passes, of messages of gradients, and of the update. In B, equations that are not transposed
+# Scopes of the pipeline's passes, of messages of gradients, and of the update. In B, equations that are not transposed
 # are recomputed forward work.
 SCOPES = {FORWARD: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward", UPDATE: "update"}
 REMATTED = "rematted_computation"  # JAX's name for what jax.checkpoint recomputes
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The Flax module, as "attention/q"; outside of modules the file, as "pipeline/executor"."""
+        """The Flax module, as "attention/q"; outside of modules the file, as "pipeline/tick"."""
         return _module(self.stack) or self.source.rpartition(":")[0].removeprefix("parallax/").removesuffix(".py")
 
     @property
@@ -73,7 +73,7 @@ class Origin(NamedTuple):
 
 @functools.cache
 def _scope(stack: str) -> str | None:
-    """The direction that the innermost of the executor's scopes stands for."""
+    """The direction that the innermost of the pipeline's scopes stands for."""
     return next((SCOPES[name] for name in reversed(_names(stack)) if name in SCOPES), None)
 
 

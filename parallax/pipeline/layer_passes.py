@@ -1,7 +1,7 @@
 """How the layers of one kind run: forward, backward, and in the two halves of the backward pass.
 
-`layer_passes` chooses once, by `pipeline.remat` and by whether the schedule divides the backward pass. What a pass saves
-is in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
+`layer_passes` chooses once, by `pipeline.remat` and by whether the schedule divides the backward pass. What is saved is
+in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
 """
 
 import dataclasses
@@ -144,8 +144,8 @@ class Divided:
 
     @staticmethod
     def of(whole: SaveAll, later_is_saved: bool, weights: Any, residuals: Any, context: Context, y: Any) -> "Divided":
-        """Divide the backward pass, for arguments of these shapes. If `later_is_saved`, what W needs of the residuals is
-        saved by F for it; otherwise B saves it."""
+        """Divide the backward pass, for arguments of these shapes. If `later_is_saved`, F saves what W needs of the
+        residuals; otherwise B does."""
 
         def backward(weights: Any, context: Context, residuals: Any, dy: Array) -> tuple[Any, Array]:
             return whole.vjp.with_residuals(weights, context, residuals)(dy)

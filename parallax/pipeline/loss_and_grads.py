@@ -19,8 +19,8 @@ from parallax.model.products import with_largest_weights
 from parallax.pipeline.embed_and_head import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
 from parallax.pipeline.observations import no_observations, of_all_devices
-from parallax.pipeline.slots import read_slot, zeros
-from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput
+from parallax.pipeline.slots import zeros
+from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
 from parallax.pipeline.tick import Pipeline, State, run_ticks
 from parallax.schedules import gpipe_on
 from parallax.sharding import activations
@@ -164,10 +164,11 @@ def with_passes(pipeline: Pipeline, x: Any) -> Layers:
     layers, model = pipeline.layers, pipeline.layers.model
     context = jax.eval_shape(lambda: model.context(pipeline.tokens, jnp.int32(0)))
     settings = dict(split=model.schedule.split, in_rows=relays_what_is_read(model.mesh), x=x, context=context)
-    passes = []
-    for stack, weights, plain in zip(layers.stacks, layers.weights, layers.passes, strict=True):
-        gathered = jax.eval_shape(lambda: model.gathered_layer(stack, read_slot(weights, 0)))
-        passes.append(layer_passes(plain.block, model.pipeline.remat, weights=gathered, **settings))
+    gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])
+    blocks = model.parts.blocks.values()
+    passes = [
+        layer_passes(b, model.pipeline.remat, weights=w, **settings) for b, w in zip(blocks, gathered, strict=True)
+    ]
     return layers._replace(passes=passes)
 
 

@@ -46,8 +46,8 @@ from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
 class ShardedModel:
     """Parameters, loss, gradients and logits of a model on a mesh.
 
-    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, but nothing can run. A model
-    that `measures` computes 8-bit products in the compute dtype, to find their first scales: see
+    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, but nothing can run.
+    A model that `measures` computes 8-bit products in the compute dtype, to find their first scales: see
     parallax/model/products.py. Raises ConfigError if a size does not divide over its axes.
     """
 

@@ -84,8 +84,8 @@ class SaveLayers:
         return each_layer(this._replace(work="forward"), (x, residuals), [])[0]
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads` plus
-        its share."""
+        """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads`
+        plus its share."""
         (dx, residuals), grads = each_layer(this._replace(work="backward"), (dy, residuals), grads)
         return dx, residuals, grads
 
@@ -150,8 +150,8 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
     """Do the work of a pass for each layer of the stage; returns the carry, and `grads` plus the layers' gradients.
 
-    Neighbouring places with layers of one kind are a run with a loop of its own, and runs that repeat have a loop around
-    theirs: so a program does not grow with the number of layers.
+    Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
+    theirs. So a program does not grow with the number of layers.
     """
     repeats, state = this.layers.model.arrangement.repeats, (carry, grads)
     for repeat in reversed(repeats) if this.from_last else repeats:
@@ -201,7 +201,7 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
     (carry, grads), layers, context = state, this.layers, this.context
     in_stage, on_rank = _places_of_kind(this, run, kind, place)
     if this.work != "weight_gradients":
-        weights = gathered(layers, kind, on_rank, carry) if weights is None else weights
+        weights = gathered_layer(layers, kind, on_rank, carry) if weights is None else weights
         if context.key is not None:  # 0 is the embedding's
             key = jax.random.fold_in(context.key, 1 + layers.numbers[kind][on_rank])
             context = context._replace(key=key)
@@ -216,10 +216,10 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
 def gathered_in(this: Pass, run: LayerRun, place: Array | int, state: Any) -> Any:
     """The weights of the layer in one place of a run of one kind, after what `state` holds."""
     (kind,) = run.kinds
-    return gathered(this.layers, kind, _places_of_kind(this, run, kind, place)[1], state[0])
+    return gathered_layer(this.layers, kind, _places_of_kind(this, run, kind, place)[1], state[0])
 
 
-def gathered(layers: Layers, kind: int, on_rank: Array | int, carry: Any) -> Any:
+def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, carry: Any = ()) -> Any:
     """The weights of a layer, gathered; on simulated devices only after the arrays that its pass reads first."""
     resident = read_slot(layers.weights[kind], on_rank)
     if layers.model.is_simulated:

@@ -1,8 +1,8 @@
 """The ticks of a schedule's tables: in each, a rank runs F, then B, then W, if its tables have them, and sends.
 
 Every rank sends its output to the next stage and its gradient to the previous one. A message depends only on the pass
-that made it, so that it can be sent while the next pass computes. A received message is stored according to the sender's
-entry of the table for this tick.
+that made it, so that it can be sent while the next pass computes. A received message is stored where the sender's entry
+of the table for this tick says.
 
 Scopes distinguish passes and messages in traces and profiles; the report reads them.
 """
@@ -41,8 +41,7 @@ class Pipeline(NamedTuple):
     ends: MicrobatchHead | BatchedHead | LossOnly
     layers: Layers
     saves: SaveLayers | SaveStageInput | SaveNothing | SaveObservations
-    # Without it each tick allocates its own residuals, and XLA need not clear an array that is fully overwritten. Then the
-    # schedule must not keep residuals across ticks.
+    # Otherwise each tick allocates its own, and XLA need not clear arrays that are fully overwritten.
     carries_residuals: bool
 
 

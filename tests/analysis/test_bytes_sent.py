@@ -277,7 +277,7 @@ def test_what_the_plan_moves_for_a_layer_is_asked_for_by_the_layers_line():
 def test_modules_are_named_as_the_model_names_them():
     modules = {one.module for one in step_collectives(step(attention="mla", tied=False), ROWS, SEQ)}
     assert {"embedding", "attention", "attention/norm", "attention/out", "mlp", "mlp/down", "head/norm"} <= modules
-    assert {"model/loss", "pipeline/executor", "sharding/plan"} <= modules
+    assert {"model/loss", "pipeline/tick", "sharding/plan"} <= modules
 
 
 def test_a_report_has_of_each_entry_the_count_of_the_rank_that_sends_it_most():

@@ -25,8 +25,8 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 WIDTHS = (1280, 400)
 
 SENT = (
-    Sent("permute", ("pp",), 2 * MIB, 8, "forward", "pipeline/executor", "parallax/pipeline/executor.py:1"),
-    Sent("permute", ("pp",), 2 * MIB, 8, "backward", "pipeline/executor", "parallax/pipeline/executor.py:1"),
+    Sent("permute", ("pp",), 2 * MIB, 8, "forward", "pipeline/tick", "parallax/pipeline/tick.py:1"),
+    Sent("permute", ("pp",), 2 * MIB, 8, "backward", "pipeline/tick", "parallax/pipeline/tick.py:1"),
     Sent("all-gather", ("dp",), MIB, 16, "forward", "sharding/plan", "parallax/sharding/plan.py:2"),
     Sent("all-gather", ("dp",), MIB, 16, "recompute", "sharding/plan", "parallax/sharding/plan.py:2"),
     Sent("reduce-scatter", ("dp",), MIB, 32, "backward", "sharding/plan", "parallax/sharding/plan.py:3"),

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations, inside
-from parallax.pipeline.executor import LayerStack
 from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
@@ -41,6 +40,7 @@ from parallax.model.kernels import (
     triton_flops,
 )
 from parallax.model.rope import Rope
+from parallax.pipeline.layer_passes import layer_passes
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
 from parallax.training.step import model_of
@@ -349,7 +349,7 @@ def test_a_model_trains_as_with_scores_by_the_kernel_for_triton(mesh, kind, chan
 
 
 def layer_alone(kind, seq=SEQ, kernel="splash"):
-    """A layer of the tiny model on one device, and what its passes take."""
+    """The passes of a layer of the tiny model on one device, and what they take."""
     model = build((1, 1, 1), kernel=kernel, **settings(**kind))
     block = model.parts.blocks["dense"]
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
@@ -357,17 +357,18 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     positions = jnp.asarray(positions_of(np.asarray(segments)))
     context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
-    layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-    return LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1)), weights, x, context
+    weights = {"params": weights}
+    passes = layer_passes(block, "none", split=False, in_rows=False, weights=weights, x=x, context=context)
+    return passes, weights, x, context
 
 
 @pytest.mark.slow
 def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
-    stage, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
+    passes, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
 
     def both(weights, x):
-        y, saved = stage.save(weights, x, context)
-        return stage.vjp.backward(weights, saved, context, y)
+        y, saved = passes.forward(weights, x, context)
+        return passes.backward(weights, context, saved, y)
 
     shapes = {var.aval.shape for equation in equations(both, weights, x) for var in equation.outvars}
     assert (128, 128) in shapes
@@ -376,8 +377,8 @@ def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
 
 @pytest.mark.slow
 def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segments():
-    stage, weights, x, context = layer_alone(GQA)
-    _, saved = stage.save(weights, x, context)
+    passes, weights, x, context = layer_alone(GQA)
+    saved = passes.forward(weights, x, context)[1]["FB"]
     assert {leaf.dtype.name for leaf in saved} <= {"float32", "bool"}
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ)) == 1  # logsumexp
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
@@ -385,8 +386,8 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
 
 @pytest.mark.slow
 def test_a_layer_keeps_the_output_once_and_key_heads_as_they_are_for_triton():
-    stage, weights, x, context = layer_alone(GQA, kernel="triton")
-    _, saved = stage.save(weights, x, context)
+    passes, weights, x, context = layer_alone(GQA, kernel="triton")
+    saved = passes.forward(weights, x, context)[1]["FB"]
     shapes = [leaf.shape for leaf in saved]
     assert shapes.count((2, 2, 2, SEQ)) == 1  # logsumexp, [M, B, G, S]
     assert shapes.count((2, 2, SEQ, 2, 128)) == 2  # q, output, [M, B, S, G, J]

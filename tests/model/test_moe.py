@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from parallax.pipeline.split_backward import select, split_backward
 from sections import expected as numbers
 from sections import sections
 from tiny import HIDDEN_CUT, SEQ_CUT, model_config
@@ -29,6 +29,7 @@ from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
 from parallax.model.products import EIGHT_BIT_PRODUCTS, unit_of
 from parallax.model.router import Router
+from parallax.pipeline.split_program import select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.layout import Layout, named_leaves
@@ -602,7 +603,7 @@ def test_the_wide_products_are_kept_by_their_name(exchange):
         return [y, *jax.tree.leaves(pull)]
 
     chosen = select(jax.make_jaxpr(forward)(params, x), now=[0], names=saved_parts("attention"))
-    _, *kept = chosen.make(*jax.tree.leaves((params, x)))
+    _, *kept = jaxpr_as_fun(chosen.make)(*jax.tree.leaves((params, x)))
     assert [leaf.shape for leaf in kept] == 2 * [(ROWS * SEQ * PLACES, 8)]
 
 
@@ -673,8 +674,8 @@ def test_the_products_of_weights_are_left_for_later():
     args = params, *arrays()
     split = split_backward(jax.make_jaxpr(gradients)(*args), wanted=[len(names)], readable=())
     assert [names[at] for at in range(len(names)) if at not in split.deferred] == ["router/bias"]
-    counts, dx, *b_residuals = split.first(*jax.tree.leaves(args))
-    later = split.second(*b_residuals)
+    counts, dx, *b_residuals = jaxpr_as_fun(split.first)(*jax.tree.leaves(args))
+    later = jaxpr_as_fun(split.second)(*b_residuals)
     by_name = dict(zip(names, [None] * len(names))) | {names[at]: x for at, x in zip(split.deferred, later)}
     by_name["router/bias"] = counts
     for found, whole in zip([*by_name.values(), dx], jax.jit(gradients)(*args), strict=True):

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from parallax.pipeline.layer_order import Arrangement
 from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from tiny import build, make_batch, mesh_of, optimizer_config
 
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import AXES, CheckpointConfig
+from parallax.pipeline.layers_on_ranks import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import cut_over_pp

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jaxprs import equations, inside
-from parallax.pipeline.executor import LayerStack
 from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of
@@ -23,6 +22,7 @@ from parallax.config.sections import (
 )
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
+from parallax.pipeline.layer_passes import layer_passes
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -73,7 +73,8 @@ def test_gradients_of_an_embedding_add_up_over_the_places_of_a_token_in_float32(
 
 
 def layer_alone():
-    """A layer of the tiny model on one device: its vjp, the weights, saved arrays, context, and a gradient."""
+    """A layer of the tiny model on one device: its passes with the backward pass whole and divided, and what they take
+    besides what is saved."""
     model = model_config(attention="mla")
     block = plain_parts(model).blocks["dense"]
     rng = np.random.default_rng(0)
@@ -82,22 +83,22 @@ def layer_alone():
     context = training_context(Rope(model), ids, ids, jnp.arange(4), None)
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
-    layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-    stack = LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1))
-    vjp, (_, saved) = stack.vjp, stack.save(weights, x, context)
-    vjp.plan_split(weights, saved, context, dy, saved_is_kept=True)
-    return vjp, weights, saved, context, dy
+    weights = {"params": weights}
+    given = dict(in_rows=False, weights=weights, x=x, context=context)
+    whole, divided = (layer_passes(block, "none", split=split, **given) for split in (False, True))
+    return whole, divided, weights, x, context, dy
 
 
 @pytest.mark.slow
 def test_b_and_w_cost_together_what_the_backward_pass_cost():
     """FLOPs as XLA counts them in the compiled programs."""
-    vjp, weights, saved, context, dy = layer_alone()
-    b_residuals = vjp.input_backward(weights, saved, context, dy)[2]
+    passes, halves, weights, x, context, dy = layer_alone()
+    all_saved, saved = (each.forward(weights, x, context)[1] for each in (passes, halves))
+    for_w = {"FW": saved["FW"]} | halves.backward(weights, context, saved, dy)[2]
     flops = lambda f, *args: jax.jit(f).lower(*args).compile().cost_analysis()["flops"]  # noqa: E731
-    whole = flops(lambda saved, dy: vjp.backward(weights, saved, context, dy), saved, dy)
-    first = flops(lambda saved, dy: vjp.input_backward(weights, saved, context, dy), saved, dy)
-    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], b_residuals)
+    whole = flops(lambda saved, dy: passes.backward(weights, context, saved, dy), all_saved, dy)
+    first = flops(lambda saved, dy: halves.backward(weights, context, saved, dy), saved, dy)
+    second = flops(halves.weight_gradients, for_w)
     assert first + second == pytest.approx(whole, rel=0.01)
     assert 0.3 * whole < second < 0.5 * whole, "attention's products have no weights, so B is the larger part"
 

@@ -9,33 +9,64 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import equations, inside, sent
-from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
-from parallax.pipeline.layer_order import LayerRun, Repeat
 from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
-from parallax.config.sections import REMAT, PipelineConfig
+from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
+from parallax.pipeline.layer_passes import SaveAll, layer_passes
+from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
+from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
 
 
-def toy_layer(weights, x, context):
-    up = checkpoint_name(x @ weights["up"], "ffn")
-    return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
+class ToyLayer:
+    """A block of two products, as a stage applies it."""
+
+    def apply(self, weights, x, context):
+        weights = weights["params"]
+        up = checkpoint_name(x @ weights["up"], "ffn")
+        return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
 
 
-def one_stack(layer):
-    return LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1))
+class ToyModel:
+    """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
+
+    is_simulated, pipeline = False, PipelineConfig()
+
+    def __init__(self, layers, prefetch):
+        self.stage_layers = LAYERS
+        self.repeats = [Repeat(1, (LayerRun((0,), 0, LAYERS, layers < LAYERS, 0),))]
+        self.arrangement, self.orders, self.plan, self.fsdp = (
+            self,
+            {"blocks": self},
+            self,
+            FsdpConfig(prefetch=prefetch),
+        )
+
+    def gathered_layer(self, stack, weights):
+        return {"params": weights}
+
+    def add_up(self, stack, totals, place, grads):
+        return {name: x if grads[name] is None else x.at[place].add(grads[name]) for name, x in totals.items()}
 
 
-def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
-    unchanged = [lambda grad: grad] * 3
+def passes_of(remat, split, weights, x):
+    one = {"params": jax.tree.map(lambda w: w[0], weights)}
+    return layer_passes(ToyLayer(), remat, split=split, in_rows=False, weights=one, x=x, context=NoDropout())
+
+
+def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
+    """What a stage of toy layers saves, empty pools of two slots each, and a pass in the second of them."""
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
-    stack = LayerStack(toy_layer, lambda weights: weights, unchanged, LAYERS, numbers)
-    repeats = [Repeat(1, (LayerRun((0,), 0, LAYERS, layers < LAYERS, 0),))]
-    loop = LayerLoop([stack], LAYERS, repeats, prefetch=prefetch, serialized=False)
-    return Stage(loop, remat, split)
+    here = Layers(
+        ToyModel(layers, prefetch), ["blocks"], [passes_of(remat, split, weights, x)], [weights], [numbers], None
+    )
+    saves = SaveStageInput() if remat == "stage" else SaveLayers()
+    pools = ("FB", "FW", "BW") if split else ("FB",)
+    empty = saves.empty(here, x, dict.fromkeys(pools, 2))
+    return saves, empty, Pass(here, "", NoDropout(), 0, dict.fromkeys(pools, (1,)))
 
 
 class NoDropout:
@@ -63,18 +94,11 @@ def plain_passes(weights, x, dy, layers):
 
     def plain(weights, x):
         for layer in range(layers):
-            x = toy_layer({name: stacked[layer] for name, stacked in weights.items()}, x, None)
+            x = ToyLayer().apply({"params": {name: stacked[layer] for name, stacked in weights.items()}}, x, None)
         return x
 
     y, pull = jax.vjp(plain, weights, x)
     return y, *pull(dy)
-
-
-def two_slots(stage, weights, x):
-    """Empty pools of two slots each, and a place in the second."""
-    pools = stage.plan([weights], x, NoDropout())
-    names = ("FB", "FW", "BW") if stage.split else ("FB",)
-    return stage.empty(pools, dict.fromkeys(names, 2)), SlotIndex(chunk=0, slots=dict.fromkeys(names, 1))
 
 
 @pytest.mark.fast(3)
@@ -85,25 +109,21 @@ def two_slots(stage, weights, x):
 )
 def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, split, layers):
     weights, x, dy = toy()
-    stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
-    ones = jax.tree.map(jnp.ones_like, weights)
-    residuals, at = two_slots(stage, weights, x)
-    y, residuals = stage.forward([weights], lambda: (x, NoDropout(), at), residuals)
-    grads = jax.tree.leaves(ones)
-    dx, grads, residuals, end = stage.backward([weights], lambda: (dy, NoDropout(), at), residuals, grads, jnp.negative)
-    np.testing.assert_array_equal(end, -dx)
+    saves, residuals, this = toy_stage(remat, weights, x, split=split, layers=layers, prefetch=prefetch)
+    y, residuals = saves.forward(this, x, residuals)
+    dx, residuals, grads = saves.backward(this, dy, residuals, [jax.tree.map(jnp.ones_like, weights)])
     if split:
-        grads = stage.weight_gradients(lambda: at, residuals, grads)
+        grads = weight_gradients(this._replace(context=None), residuals, grads)
     expected_y, expected_grads, expected_dx = plain_passes(weights, x, dy, layers)
     # Of the largest entry, as everywhere: small entries are what is left of large terms. On one CPU, with 3 layers, an
     # entry of 0.045 among those up to 6 is 1.3e-6 off, which is 2e-7 of the largest.
     np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-6 * np.abs(expected_y).max())
-    again, _ = stage.forward([weights], lambda: (x, NoDropout(), at), None)
+    again, _ = SaveNothing().forward(this, x, None)
     np.testing.assert_allclose(again, y, rtol=0, atol=1e-6 * np.abs(y).max())
     # Beside float64 on jax 0.12, with 3 layers, the plain passes are 2.5e-7 of it off, and those that make some again
     # 7.3e-7.
     np.testing.assert_allclose(dx, expected_dx, rtol=0, atol=1e-5 * np.abs(expected_dx).max())
-    for grad, expected in zip(grads, jax.tree.leaves(expected_grads), strict=True):
+    for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(grad, expected + 1, rtol=1e-5, atol=1e-5)
 
 
@@ -111,9 +131,8 @@ def test_what_is_kept_is_what_remat_says():
     weights, x, _ = toy()
     shapes = {}
     for remat in REMAT:
-        stage = toy_stage(remat)
-        residuals, at = two_slots(stage, weights, x)
-        _, residuals = stage.forward([weights], functools.partial(tuple, (x, NoDropout(), at)), residuals)
+        saves, residuals, this = toy_stage(remat, weights, x)
+        _, residuals = saves.forward(this, x, residuals)
         (kept,) = residuals["FB"]
         shapes[remat] = [leaf.shape for leaf in kept]
         if remat != "none":
@@ -128,46 +147,40 @@ def test_what_is_kept_is_what_remat_says():
 def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
     """Not divided, the backward pass keeps all it reads until it has run; divided, B frees what W does not need."""
     weights, x, _ = toy()
-    whole, apart = toy_stage("none"), toy_stage("none", split=True)
-    (all_saved,) = map(len, whole.plan([weights], x, NoDropout())["FB"])
-    pools = {pool: leaves for pool, (leaves,) in apart.plan([weights], x, NoDropout()).items()}
-    assert len(pools["FB"]) + len(pools["FW"]) == all_saved and len(pools["FB"]) > 0
+    whole, halves = (passes_of("none", split, weights, x) for split in (False, True))
+    pools = halves.saved
+    assert len(pools["FB"]) + len(pools["FW"]) == len(whole.saved["FB"]) and len(pools["FB"]) > 0
     assert len(pools["FW"]) == 2, "the inputs of up and of down"
     assert len(pools["BW"]) == 2, "the gradients of their outputs"
-    assert set(apart.loop.stacks[0].vjp.backward_split.deferred) == {0, 2}, (
-        "down and up; the gradient of the scale takes no product"
-    )
+    assert set(halves.halves.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
 
 
 def test_b_and_w_do_the_work_of_the_backward_pass_once():
     weights, x, dy = toy()
-    one = jax.tree.map(lambda w: w[0], weights)
-    (stack,) = toy_stage("none", split=True).loop.stacks
-    split, (_, saved) = stack.vjp, stack.save(one, x, NoDropout())
-    split.plan_split(one, saved, NoDropout(), dy, saved_is_kept=True)
-    read = [saved[at] for at in split.read_later]
-
-    def apart(saved, dy):
-        dx, few, b_residuals = split.input_backward(one, saved, NoDropout(), dy)
-        return dx, few, b_residuals
-
-    *_, b_residuals = apart(saved, dy)
+    one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, NoDropout()
+    whole, halves = (passes_of("none", split, weights, x) for split in (False, True))
+    all_saved, saved = (passes.forward(one, x, context)[1] for passes in (whole, halves))
+    for_w = {"FW": saved["FW"]} | halves.backward(one, context, saved, dy)[2]
     products = lambda f, *args: sum(e.primitive.name == "dot_general" for e in equations(f, *args))  # noqa: E731
-    together = products(lambda saved, dy: split.backward(one, saved, NoDropout(), dy), saved, dy)
-    assert products(apart, saved, dy) == 2 and products(split.weight_backward, read, b_residuals) == 2
-    assert together == 4
+    assert products(lambda saved, dy: halves.backward(one, context, saved, dy), saved, dy) == 2
+    assert products(halves.weight_gradients, for_w) == 2
+    assert products(lambda saved, dy: whole.backward(one, context, saved, dy), all_saved, dy) == 4
 
 
-def test_a_split_layer_saves_neither_weights_nor_context():
+def test_a_layer_saves_neither_weights_nor_context():
+    class TimesContext(ToyLayer):
+        def apply(self, weights, x, context):
+            return super().apply(weights, x, None) * context
+
     weights, x, dy = toy()
-    one = jax.tree.map(lambda w: w[0], weights)
-    stage = one_stack(lambda weights, x, context: toy_layer(weights, x, None) * context)
-    context = jnp.full((2, WIDTH), 3.0)
-    _, saved = stage.save(one, x, context)
-    assert not any(leaf is known for leaf in saved for known in (*one.values(), context))
-    expected = jax.vjp(lambda w, x: toy_layer(w, x, None) * context, one, x)[1](dy)
-    found = stage.vjp.backward(one, saved, context, dy)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
+    passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, weights=one, x=x, context=context)
+    assert isinstance(passes, SaveAll)
+    _, saved = passes.forward(one, x, context)
+    assert not any(leaf is known for leaf in saved["FB"] for known in (*one["params"].values(), context))
+    expected = jax.vjp(lambda w, x: ToyLayer().apply(w, x, None) * context, one, x)[1](dy)
+    dx, dw, _ = passes.backward(one, context, saved, dy)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (dw, dx), expected)
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from cut_layers import SIZES, call, declared, residual_layers, windows
 from jax.sharding import PartitionSpec as P
-from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
-from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
 from sections import Item, expected, sections
 from sent import step_collectives
 from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
@@ -30,7 +28,9 @@ from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline.sharded_model import _in_context_order
+from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead
+from parallax.pipeline.layers_on_ranks import layers_from_ranks, layers_to_ranks
+from parallax.pipeline.loss_and_grads import _in_context_order
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -291,7 +291,7 @@ def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
     model = build((4, 1, 2), schedule="zero_bubble_v", microbatches=4)
     both = [expected(getattr(sections(way)["a step"], direction), {})
             for way, direction in ((layers_to_ranks, "forward"), (layers_from_ranks, "backward"))]  # fmt: skip
-    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/layer_order"]
+    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/layers_on_ranks"]
     assert both == [Counter([("all_to_all", "pp")])] * 2
     assert {(one.direction, one.kind, one.axes): one.count for one in moved} == {
         ("forward", "all-to-all", ("pp",)): 1,

@@ -1,6 +1,7 @@
 """Options beside none: where only the moment, the place or the recomputation of something changes, ten steps have the
 same bits; where the order of a sum does, they are as far apart as that makes them."""
 
+import dataclasses
 import functools
 import pathlib
 import re

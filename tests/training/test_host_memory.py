@@ -1,5 +1,6 @@
 """Parameters, optimizer states and residuals in host memory: the same bits as on the device."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
