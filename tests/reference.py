@@ -124,7 +124,7 @@ def plain_forward(model, params, batch, loss=None):
         none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
         return x, notes["notes"]["mlp"]["mixture"][0] if block.kind == "moe" else none
 
-    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
+    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).kinds_in_places[:, 0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32), notes

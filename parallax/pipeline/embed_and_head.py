@@ -158,7 +158,7 @@ def add_gradients(total: Any, share: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineEnds:
-    """Both ends of a pipeline: input of the first stage, on rank 0, and use of the output of the last, on rank `last`."""
+    """Both ends of a pipeline: input of the first stage, on rank 0, and use of the last one's output, on `last`."""
 
     embed_and_head: EmbedAndHead
     tokens: Tokens

@@ -139,7 +139,7 @@ def test_the_loops_of_a_stage_meet_each_of_its_places_once_with_its_kind(placeme
     kinds = tuple(kinds.split())
     names = sorted(set(kinds))
     order = Arrangement(placement, kinds)
-    stages = order.turns.reshape(2, -1, order.stage_layers)
+    stages = order.kinds_in_places.reshape(2, -1, order.stage_layers)
     place = 0
     for repeat in order.repeats:
         for turn in range(repeat.times):

@@ -41,7 +41,8 @@ SMALL = dict(layers=2, d_model=32, microbatches=2)
 
 def step_of(mesh, changes, optimizer, memories):
     kept = {key: optimizer[key] for key in ("weights_dtype",) if key in optimizer}
-    model = build(mesh, **SHAPE | changes).replace(**kept | memories)
+    model = build(mesh, **SHAPE | changes)
+    model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, **kept | memories))
     tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.layouts)
     return make_train_step(model, tx, seed=5)
 
