@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import ShardedModel
-from parallax.pipeline.loss_and_grads import first_state
+from parallax.pipeline import ShardedModel, first_state
 from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.training.optimizer import make_optimizer
@@ -152,7 +151,7 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
     """The same with the bytes of each; the component of arrays in host memory is WAITING."""
     found: list[tuple[tuple[int, ...], str, int]] = []
 
-    def start(model, params, batch, noise):
+    def start(params, batch, noise):
         _, state = first_state(model, params, batch, noise)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -162,7 +161,8 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
-    jax.eval_shape(model.mapped(start, P()), model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
+    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
+    jax.eval_shape(local, model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
     return found
 
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
 from parallax.model.batch import IGNORED
-from parallax.model.embedding import logits
+from parallax.model.embedding import TableForm, logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.pipeline.slots import index
@@ -68,7 +68,7 @@ class EmbedAndHead:
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered(HEAD)
-        arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
+        arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
         return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
@@ -76,7 +76,7 @@ class EmbedAndHead:
         gradient with respect to y."""
         weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
+        arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), weight
         row = self.plan.rows[home]["table"]
         in_place = row.summed == row.compute  # nothing needs to be scattered
         earlier = totals[home]["table"] if in_place else None
@@ -98,31 +98,31 @@ class EmbedAndHead:
         rows = self.parts.head.rows
         return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
-    def _gathered(self, part):
+    def _gathered(self, part: str) -> Any:
         return self.plan.use(self.weights[part], part)
 
     @property
-    def _form(self):
+    def _form(self) -> TableForm:
         return self.parts.head.form
 
     @property
-    def _entries(self):
+    def _entries(self) -> int:
         return self.parts.head.entries
 
-    def _embed(self, weights, ids_BS, rows_B):
+    def _embed(self, weights: Any, ids_BS: Array, rows_B: Array) -> Array:
         # Layers fold in 1, 2, ...: see `one_layer`.
         key = None if self.key is None else jax.random.fold_in(self.key, 0)
         return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
 
-    def _hidden(self, weights, y):
+    def _hidden(self, weights: Any, y: Array) -> Array:
         return self.parts.head.apply({"params": weights}, y)
 
-    def _table(self, head_weights):
+    def _table(self, head_weights: Any) -> Array:
         tied = self.parts.head.tied
         weights = self._gathered(EMBEDDING) if tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
-    def _tokens(self, hidden, labels_BS):
+    def _by_token(self, hidden: Array, labels_BS: Array) -> tuple[Array, Array]:
         rows = self.parts.head.rows
         labels = cut(f"{rows} {SEQ} -> {self._form.ids(rows)}", labels_BS)
         return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)

@@ -3,8 +3,8 @@ many leaves, instead of one message for each."""
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -180,14 +180,26 @@ class Arrangement:
         Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
         rows = jnp.asarray(self.numbers.reshape(-1))
-        return _moved(stored, leaves, lambda x: _take(x, self.own_numbers()), partial(layers_to_ranks, rows=rows))
+        on_every_rank = ["pp" not in layout.used_axes() for layout in stored]
+        found = [_take(x, self.own_numbers()) if whole else x for whole, x in zip(on_every_rank, leaves, strict=True)]
+        for members, dims in exchanged_together(stored, leaves):
+            moved = layers_to_ranks([leaves[member] for member in members], dims, rows)
+            for member, x in zip(members, moved, strict=True):
+                found[member] = x
+        return found
 
     def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """The inverse for gradients: this device's pieces of stored parameters; if pp shards no dim, its summand of a
         sum over pp."""
         flat = self.numbers.reshape(-1)
-        places = jnp.asarray(np.argsort(flat, stable=True)[flat.size - self.layers :])
-        return _moved(stored, leaves, self._given_back, partial(layers_from_ranks, rows=places))
+        rows = jnp.asarray(np.argsort(flat, stable=True)[flat.size - self.layers :])
+        on_every_rank = ["pp" not in layout.used_axes() for layout in stored]
+        found = [self._given_back(x) if whole else x for whole, x in zip(on_every_rank, leaves, strict=True)]
+        for members, dims in exchanged_together(stored, leaves):
+            moved = layers_from_ranks([leaves[member] for member in members], dims, rows)
+            for member, x in zip(members, moved, strict=True):
+                found[member] = x
+        return found
 
     def _given_back(self, x: Array) -> Array:
         whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
@@ -227,21 +239,15 @@ def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str
     return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
 
 
-def _moved(
-    stored: Sequence[Layout], leaves: Sequence[Array], of_whole: Callable[[Array], Array], exchange: Callable
-) -> list[Array]:
-    """`of_whole` for leaves that every pipeline rank holds; leaves in which pp shards another dim than `layers` are
-    exchanged in groups that one array can hold: of one dtype, varying over the same axes."""
-    found, groups = [], defaultdict(list)
-    for at, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
-        found.append(x if "pp" in layout.used_axes() else of_whole(x))
+def exchanged_together(stored: Sequence[Layout], leaves: Sequence[Array]) -> list[tuple[list[int], list[int]]]:
+    """Indices of leaves in which pp shards another dim than `layers`, and these dims, in groups that one array can
+    hold: of one dtype, varying over the same axes."""
+    groups = defaultdict(list)
+    for member, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
         if "pp" in layout.used_axes() and "pp" not in layout.cut_of("layers"):
-            groups[x.dtype, varying_axes(x)].append(at)
-    for group in groups.values():
-        cut_dims = [next(dim for dim, axes in enumerate(stored[at].axes) if "pp" in axes) for at in group]
-        for at, moved in zip(group, exchange([leaves[at] for at in group], cut_dims), strict=True):
-            found[at] = moved
-    return found
+            groups[x.dtype, varying_axes(x)].append(member)
+    cut = [next((dim for dim, axes in enumerate(layout.axes) if "pp" in axes), 0) for layout in stored]
+    return [(members, [cut[member] for member in members]) for members in groups.values()]
 
 
 def _take(x: Array, numbers: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -92,8 +92,9 @@ class ShardedModel:
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.axis_sizes)
-        self.shardings = self._shardings(lambda row: row.memory)
-        self.states_shardings = self._shardings(lambda row: row.states)  # of each parameter's optimizer states
+        self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
+        # Of each parameter's optimizer states.
+        self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
 
     def __repr__(self) -> str:
@@ -126,15 +127,17 @@ class ShardedModel:
         labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None disables
         it. Gradients are float32, sharded like their parameters.
         """
-        return self.mapped(loss_and_grads, (P(), self._specs))(params, self.checked(batch), noise)
+        local = jax.shard_map(partial(loss_and_grads, self), out_specs=(P(), self._specs), **self.on_mesh)
+        return local(params, self.checked(batch), noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
-        return self.mapped(loss, P())(params, self.checked(batch), None)
+        return jax.shard_map(partial(loss, self), out_specs=P(), **self.on_mesh)(params, self.checked(batch), None)
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
-        """Observations of embedding and layers in the forward pass of `loss_and_grad`: see ObservedStage."""
-        return self.mapped(observations, P())(params, self.checked(batch), noise)
+        """Observations of embedding and layers in the forward pass of `loss_and_grad`, see observations.py."""
+        local = jax.shard_map(partial(observations, self), out_specs=P(), **self.on_mesh)
+        return local(params, self.checked(batch), noise)
 
     def logits(
         self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
@@ -152,7 +155,8 @@ class ShardedModel:
         self._check_shared_rows(len(tokens))
         counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
         batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
-        return self.mapped(logits, self._logits_layout.spec(self.mesh))(params, batch, None)
+        whole = self._logits_layout.spec(self.mesh)
+        return jax.shard_map(partial(logits, self), out_specs=whole, **self.on_mesh)(params, batch, None)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
@@ -248,10 +252,9 @@ class ShardedModel:
     def is_simulated(self) -> bool:
         return is_simulated(self.mesh)
 
-    def _shardings(self, memory: Callable[[ParameterPlan], str]) -> Any:
-        """The at-rest sharding of each parameter, in the memory that `memory` returns for its row of the plan."""
-        place = lambda row: NamedSharding(self.mesh, row.at_rest.spec(self.mesh), memory_kind=MEMORY_KINDS[memory(row)])  # noqa: E731
-        return jax.tree.map(place, self.plan.rows)
+    def _sharding(self, row: ParameterPlan, memory: str) -> NamedSharding:
+        """The at-rest sharding of a parameter, in this memory."""
+        return NamedSharding(self.mesh, row.at_rest.spec(self.mesh), memory_kind=MEMORY_KINDS[memory])
 
     @property
     def _specs(self) -> Any:
@@ -259,11 +262,10 @@ class ShardedModel:
 
     # ---- what runs on each device
 
-    def mapped(self, local: Callable, out_specs: Any) -> Callable:
-        """A function of parallax/pipeline/loss_and_grads.py, `local(model, params, batch, noise)`, on global arrays."""
-        specs = (self._specs, BATCH.spec(self.mesh), P())
-        local = partial(local, self)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
+    @property
+    def on_mesh(self) -> dict[str, Any]:
+        """Arguments of `jax.shard_map` for a function of (params, batch, noise) in local view."""
+        return dict(mesh=self.mesh, in_specs=(self._specs, BATCH.spec(self.mesh), P()), check_vma=True)
 
     @property
     def residual(self) -> str:
