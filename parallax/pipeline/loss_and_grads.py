@@ -76,7 +76,7 @@ def first_state(
     return pipeline, State(empty_messages(pipeline, of_ends), residuals, grads, of_ends)
 
 
-def loss(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> dict[str, Array]:
+def loss_of_batch(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> dict[str, Array]:
     """Metrics of the forward pass, see ShardedModel.loss."""
     pipeline, state = run_forward(model, params, batch, noise, SaveNothing(), None)
     return _metrics(pipeline, state.ends.loss)
@@ -105,7 +105,7 @@ def run_forward(
     return pipeline, forward_ticks(pipeline, ends.start(1), saved)
 
 
-def logits(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> Array:
+def logits_of_batch(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> Array:
     """Logits, see ShardedModel.logits."""
     tokens, schedule = microbatches(model, batch, None, 1), gpipe_on(model.schedule.placement, 1)
     weights = model.plan.load(jax.tree.map(as_varying, params))

@@ -28,7 +28,7 @@ from parallax.model.traffic import even_load, exchange_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
-from parallax.pipeline.loss_and_grads import logits, loss, loss_and_grads, observations
+from parallax.pipeline.loss_and_grads import logits_of_batch, loss_and_grads, loss_of_batch, observations
 from parallax.pipeline.slots import index
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name
@@ -132,7 +132,9 @@ class ShardedModel:
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
-        return jax.shard_map(partial(loss, self), out_specs=P(), **self.on_mesh)(params, self.checked(batch), None)
+        return jax.shard_map(partial(loss_of_batch, self), out_specs=P(), **self.on_mesh)(
+            params, self.checked(batch), None
+        )
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
         """Observations of embedding and layers in the forward pass of `loss_and_grad`, see observations.py."""
@@ -156,7 +158,7 @@ class ShardedModel:
         counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
         batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
         whole = self._logits_layout.spec(self.mesh)
-        return jax.shard_map(partial(logits, self), out_specs=whole, **self.on_mesh)(params, batch, None)
+        return jax.shard_map(partial(logits_of_batch, self), out_specs=whole, **self.on_mesh)(params, batch, None)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""

@@ -167,33 +167,33 @@ def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
 
 
 def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
-    """The same for one run. With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the
-    weights of its own layer. What the last turn gathers is not used."""
+    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
+
+    With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
+    What the last turn gathers is not used.
+    """
+    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
 
     def place_of(count: Array | int) -> Array | int:
         return run.places - 1 - count if this.from_last else count
 
-    def turn(count: Array | int, state: Any) -> Any:
-        return in_place(this, run, place_of(count), state)
+    def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
+        place = place_of(count)
+        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
+        if len(run.kinds) > 1:
+            return lax.switch(_looked_up(this, run, place, 0), [*branches, lambda: vary_all(state)])
+        return (
+            lax.cond(_is_there(this, run, place), *branches, lambda: vary_all(state)) if run.uneven else branches[0]()
+        )
 
     def turn_with_gathered(count: Array | int, carried: Any) -> Any:
-        state, weights = carried
-        state = in_place(this, run, place_of(count), state, weights)
+        state = turn(count, *carried)
         return state, gathered_in(this, run, place_of(jnp.minimum(count + 1, run.places - 1)), state)
 
     if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
         return lax.fori_loop(0, run.places, turn, state)
     first = gathered_in(this, run, place_of(0), state)
     return lax.fori_loop(0, run.places, turn_with_gathered, (state, first))[0]
-
-
-def in_place(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any = None) -> Any:
-    """The same for the layer in one place of a run, if there is one. Stages may differ in its kind."""
-    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
-    if len(run.kinds) > 1:
-        return lax.switch(_looked_up(this, run, place, 0), [*branches, lambda: vary_all(state)])
-    return lax.cond(_is_there(this, run, place), *branches, lambda: vary_all(state)) if run.uneven else branches[0]()
 
 
 def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
@@ -254,19 +254,19 @@ def _is_there(this: Pass, run: LayerRun, place: Array | int) -> Array:
 # ---- the work of each pass in one layer; returns the carry and gradients of weights, if any
 
 
-def run(layer: Layer, x: Array) -> tuple[Array, None]:
+def run_layer(layer: Layer, x: Array) -> tuple[Array, None]:
     """The output alone."""
     return layer.passes.run(layer.weights, x, layer.context), None
 
 
-def forward(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
+def forward_layer(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
     """The output, and residuals written."""
     x, residuals = carry
     y, saved = layer.passes.forward(layer.weights, x, layer.context)
     return (y, _written(layer, residuals, saved)), None
 
 
-def backward(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
+def backward_layer(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
     """The input's gradient, residuals for W written, and gradients of weights."""
     dy, residuals = carry
     saved = {pool: _read(layer, residuals, pool) for pool in ("FB", "FW") if pool in layer.slots}
@@ -280,7 +280,7 @@ def weight_gradients_of_layer(layer: Layer, residuals: Any) -> tuple[Any, Any]:
     return residuals, layer.passes.weight_gradients(saved)
 
 
-def observe(layer: Layer, carry: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+def observe_layer(layer: Layer, carry: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
     """The output, and what is seen of it; in the first layer also of the input, the embedding's output."""
     x, seen = carry
     number = layer.numbers[layer.on_rank]
@@ -290,11 +290,11 @@ def observe(layer: Layer, carry: tuple[Array, Array]) -> tuple[tuple[Array, Arra
 
 
 LAYER_WORK = {
-    "run": run,
-    "forward": forward,
-    "backward": backward,
+    "run": run_layer,
+    "forward": forward_layer,
+    "backward": backward_layer,
     "weight_gradients": weight_gradients_of_layer,
-    "observe": observe,
+    "observe": observe_layer,
 }
 
 
