@@ -220,7 +220,7 @@ def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():
 
 def texts() -> dict[str, str]:
     """All pages, and the notebooks' cells with what they print."""
-    found = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    found = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
     found["benchmarks/README.md"] = (ROOT / "benchmarks" / "README.md").read_text()
     for path in ROOT.glob("notebooks/*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
