@@ -357,7 +357,7 @@ def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
 
 
 def test_the_readme_names_what_was_measured_on_an_accelerator_with_its_command():
-    page = (ROOT / "docs" / "hardware.md").read_text().partition("### Measured on one H100")[2]
+    page = (ROOT / "docs" / "measured" / "h100.md").read_text().partition("# Measured on one H100")[2]
     (command,) = re.findall(r"`(python -m parallax.firstrun [^`]+)`", page.partition("\n| ")[0].replace("\n", " "))
     (step,) = re.findall(r"(?m)^\| step of [^|]*\|[^|]*\| (\d\.\d+ s) ", page)
     (mfu,) = re.findall(r"(?m)^\| MFU \|[^|]*\| (\d\d\.\d %) ", page)
