@@ -51,7 +51,7 @@ def golden(name):
 
 
 def documented():
-    """docs/measured/report.md with the reports of the quickstart as they are now: traced, and the end of the compiled."""
+    """docs/measured/report.md with the quickstart's reports as they are now: traced, and the end of the compiled."""
     traced = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace-only."))
     ended = subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
     compiled = "...\n" + ended.stdout[ended.stdout.index(BEGIN) :]
