@@ -7,7 +7,7 @@ Each row is a tiny random model that `transformers` makes on the CPU, in float32
 saved, imported by `parallax.convert from-hf`, and run on one device and on eight simulated ones with 1F1B, pp·dp·tp
 2·2·2, and pp·dp·tp·ep 2·1·2·2 where it has experts. Printed are the largest difference of logits, over windows of one
 document and of several, of documents of one token up to three times the original context; of the losses of ten steps of
-AdamW; and how many tokens of greedy generation are equal. --write puts the table into docs/convert.md.
+AdamW; and how many tokens of greedy generation are equal. --write puts the table into docs/measured/hf.md.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from arguments import Arguments, run_benchmark, whole_number
 from parallax.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs" / "convert.md"
+DOCS = ROOT / "docs" / "measured" / "hf.md"
 BEGIN, END = "<!-- benchmarks/hf_table.py -->", "<!-- end -->"
 HEAD = ["family", "mesh", "logits", "losses of 10 steps", "greedy tokens equal"]
 
@@ -31,12 +31,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"families": 1, "meshes": 1})
-    parser.add_argument("--write", action="store_true", help="also into docs/convert.md")
+    parser.add_argument("--write", action="store_true", help="also into docs/measured/hf.md")
     parser.add_argument("--families", type=whole_number, help="the first of them alone")
     parser.add_argument("--meshes", type=whole_number, help="the first of them alone")
     args = parser.parse_args()
     if args.smoke and args.write:
-        raise ConfigError("figures of --smoke must not go into docs/convert.md; leave out --write")
+        raise ConfigError("figures of --smoke must not go into docs/measured/hf.md; leave out --write")
     check_installed()
 
     import parallax as px

@@ -37,7 +37,7 @@ LLAMA_8B |= {"data.seq": 8192, "data.global_batch": 16, "pipeline.microbatches":
 LLAMA_8B |= {"pipeline.remat": "attention"}
 FLOAT8 = {"model.matmul": "float8"}
 TOKENS = 2 * 8192  # of a GPU in a step of torchtitan's
-HERE = "docs/hardware.md"
+HERE = "docs/measured/h100.md"
 ROWS = [
     Published("MaxText, Llama-3-70B on 128 H100", 15.563, MAXTEXT, "gpu_80gb_16x8", "H100:16x8"),
     Published("the same in FP8", 9.074, MAXTEXT, "gpu_80gb_16x8", "H100:16x8", FLOAT8),

@@ -1,6 +1,7 @@
 """What the site adds to the pages of docs/: those from elsewhere, notebooks, and the names of the package."""
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,21 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links that lead out of docs/, as the site has them; the names of the package where a page asks for them."""
     if page.file.generated_by is None:
-        markdown = relinked(markdown, ROOT / "docs")
+        markdown = relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
     return markdown.replace(NAMES, "\n\n".join(f"::: {name}" for name in public_names()))
 
 
 def relinked(markdown: str, folder: Path) -> str:
     """A text of the repository with its links as the site has them; `folder` is where the text lies."""
+    below_docs = folder.relative_to(ROOT / "docs") if folder.is_relative_to(ROOT / "docs") else "."
 
     def moved(found: re.Match[str]) -> str:
         target, anchor = found[1], found[2] or ""
         if not target:
             return found[0]
         path = (folder / target).resolve().relative_to(ROOT).as_posix()
-        return f"]({PAGE_OF.get(path, path.removeprefix('docs/'))}{anchor})"
+        page = PAGE_OF.get(path, path.removeprefix("docs/"))
+        return f"]({Path(os.path.relpath(page, below_docs)).as_posix()}{anchor})"
 
     return LINK.sub(moved, markdown)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
 )
 EXTEND = ROOT / "docs" / "extend.md"  # makes changes: its blocks run in a copy of the repository
 FENCED = re.compile(r"^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S)
@@ -141,6 +141,7 @@ PARSED = {
     "pip install -e '.[gpu-compiler]' -c constraints.txt": NETWORK,
     "python -m parallax.plan --config=configs/gpu_80gb_x8.py --topology=H100:1x8 --sweep": LONG,
     "python -m parallax.plan --config=configs/gpu_80gb_x8.py --topology=H100:1x8 --sweep --keep=3": LONG,
+    "python -m parallax.plan --config=configs/gpu_80gb_16x8.py --topology=H100:16x8 --sweep --keep=3": LONG,
     "python -m parallax.report --config=configs/gpu_80gb_x8.py --topology=H100:1x8": LONG,
     "python -m pytest": SETUP,
     "make setup": SETUP,

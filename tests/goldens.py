@@ -24,7 +24,7 @@ from parallax.cli.command import read_command
 from parallax.config.sections import INFERRED
 from parallax.sharding.mesh import resolve_sizes
 
-DOCS = ROOT / "docs" / "report.md"
+DOCS = ROOT / "docs" / "measured" / "report.md"
 COMMAND = "python -m parallax.report --config=configs/quickstart.py"
 BEGIN = "Memory of a device"  # of what the docs show of a compiled report
 FOLDER = ROOT / "tests" / "golden"
@@ -51,7 +51,7 @@ def golden(name):
 
 
 def documented():
-    """docs/report.md with the quickstart's reports as they are now: the traced one, and the end of the compiled one."""
+    """docs/measured/report.md with the quickstart's reports as they are now: traced, and the end of the compiled."""
     traced = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace-only."))
     ended = subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
     compiled = "...\n" + ended.stdout[ended.stdout.index(BEGIN) :]
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     traced_counts.GOLDEN.write_text(traced_counts.golden())
     print("tests/golden/collectives.txt")
     DOCS.write_text(documented())
-    print("docs/report.md")
+    print("docs/measured/report.md")
     config_keys.main()
     step_picture.PICTURE.write_text(step_picture.picture(report_of("quickstart")))
     print("docs/step.svg")

@@ -1,6 +1,6 @@
 """Tiny random models made by Hugging Face's `transformers`, and what they and ours say of the same tokens.
 
-Needs the extra hf-tests; the table in docs/convert.md is made of the same checks, by benchmarks/hf_table.py.
+Needs the extra hf-tests; the table in docs/measured/hf.md is made of the same checks, by benchmarks/hf_table.py.
 """
 
 import contextlib

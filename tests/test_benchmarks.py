@@ -207,7 +207,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
         ("gspmd.py --topology v5e:4x", "--topology=v5e:4x is not a topology"),
         ("gspmd.py --set mesh.tp", "argument --set: 'mesh.tp' is not KEY=VALUE"),
         ("guard.py --rows 0", "argument --rows: '0' must be a whole number of 1 or more"),
-        ("hf_table.py --smoke --write", "figures of --smoke must not go into docs/convert.md; leave out --write"),
+        ("hf_table.py --smoke --write", "figures of --smoke must not go into docs/measured/hf.md; leave out --write"),
         ("options.py --here --topology v5e:4x4", "argument --topology: not allowed with argument --here"),
         ("options.py --here --steps 2", "--steps=2 must be a whole number of 3 or more"),
         ("options.py --here --set model.layerz=2", "unknown key model.layerz; did you mean 'layers'?"),

@@ -357,7 +357,7 @@ def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
 
 
 def test_the_readme_names_what_was_measured_on_an_accelerator_with_its_command():
-    page = (ROOT / "docs" / "hardware.md").read_text().partition("### Measured on one H100")[2]
+    page = (ROOT / "docs" / "measured" / "h100.md").read_text().partition("# Measured on one H100")[2]
     (command,) = re.findall(r"`(python -m parallax.firstrun [^`]+)`", page.partition("\n| ")[0].replace("\n", " "))
     (step,) = re.findall(r"(?m)^\| step of [^|]*\|[^|]*\| (\d\.\d+ s) ", page)
     (mfu,) = re.findall(r"(?m)^\| MFU \|[^|]*\| (\d\d\.\d %) ", page)
@@ -441,7 +441,8 @@ def elsewhere():
 
 
 def test_every_page_is_in_the_navigation_once():
-    pages = [page.name for page in ROOT.glob("docs/*.md")] + [*elsewhere()]
+    docs = ROOT / "docs"
+    pages = [page.relative_to(docs).as_posix() for page in docs.glob("**/*.md")] + [*elsewhere()]
     pages += [f"{file.stem}.md" for file in NOTEBOOKS]
     assert sorted(navigation()) == sorted(pages)
     assert all((ROOT / source).is_file() for source in elsewhere().values())
@@ -503,7 +504,8 @@ def test_the_site_is_searched_from_files(site):
     assert all(entry["title"] and entry["text"] is not None for entry in entries)
     for page in navigation():
         head, _, body = (site / page.replace(".md", ".html")).read_text().partition("</head>")
-        assert '<script src="iframe-worker.js">' in head and "assets/javascripts/bundle" in body, page
+        to_root = "../" * page.count("/")
+        assert f'<script src="{to_root}iframe-worker.js">' in head and "assets/javascripts/bundle" in body, page
     assert (site / "iframe-worker.js").read_text() == (ROOT / "docs" / "iframe-worker.js").read_text()
 
 

@@ -323,8 +323,8 @@ def test_a_vocab_that_waits_for_a_tokenizer_is_the_one_that_it_will_have(in_root
 
 
 def block(command):
-    """What docs/report.md says that a command prints, by words: columns and line numbers may move."""
-    text = (ROOT / "docs" / "report.md").read_text()
+    """What docs/measured/report.md says that a command prints, by words: columns and line numbers may move."""
+    text = (ROOT / "docs" / "measured" / "report.md").read_text()
     lines = text[text.index(f"    $ {command}\n") :].splitlines()[1:]
     end = next(at for at, line in enumerate(lines) if line and not line.startswith("    "))
     return words("\n".join(lines[:end]))

@@ -15,7 +15,7 @@ NAMES = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__i
 CONFIGS = sorted(name for name in NAMES if not name.startswith("gpu_"))  # whose attention is cuDNN's
 TPUS = [name.split()[1] for name, chip in CHIPS.items() if chip.torus_dims]
 
-# What docs/plan.md shows.
+# What docs/plan.md and docs/measured/plan.md show.
 PLANNED = [("llama_1b_16", "v5e"), ("llama2_7b_64", "v5p"), ("deepseek_v2_lite_mla", "v5p")]
 # Those for v5p and v7x, whose chips have three to six times the memory of these.
 LARGE = "deepseek_v2_lite_16", "deepseek_v2_lite_mla", "llama2_7b_64", "mixtral_8x7b_128"

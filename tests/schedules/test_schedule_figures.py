@@ -210,7 +210,7 @@ def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():
         bubbles = priced.lockstep_bubble, priced.asynchronous_bubble
         shown.append([f"{100 * bubble:.1f} %" for bubble in bubbles] + [f"{max(priced.activations):g}"])
     assert shown == [["23.8 %", "11.1 %", "6"], ["30.4 %", "5.9 %", "4"]]
-    page = (ROOT / "docs" / "pipeline.md").read_text()
+    page = (ROOT / "docs" / "measured" / "pipeline.md").read_text()
     for lockstep, free, held in shown:
         assert f"| {lockstep} | {free} | {held} |" in page
 
@@ -220,7 +220,7 @@ def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():
 
 def texts() -> dict[str, str]:
     """All pages, and the notebooks' cells with what they print."""
-    found = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    found = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
     found["benchmarks/README.md"] = (ROOT / "benchmarks" / "README.md").read_text()
     for path in ROOT.glob("notebooks/*.ipynb"):
         cells = json.loads(path.read_text())["cells"]

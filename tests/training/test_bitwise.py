@@ -98,7 +98,7 @@ def test_ten_steps_differ_by_the_order_of_sums(name):
 
 
 def test_the_page_says_which_is_which():
-    text = (ROOT / "docs/memory.md").read_text()
+    text = (ROOT / "docs/measured/memory.md").read_text()
     rows = re.findall(r"^\| ((?:\w+, )?`.+?`) \| (same|[\de-]+) \|", text, re.MULTILINE)
     same = dict.fromkeys([*SAME_BITS, *SAME_BITS_IN_BFLOAT16], "same")
     assert dict(rows) == same | dict.fromkeys(OTHER_ORDER, f"{ALLOWED:.0e}")
