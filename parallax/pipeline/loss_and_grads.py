@@ -17,7 +17,7 @@ from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.products import with_largest_weights
 from parallax.pipeline.embed_and_head import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens
-from parallax.pipeline.layer_passes import SaveAll, layer_passes
+from parallax.pipeline.layer_passes import layer_passes
 from parallax.pipeline.observations import no_observations, of_all_devices
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
@@ -67,7 +67,7 @@ def first_state(
     else:
         ends = MicrobatchHead(embed_and_head(model, weights, tokens, ROWS), tokens, weight, last)
     saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
-    pipeline = Pipeline(model.schedule, tokens, ends, layers_here(model, weights), saves, model.carries_residuals)
+    pipeline = Pipeline(model.schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), saves, model.carries_residuals)
     of_ends = ends.start(model.schedule.exit_slots)
     x = jax.eval_shape(lambda: empty_messages(pipeline, of_ends)["F"][0])
     pipeline = pipeline._replace(layers=with_passes(pipeline, x))
@@ -101,7 +101,7 @@ def run_forward(
     schedule = gpipe_on(model.schedule.placement, model.pipeline.microbatches)
     weights = model.plan.load(jax.tree.map(as_varying, params))
     ends = LossOnly(embed_and_head(model, weights, tokens, ROWS), tokens, 1.0, schedule.placement[-1])
-    pipeline = Pipeline(schedule, tokens, ends, layers_here(model, weights), saves, carries_residuals=True)
+    pipeline = Pipeline(schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), saves, carries_residuals=True)
     return pipeline, forward_ticks(pipeline, ends.start(1), saved)
 
 
@@ -110,7 +110,9 @@ def logits_of_batch(model: ShardedModel, params: Any, batch: Mapping[str, Array]
     tokens, schedule = microbatches(model, batch, None, 1), gpipe_on(model.schedule.placement, 1)
     weights = model.plan.load(jax.tree.map(as_varying, params))
     ends = BatchedHead(embed_and_head(model, weights, tokens, SHARED_ROWS), tokens, 1.0, schedule.placement[-1])
-    pipeline = Pipeline(schedule, tokens, ends, layers_here(model, weights), SaveNothing(), carries_residuals=True)
+    pipeline = Pipeline(
+        schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), SaveNothing(), carries_residuals=True
+    )
     outputs = ends.from_last(forward_ticks(pipeline, ends.start(1), None).ends.exits)
     if context_ranks() > 1:
         outputs = _in_order_of_text(model, outputs)
@@ -149,14 +151,6 @@ def embed_and_head(model: ShardedModel, weights: Any, tokens: Tokens, rows: str)
     parts = model.parts_on(SHARED_ROWS)._replace(embedding=model.parts_on(rows).embedding)
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
     return EmbedAndHead(parts, model.loss_config, model.plan, of_ends, tokens.key)
-
-
-def layers_here(model: ShardedModel, weights: Any) -> Layers:
-    """The layers of this rank, with passes that only run them."""
-    numbers = [order.own_layers() for order in model.orders.values()]
-    kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-    passes = [SaveAll(block, None, {}) for block in model.parts.blocks.values()]
-    return Layers(model, [*model.orders], passes, model.parts.by_kind(weights[BLOCKS]), numbers, kinds)
 
 
 def with_passes(pipeline: Pipeline, x: Any) -> Layers:

@@ -22,7 +22,7 @@ from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.exchange import SENT_AGAIN
 from parallax.model.families import CONTEXTS, FAMILIES
-from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, apart, rounded_kernels
+from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
 from parallax.model.rope import Rope
 from parallax.model.traffic import even_load, exchange_of
 from parallax.model.transformer import Parts
@@ -288,13 +288,6 @@ class ShardedModel:
     def rounds_kernels(self) -> bool:
         """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
         return self.model.matmul != COMPUTE and not self.measures
-
-    def gathered_layer(self, stack: str, weights: Any) -> dict[str, Any]:
-        """The collections of a layer, gathered from resident weights."""
-        if not self.rounds_kernels:
-            return {"params": self.plan.use(weights, stack)}
-        dtype = self.model.dtype
-        return apart(self.plan.use(rounded_kernels(weights, dtype, self.model.matmul), stack), dtype)
 
     @property
     def _logits_layout(self) -> Layout:

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from parallax.config.remat import LAYER_INPUT, is_moved
 from parallax.model.context import Context
+from parallax.model.products import apart, rounded_kernels
 from parallax.pipeline.layer_passes import Divided, Pools, SaveAll
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.observations import with_observation
@@ -36,6 +37,14 @@ class Layers(NamedTuple):
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
 
+    @staticmethod
+    def of(model: ShardedModel, weights: Any) -> Layers:
+        """The layers of this rank on resident weights, with passes that only run them."""
+        numbers = [order.own_layers() for order in model.orders.values()]
+        kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
+        passes = [SaveAll(block, None, {}) for block in model.parts.blocks.values()]
+        return Layers(model, [*model.orders], passes, model.parts.by_kind(weights), numbers, kinds)
+
     def per_stage(self, kind: int) -> int:
         """The number of places of a stage for layers of this kind."""
         return self.model.orders[self.stacks[kind]].stage_layers
@@ -45,7 +54,7 @@ class Pass(NamedTuple):
     """One pass of a stage."""
 
     layers: Layers
-    work: str  # see LAYER_WORK
+    work: str  # "run", "forward", "backward", "weight_gradients" or "observe"
     context: Context | None  # of the microbatch; None in W
     chunk: Array | int  # which of the rank's stages
     slots: dict[str, tuple]  # for each pool, the indices of the microbatch's slot
@@ -54,19 +63,6 @@ class Pass(NamedTuple):
     def from_last(self) -> bool:
         """Whether layers run from the last to the first."""
         return self.work == "backward"
-
-
-class Layer(NamedTuple):
-    """One layer in a pass: its place among those of its kind, and what it reads."""
-
-    passes: SaveAll | Divided
-    kind: int
-    in_stage: Array
-    numbers: Array  # see Layers
-    on_rank: Array
-    weights: Any  # gathered; None in W
-    context: Context | None  # with the layer's own dropout key
-    slots: dict[str, tuple]
 
 
 # ---- what F saves, and with what B begins
@@ -198,15 +194,33 @@ def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
 
 def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
     """The same for a layer that is there: gather its weights, run it, and add its gradients."""
-    (carry, grads), layers, context = state, this.layers, this.context
+    (carry, grads), layers, context, gradients = state, this.layers, this.context, None
     in_stage, on_rank = _places_of_kind(this, run, kind, place)
+    passes, numbers = layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, carry) if weights is None else weights
         if context.key is not None:  # 0 is the embedding's
-            key = jax.random.fold_in(context.key, 1 + layers.numbers[kind][on_rank])
-            context = context._replace(key=key)
-    layer = Layer(layers.passes[kind], kind, in_stage, layers.numbers[kind], on_rank, weights, context, this.slots)
-    carry, gradients = LAYER_WORK[this.work](layer, carry)
+            context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
+    match this.work:
+        case "run":
+            carry = passes.run(weights, carry, context)
+        case "forward":
+            x, residuals = carry
+            y, saved = passes.forward(weights, x, context)
+            carry = y, _written(this, kind, in_stage, residuals, saved)
+        case "backward":
+            dy, residuals = carry
+            saved = {pool: _read(this, kind, in_stage, residuals, pool) for pool in ("FB", "FW") if pool in this.slots}
+            dx, gradients, for_w = passes.backward(weights, context, saved, dy)
+            carry = dx, _written(this, kind, in_stage, residuals, for_w)
+        case "weight_gradients":
+            saved = {pool: _read(this, kind, in_stage, carry, pool) for pool in ("FW", "BW")}
+            gradients = passes.weight_gradients(saved)
+        case "observe":
+            x, seen = carry
+            seen = with_observation(seen, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
+            y = passes.run(weights, x, context)
+            carry = y, with_observation(seen, numbers[on_rank] + 1, y, numbers[on_rank] >= 0)
     if gradients is not None:
         added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients["params"])
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
@@ -219,13 +233,17 @@ def gathered_in(this: Pass, run: LayerRun, place: Array | int, state: Any) -> An
     return gathered_layer(this.layers, kind, _places_of_kind(this, run, kind, place)[1], state[0])
 
 
-def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, carry: Any = ()) -> Any:
-    """The weights of a layer, gathered; on simulated devices only after the arrays that its pass reads first."""
-    resident = read_slot(layers.weights[kind], on_rank)
-    if layers.model.is_simulated:
+def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, carry: Any = ()) -> dict[str, Any]:
+    """The collections of a layer's weights, gathered; on simulated devices only after the arrays that its pass reads
+    first. Kernels of 8-bit products are rounded before, and sent in 8 bits."""
+    model, stack, weights = layers.model, layers.stacks[kind], read_slot(layers.weights[kind], on_rank)
+    if model.is_simulated:
         earlier = jax.tree.leaves(carry)[:1]
-        resident = jax.tree.map(lambda weight: functools.reduce(after, earlier, weight), resident)
-    return layers.model.gathered_layer(layers.stacks[kind], resident)
+        weights = jax.tree.map(lambda weight: functools.reduce(after, earlier, weight), weights)
+    if not model.rounds_kernels:
+        return {"params": model.plan.use(weights, stack)}
+    dtype, matmul = model.model.dtype, model.model.matmul
+    return apart(model.plan.use(rounded_kernels(weights, dtype, matmul), stack), dtype)
 
 
 def _places_of_kind(this: Pass, run: LayerRun, kind: int, place: Array | int) -> tuple[Any, Any]:
@@ -251,62 +269,16 @@ def _is_there(this: Pass, run: LayerRun, place: Array | int) -> Array:
     return _looked_up(this, run, place, 0) == kind
 
 
-# ---- the work of each pass in one layer; returns the carry and gradients of weights, if any
+def _read(this: Pass, kind: int, in_stage: Array, residuals: Any, pool: str) -> list[Array]:
+    """A layer's residuals in a pool."""
+    return read_slot(residuals[pool][kind], *this.slots[pool], in_stage)
 
 
-def run_layer(layer: Layer, x: Array) -> tuple[Array, None]:
-    """The output alone."""
-    return layer.passes.run(layer.weights, x, layer.context), None
-
-
-def forward_layer(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
-    """The output, and residuals written."""
-    x, residuals = carry
-    y, saved = layer.passes.forward(layer.weights, x, layer.context)
-    return (y, _written(layer, residuals, saved)), None
-
-
-def backward_layer(layer: Layer, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
-    """The input's gradient, residuals for W written, and gradients of weights."""
-    dy, residuals = carry
-    saved = {pool: _read(layer, residuals, pool) for pool in ("FB", "FW") if pool in layer.slots}
-    dx, gradients, for_w = layer.passes.backward(layer.weights, layer.context, saved, dy)
-    return (dx, _written(layer, residuals, for_w)), gradients
-
-
-def weight_gradients_of_layer(layer: Layer, residuals: Any) -> tuple[Any, Any]:
-    """The gradients of weights that B has left out."""
-    saved = {pool: _read(layer, residuals, pool) for pool in ("FW", "BW")}
-    return residuals, layer.passes.weight_gradients(saved)
-
-
-def observe_layer(layer: Layer, carry: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
-    """The output, and what is seen of it; in the first layer also of the input, the embedding's output."""
-    x, seen = carry
-    number = layer.numbers[layer.on_rank]
-    seen = with_observation(seen, jnp.int32(0), x, number == 0)
-    y = layer.passes.run(layer.weights, x, layer.context)
-    return (y, with_observation(seen, number + 1, y, number >= 0)), None
-
-
-LAYER_WORK = {
-    "run": run_layer,
-    "forward": forward_layer,
-    "backward": backward_layer,
-    "weight_gradients": weight_gradients_of_layer,
-    "observe": observe_layer,
-}
-
-
-def _read(layer: Layer, residuals: Any, pool: str) -> list[Array]:
-    return read_slot(residuals[pool][layer.kind], *layer.slots[pool], layer.in_stage)
-
-
-def _written(layer: Layer, residuals: Any, saved: Pools) -> Any:
+def _written(this: Pass, kind: int, in_stage: Array, residuals: Any, saved: Pools) -> Any:
     """`residuals` with those of one layer written."""
     for pool, leaves in saved.items():
         if leaves:
             of_kinds = list(residuals[pool])
-            of_kinds[layer.kind] = write_slot(of_kinds[layer.kind], leaves, *layer.slots[pool], layer.in_stage)
+            of_kinds[kind] = write_slot(of_kinds[kind], leaves, *this.slots[pool], in_stage)
             residuals = residuals | {pool: of_kinds}
     return residuals

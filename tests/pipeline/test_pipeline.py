@@ -33,7 +33,7 @@ class ToyLayer:
 class ToyModel:
     """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
 
-    is_simulated, pipeline = False, PipelineConfig()
+    is_simulated, rounds_kernels, pipeline = False, False, PipelineConfig()
 
     def __init__(self, layers, prefetch):
         self.stage_layers = LAYERS
@@ -45,8 +45,8 @@ class ToyModel:
             FsdpConfig(prefetch=prefetch),
         )
 
-    def gathered_layer(self, stack, weights):
-        return {"params": weights}
+    def use(self, weights, stack):
+        return weights
 
     def add_up(self, stack, totals, place, grads):
         return {name: x if grads[name] is None else x.at[place].add(grads[name]) for name, x in totals.items()}

@@ -1,0 +1,143 @@
+"""Ways that a reader of the code goes, each call found by "go to definition", and how long they are.
+
+    python tests/walks.py            # counts of each way
+    python tests/walks.py labels     # one way, stop by stop
+
+A way is a list of functions. Each is named in one of those before it, and jedi finds its definition from there. Flax
+calls a module's `__call__`; there a reader looks where the module is.
+"""
+
+import ast
+import pathlib
+import sys
+from functools import cache
+
+import jedi
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "parallax"
+STEP = ["training/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_and_grad"]
+STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py first_state"]
+TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
+LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]
+WALKS = {
+    "labels": [
+        *STEP,
+        "pipeline/loss_and_grads.py microbatches",
+        *TICK,
+        "pipeline/tick.py head",
+        "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
+        "pipeline/embed_and_head.py MicrobatchHead._share",
+        "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
+        "model/loss.py chunked_loss_and_grads",
+        "model/loss.py cross_entropy",
+    ],
+    "a weight": [
+        *STEP,
+        "sharding/plan.py ShardingPlan.load",
+        "sharding/plan.py ShardingPlan._load",
+        "pipeline/stage.py Layers.of",
+        *TICK,
+        "pipeline/tick.py forward",
+        "pipeline/stage.py SaveLayers.forward",
+        *LOOP,
+        "pipeline/stage.py gathered_layer",
+        "sharding/plan.py ShardingPlan.use",
+        "sharding/plan.py ShardingPlan._gather_all",
+        "sharding/plan.py ShardingPlan._gather",
+        "sharding/collectives.py all_gather",
+        "pipeline/layer_passes.py SaveAll.forward",
+        "pipeline/layer_passes.py vjp_of",
+        "model/transformer.py Block.__call__",
+        "model/mlp.py GatedMLP.__call__",
+        "model/dense.py Dense.__call__",
+    ],
+    "a gradient": [
+        "training/step.py TrainStep.train_step",
+        "pipeline/sharded_model.py ShardedModel.loss_and_grad",
+        "pipeline/loss_and_grads.py loss_and_grads",
+        *TICK,
+        "pipeline/tick.py backward",
+        "pipeline/stage.py SaveLayers.backward",
+        *LOOP,
+        "pipeline/layer_passes.py SaveAll.backward",
+        "sharding/plan.py ShardingPlan.add_up",
+        "sharding/plan.py ShardingPlan._scatter",
+        "sharding/plan.py ShardingPlan.store",
+        "sharding/plan.py ShardingPlan._store",
+        "sharding/plan.py ShardingPlan._sum",
+        "training/step.py TrainStep.update",
+    ],
+}
+FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__", "model/dense.py Dense.__call__"}
+
+
+@cache
+def script(file):
+    return jedi.Script(path=PACKAGE / file, project=jedi.Project(ROOT))
+
+
+@cache
+def node_of(stop):
+    """The definition of a stop in its file's tree."""
+    file, _, name = stop.partition(" ")
+    node = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    for part in name.split("."):
+        node = next(n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+    return node
+
+
+def names_in(stop):
+    """Line and column of each name in a stop."""
+    for node in ast.walk(node_of(stop)):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno, node.col_offset
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.end_lineno, node.end_col_offset - len(node.attr)
+
+
+def leads_to(stop, other):
+    """Whether "go to definition" of a name in a stop leads to another stop."""
+    file, _, name = other.partition(" ")
+    wanted = (PACKAGE / file, node_of(other).lineno)
+    for found, line, column in names_in(stop):
+        if found != name.rpartition(".")[2]:
+            continue
+        definitions = script(stop.partition(" ")[0]).goto(line, column, follow_imports=True)
+        if any((each.module_path, each.line) == wanted for each in definitions):
+            return True
+    return False
+
+
+def lost(walk):
+    """The stops that none before leads to."""
+    return [
+        stop
+        for number, stop in enumerate(walk)
+        if number and stop not in FLAX and not any(leads_to(earlier, stop) for earlier in walk[:number])
+    ]
+
+
+def counts(walk):
+    """Stops, files, and returns to a file that was left before."""
+    files, returns, seen = [stop.partition(" ")[0] for stop in walk], 0, set()
+    for before, now in zip([None, *files], files):
+        returns += now != before and now in seen
+        seen.add(now)
+    return len(walk), len(seen), returns
+
+
+def main(argv):
+    for name in argv or WALKS:
+        walk = WALKS[name]
+        stops, files, returns = counts(walk)
+        print(f"{name}: {stops} stops in {files} files, {returns} returns to a file")
+        if argv:
+            print("\n".join(f"  {stop}" for stop in walk))
+        for stop in lost(walk):
+            print(f"  not found by go to definition: {stop}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
