@@ -23,6 +23,7 @@ ROWS = [
     {"model"},
     {"pipeline"},
     {"data"},
+    {"step"},
     {"training.guard", "training.optimizer", "training.low_precision"},
     {"training.step", "training.load", "training.folder", "training.batches", "training.logger"},
     {"inference"},

@@ -21,11 +21,11 @@ from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page
 from parallax.analysis.step_time import StepTime, compiled_parts, overlaps, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
-from parallax.data.vocabulary import likely_entries, with_likely_vocab
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
+from parallax.step.resolve import likely_entries, resolve
 from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
@@ -175,7 +175,7 @@ def report(
 
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
     """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
-    filled = with_likely_vocab(settings)
+    filled = resolve(settings)
     array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
     entries = None if settings.model.vocab else likely_entries(settings.data)
     return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)

@@ -14,7 +14,7 @@ import numpy as np
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
+from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
 from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -29,6 +29,7 @@ from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
 from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
+from parallax.step.resolve import for_inference
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
@@ -181,7 +182,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
-    """A run's model on another mesh than that of training. "auto" is "xla" here, which takes rows of any length."""
+    """A run's model on another mesh than that of training."""
     if mesh.simulate:
         simulate_devices(mesh.simulate)
     devices = start_devices()
@@ -193,10 +194,7 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
         laid_out = make_mesh(mesh, devices)
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
-    # Schedules are for training, and some require a certain number of stages.
-    pipeline = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}
-    kernel = "xla" if settings.model.kernel == AUTO else settings.model.kernel
-    return model_of(read_settings(settings, pipeline=pipeline, model={"kernel": kernel}), laid_out)
+    return model_of(for_inference(settings), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

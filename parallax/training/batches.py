@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
-from parallax.data.vocabulary import with_tokenizer
+from parallax.step.resolve import with_tokenizer
 from parallax.training.folder import RunFolder
 
 

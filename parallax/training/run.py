@@ -24,7 +24,6 @@ from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.tokenizer import Tokenizer
-from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.ends import ends_in
 from parallax.inference.generate import check_length, complete, encode, stays_text
 from parallax.model.products import COMPUTE
@@ -40,6 +39,7 @@ from parallax.runtime.run_files import ENDS
 from parallax.runtime.units import in_bytes
 from parallax.runtime.version import code_versions
 from parallax.sharding.mesh import make_mesh
+from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
 from parallax.training.batches import open_split, own_part, put_on
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
@@ -150,13 +150,13 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     job.connect(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
-    settings = with_vocab_of_source(settings, folder.path)
+    settings = with_vocab_of_weights(settings, folder.path)
     # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
-    model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
+    model_and_optimizer(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     with waiting("preparing the data"):
         train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     job.set_phase("planning the run", compiling=True)
-    settings = with_vocab(settings, train_data.tokenizer.vocab)
+    settings = resolve(settings, tokenizer=train_data.tokenizer, run=folder.path)
     with waiting("planning the run"):
         model, tx = model_and_optimizer(settings, mesh)
         check_fits(abstract_state(model, tx))

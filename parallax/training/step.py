@@ -1,8 +1,7 @@
 """The compiled, pure functions of training: one training step and one evaluation step; and their construction."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import Settings, check_settings
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.checks import device_of, with_kernel
+from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -24,6 +23,7 @@ from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.parameter import is_amax
+from parallax.step.resolve import with_kernel_on
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
 from parallax.training.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
@@ -251,12 +251,6 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     sections = settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss
     optimizer = settings.optimizer
     return ShardedModel(*sections, mesh, optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on)
-
-
-def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:
-    """The settings with the attention kernel that model.kernel="auto" stands for on devices of this kind."""
-    context, seq = settings.layout.context, settings.data.seq
-    return dataclasses.replace(settings, model=with_kernel(settings.model, seq, context, axis_sizes, platform, kind))
 
 
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:

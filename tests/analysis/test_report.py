@@ -25,9 +25,9 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES
-from parallax.data.vocabulary import likely_entries
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
+from parallax.step.resolve import likely_entries
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import init_state, make_train_step
 
