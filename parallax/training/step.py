@@ -126,14 +126,18 @@ class TrainStep:
     skipped_steps, the number of all skipped steps; in_a_row, the number of consecutive non-finite steps. A model with
     experts has expert_counts, an array: see `counts_of`. A batch must be as in parallax.model.batch (DataError); `take`
     does the same without checking its values. `seed` is that of dropout; for `guard` see `judge`. `batch_shape` is
-    (global_batch, seq) of the batch for which it was last traced, None before.
+    (global_batch, seq) of the batches that it is made for, which reports read; None if that is not known.
     """
 
     def __init__(
-        self, model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+        self,
+        model: ShardedModel,
+        tx: optax.GradientTransformation,
+        seed: int,
+        guard: GuardConfig | None = None,
+        batch_shape: tuple[int, int] | None = None,
     ):
-        self.model, self.tx, self.seed, self.guard = model, tx, seed, guard
-        self.batch_shape: tuple[int, int] | None = None
+        self.model, self.tx, self.seed, self.guard, self.batch_shape = model, tx, seed, guard, batch_shape
         self.shardings, whole = state_shardings(model, tx), NamedSharding(model.mesh, P())
         self._jitted = jax.jit(
             self.train_step,
@@ -176,7 +180,6 @@ class TrainStep:
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """The function that is jitted."""
-        self.batch_shape = batch["tokens"].shape
         state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
@@ -223,10 +226,14 @@ class TrainStep:
 
 
 def make_train_step(
-    model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+    model: ShardedModel,
+    tx: optax.GradientTransformation,
+    seed: int,
+    guard: GuardConfig | None = None,
+    batch_shape: tuple[int, int] | None = None,
 ) -> TrainStep:
     """One training step of a model with an optimizer; see TrainStep."""
-    return TrainStep(model, tx, seed, guard)
+    return TrainStep(model, tx, seed, guard, batch_shape)
 
 
 def make_eval_step(model: ShardedModel) -> Callable:
@@ -265,4 +272,5 @@ def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
 
     Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
     """
-    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard)
+    shape = settings.data.global_batch, settings.data.seq
+    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard, shape)
