@@ -11,8 +11,8 @@ from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
 from parallax.runtime.errors import ConfigError
 from parallax.step.resolve import Devices, resolve
+from parallax.training.build import build
 from parallax.training.folder import RunFolder
-from parallax.training.run import build
 
 EIGHT_CPUS = Devices(8, "cpu", "cpu")
 
