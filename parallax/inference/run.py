@@ -26,13 +26,11 @@ from parallax.runtime.devices import simulate_devices, start_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
-from parallax.runtime.run_files import number_of
+from parallax.runtime.run_files import RunFiles, number_of, read_metrics
 from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
 from parallax.step.resolve import for_inference
 from parallax.training.batches import open_split
-from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
 MESH_KEYS = (*ALL_AXES, "simulate")  # keys of a run's mesh that a command may change
@@ -60,7 +58,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        return read_metrics(RunFolder(self.path).metrics)
+        return read_metrics(RunFiles(self.path).metrics)
 
     @property
     def numbers(self) -> list[str]:
@@ -104,13 +102,13 @@ class Run:
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
         if split not in self._readers:
-            self._readers[split] = open_split(self.settings, RunFolder(self.path), split)
+            self._readers[split] = open_split(self.settings, RunFiles(self.path), split)
         return self._readers[split].batch(index)
 
     @cached_property
     def _readers(self) -> dict[str, Reader]:
         """Its opened splits; before the first, a line on stderr names the files that its config has read."""
-        config = RunFolder(self.path).config
+        config = RunFiles(self.path).config
         tell_files(config, load_saved(config, uses=("data.cache",)))
         return {}
 
@@ -151,7 +149,7 @@ def load(
     The mesh may differ from that of training; by default it is one device. Raises CheckpointError if the folder has no
     such checkpoint, ConfigError if the mesh does not fit the devices or the model.
     """
-    path = RunFolder(workdir).path
+    path = RunFiles(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
     return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp, ep and tp")
 

@@ -22,10 +22,10 @@ from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.inference.run import Run, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
+from parallax.runtime.run_files import read_metrics
 from parallax.step.resolve import with_tokenizer, with_vocab_of_weights
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}

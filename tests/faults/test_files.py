@@ -36,9 +36,9 @@ from parallax.data.tokenizer import load_tokenizer
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, exit_status, tell
 from parallax.runtime.files import AppendFile, object_of
+from parallax.runtime.run_files import read_metrics
 from parallax.step.resolve import with_vocab_of_weights
 from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 from parallax.training.signals import StopRequest

@@ -28,10 +28,10 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
-from parallax.runtime.run_files import COPIED, ON_DISK
+from parallax.runtime.run_files import COPIED, ON_DISK, read_metrics
 from parallax.training.divergence import SkippedSteps
 from parallax.training.folder import RunFolder
-from parallax.training.logger import RunLogger, drop_after, read_metrics
+from parallax.training.logger import RunLogger, drop_after
 from parallax.training.loop import Due, TrainingLoop
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
