@@ -41,16 +41,16 @@ def main() -> None:
 
 def figures(name: str, where: str) -> list[str]:
     """The cells of a row after the first two; of a step that is refused, the reason."""
-    from parallax.analysis.layouts import settings_on_topology
     from parallax.analysis.step_time import compile_and_read, predict
     from parallax.analysis.topology import read_topology
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.units import in_bytes
+    from parallax.step.resolve import resolve
 
     devices, topology = absent_devices(where), read_topology(where)
     try:
-        settings = settings_on_topology(read_settings(on_devices(config_of(name), len(devices)).to_dict()), topology)
+        settings = resolve(read_settings(on_devices(config_of(name), len(devices)).to_dict()), topology.as_devices)
         predicted = predict(settings, topology)
         made = compile_and_read(settings, topology, devices, kernel_efficiency=1.0)
     except ConfigError as error:

@@ -72,16 +72,16 @@ def main() -> None:
 
 def predicted_secs(row: Published) -> float:
     """Seconds of the compiled step."""
-    from parallax.analysis.layouts import settings_on_topology
     from parallax.analysis.step_time import compile_and_read
     from parallax.analysis.topology import devices_of, read_topology, without_chips
     from parallax.config.settings import read_settings
+    from parallax.step.resolve import resolve
 
     without_chips(["--topology"])
     config = config_of(row.config)
     config.update_from_flattened_dict(row.changes)
     topology = read_topology(row.topology)
-    settings = settings_on_topology(read_settings(config.to_dict()), topology)
+    settings = resolve(read_settings(config.to_dict()), topology.as_devices)
     return compile_and_read(settings, topology, devices_of(topology), kernel_efficiency=1.0).time.total_secs
 
 

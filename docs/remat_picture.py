@@ -9,13 +9,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.analysis.layouts import settings_on_topology
 from parallax.analysis.sweep import Cache, PricedLayout, Sweep, front
 from parallax.analysis.topology import read_topology
 from parallax.cli.command import read_command
 from parallax.config.remat import REMAT
-from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.svg import INK, svg
+from parallax.step.resolve import resolve
 
 PICTURE = ROOT / "docs" / "remat.svg"
 NAME, TOPOLOGY = "llama_1b_16", "v5e:4x4"
@@ -26,9 +25,9 @@ SIZE = 560, 300  # points
 def priced_sets() -> list[PricedLayout]:
     """The config's own layout with each set, fastest first."""
     topology = read_topology(TOPOLOGY)
-    settings = with_likely_vocab(read_command(["remat_picture", f"--config={ROOT / 'configs' / NAME}.py"], {})[0])
+    settings = read_command(["remat_picture", f"--config={ROOT / 'configs' / NAME}.py"], {})[0]
     with TemporaryDirectory() as folder:
-        search = Sweep(settings_on_topology(settings, topology), topology, Cache(folder), keep=1)
+        search = Sweep(resolve(settings, topology.as_devices), topology, Cache(folder), keep=1)
         search.run_sets()
     return search.sets
 

@@ -12,7 +12,6 @@ from parallax.analysis.step_time import compile_and_read
 from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
-from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.units import in_bytes
 
 
@@ -21,7 +20,7 @@ def main(name: str, where: str, *changes: str) -> None:
     config = importlib.import_module(f"configs.{name}").get_config()
     written = dict(change.split("=") for change in changes)
     config.update_from_flattened_dict({key: int(v) if v.isdecimal() else v for key, v in written.items()})
-    settings, topology = located(with_likely_vocab(read_settings(config.to_dict())), where)
+    settings, topology = located(read_settings(config.to_dict()), where)
     devices = devices_of(topology)
     assert len(devices) == topology.devices and {device.platform for device in devices} == {"gpu"}
     hosts = len({device.process_index for device in devices})

@@ -14,8 +14,9 @@ from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
 from parallax.data import Reader
-from parallax.training import run as run_module
-from parallax.training.logger import RunLogger, read_metrics
+from parallax.runtime.run_files import read_metrics
+from parallax.training import build, facts, run
+from parallax.training.logger import RunLogger
 from parallax.training.loop import TrainingLoop, checkpoint_parts
 from parallax.training.run import train
 from parallax.training.step import TrainState
@@ -74,8 +75,8 @@ def shared_programs():
 @contextlib.contextmanager
 def sharing():
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in SHARED.items():
-            patch.setattr(run_module, name, function)
+        for (module, name), function in SHARED.items():
+            patch.setattr(module, name, function)
         yield
 
 
@@ -100,12 +101,12 @@ def cached(function, key):
 
 
 SHARED = {
-    "model_and_optimizer": cached(run_module.model_and_optimizer, settings_of_model),
+    (build, "model_and_optimizer"): cached(build.model_and_optimizer, settings_of_model),
     # The optimizer's state follows from the model, which no other optimizer has.
-    "memory": cached(run_module.memory, lambda model, opt_state, **batch: (model, *batch.items())),
-    "make_train_step": functools.cache(run_module.make_train_step),
-    "make_eval_step": functools.cache(run_module.make_eval_step),
-    "peak_flops": functools.cache(run_module.peak_flops),
+    (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
+    (run, "make_train_step"): functools.cache(run.make_train_step),
+    (run, "make_eval_step"): functools.cache(run.make_eval_step),
+    (facts, "peak_flops"): functools.cache(facts.peak_flops),
 }
 
 

@@ -15,7 +15,7 @@ import parallax as px
 from configs.base import get_config
 from parallax.config.settings import PRINTED_WIDTH
 from parallax.runtime.errors import CheckpointError, ConfigError, NotationError
-from parallax.training.logger import read_metrics
+from parallax.runtime.run_files import read_metrics
 
 VOID = {"br"}
 

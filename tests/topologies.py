@@ -26,11 +26,12 @@ from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
 from parallax.runtime.multihost.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
-from parallax.training import run as run_module
+from parallax.training import build as build_module
+from parallax.training.build import put_batches
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger
 from parallax.training.loop import checkpoint_parts
-from parallax.training.run import begin, open_checkpoints, put_batches
+from parallax.training.run import begin, open_checkpoints
 from parallax.training.step import init_state
 
 STEP, NEXT_BATCHES = 3, 4
@@ -78,8 +79,8 @@ def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
     changes |= {"model.layers": 8, "data.global_batch": 8, "pipeline.microbatches": 8 // dp if pp > 1 else 1}
     settings = read_settings(tiny_config(corpus, **changes))
     first = jax.devices()[: topology.devices]
-    with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
-        return run_module.build(settings, RunFolder(folder))
+    with mock.patch.object(build_module, "make_mesh", functools.partial(make_mesh, devices=first)):
+        return build_module.build(settings, RunFolder(folder))
 
 
 def stirred(state):

@@ -13,8 +13,8 @@ from parallax.analysis.step_time import compile_and_read
 from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
-from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.chips import chip
+from parallax.step.resolve import resolve
 
 # The slices of a chip with so many dims, by their number of chips.
 SLICES = {
@@ -27,7 +27,7 @@ NEARLY = 0.75  # of a chip's memory: what the compiler refuses as too large is p
 def main(name: str, kind: str) -> None:
     without_chips(["--topology"])
     config = importlib.import_module(f"configs.{name}").get_config()
-    settings = with_likely_vocab(read_settings(config.to_dict()))
+    settings = resolve(read_settings(config.to_dict()))
     sizes = settings.mesh.sizes.values()
     count = 8 if -1 in sizes else math.prod(sizes)
     where = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"

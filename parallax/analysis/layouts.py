@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from parallax.analysis.recompute import sets_to_try
-from parallax.analysis.topology import Topology, sizes_on
+from parallax.analysis.topology import Topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.remat import REMAT
 from parallax.config.sections import AUTO, POLICY_NAMES, ModelConfig
@@ -18,7 +18,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.training.step import abstract_state, model_and_optimizer, with_kernel_on
+from parallax.training.step import abstract_state, model_and_optimizer
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages per rank that are tried with "interleaved"; more stages send more and gain little.
@@ -160,14 +160,6 @@ def _context_fits(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
-    """The settings with a number for every mesh axis, and with the attention kernel for its chips where it is "auto";
-    ConfigError if the sizes do not fit the topology's devices."""
-    sizes, simulate = sizes_on(settings.mesh, topology), topology.devices if topology.shared else 0
-    settings = with_kernel_on(settings, sizes, topology.chip.platform, topology.chip.name)
-    return with_changes(settings, "mesh", **sizes, simulate=simulate)
 
 
 def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:

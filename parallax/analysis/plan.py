@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.devices import fastest_matmul, matmul_lines
-from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, settings_on_topology, with_changes
+from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, with_changes
 from parallax.analysis.recompute import sets_to_try
 from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
 from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
@@ -18,7 +18,6 @@ from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings
-from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
@@ -29,6 +28,7 @@ from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import DATA_AXES
+from parallax.step.resolve import resolve
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -122,7 +122,7 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
     check_settings(settings)
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
-    settings = settings_on_topology(with_likely_vocab(settings), topology)
+    settings = resolve(settings, topology.as_devices)
     return Plan(name, settings, topology, predict(settings, topology))
 
 

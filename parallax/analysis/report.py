@@ -21,11 +21,11 @@ from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page
 from parallax.analysis.step_time import StepTime, compiled_parts, overlaps, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
-from parallax.data.vocabulary import likely_entries, with_likely_vocab
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
+from parallax.step.resolve import likely_entries, resolve
 from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
@@ -124,7 +124,7 @@ def report(
     """Report what a step of `make_train_step` sends, stores and computes.
 
     Args:
-        batch: the arrays that the step takes, or their shapes; by default those of the last step.
+        batch: the arrays that the step takes, or their shapes; by default as `step_of` knows them.
         name: the printed name.
         entries: number of tokens in the model's vocab, if part of it is padding.
         compiled: whether to compile the step and read the result. Not possible on an abstract mesh.
@@ -135,7 +135,7 @@ def report(
         raise ConfigError(f"a {type(step).__name__} is given where a step is needed; write px.step_of(settings)")
     model, shape = step.model, step.batch_shape if batch is None else batch["tokens"].shape
     if shape is None:
-        raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
+        raise ConfigError("the shape of this step's batch is not known; write report(step, batch).")
     rows, seq = shape
     with waiting("tracing the step"):
         state = abstract_state(model, step.tx)
@@ -175,10 +175,9 @@ def report(
 
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
     """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
-    filled = with_likely_vocab(settings)
-    array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
+    filled = resolve(settings)
     entries = None if settings.model.vocab else likely_entries(settings.data)
-    return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)
+    return report(step_of(filled, mesh), name=name, entries=entries)
 
 
 DIRECTIONS = ("forward", "recompute", "backward", "update")

@@ -45,7 +45,7 @@ from parallax.analysis.compiled import (
     read_step,
 )
 from parallax.analysis.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
-from parallax.analysis.layouts import model_on_topology, settings_on_topology
+from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
@@ -61,6 +61,7 @@ from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
+from parallax.step.resolve import resolve
 from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
@@ -140,7 +141,7 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
     True
     """
-    settings = settings_on_topology(settings, topology)
+    settings = resolve(settings, topology.as_devices)
     return predict_of(model_on_topology(settings, topology), settings, topology)
 
 
@@ -480,6 +481,7 @@ def compile_and_read(
     settings: Settings, topology: Topology, devices: list[Any], *, kernel_efficiency: float = KERNEL_EFFICIENCY
 ) -> CompiledStep:
     """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
+    settings = resolve(settings, topology.as_devices)
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
     model, lowered = step.model, step.lower(*shape)
@@ -493,7 +495,6 @@ def compile_and_read(
     found = read_step(program, model, seq=shape[1])
     if is_absent_gpus(mesh):
         # JAX names no host memory for GPUs that are not present: in their program what rests there is on the device.
-        settings = settings_on_topology(settings, topology)
         host = predicted_host_memory(model_on_topology(settings, topology), settings)
         found = found._replace(arguments=found.arguments - host.parameters - host.optimizer)
     # The peak of other backends, as of the one for CPU, may leave temporaries out.

@@ -15,10 +15,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.runtime.errors import ConfigError, how_to_install
-from parallax.sharding.mesh import resolve_sizes, torus_pieces
+from parallax.sharding.mesh import torus_pieces
+from parallax.step.resolve import Devices
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin for Linux, is not installed: {how_to_install('gpu-compiler')}"
@@ -51,6 +51,11 @@ class Topology(NamedTuple):
     @property
     def devices(self) -> int:
         return math.prod(self.shape) * self.chip.cores
+
+    @property
+    def as_devices(self) -> Devices:
+        """What settings are fitted to."""
+        return Devices(self.devices, self.chip.platform, self.chip.name, topology=self.name)
 
     @property
     def is_tpu(self) -> bool:
@@ -94,14 +99,6 @@ def read_topology(text: str) -> Topology:
             f"{hosts * known.switched} GPUs."
         )
     return Topology(text, known, shape)
-
-
-def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
-    """Size of each mesh axis on a topology, with -1 replaced; ConfigError if they do not fit its devices."""
-    try:
-        return resolve_sizes(config, topology.devices, simulated=False)
-    except ConfigError as error:
-        raise ConfigError(f"{topology.name} has {topology.devices} devices: {error}") from error
 
 
 def why_not(topology: Topology) -> str:

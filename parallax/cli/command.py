@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from parallax.cli.arguments import dashed
 from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
-from parallax.config.sections import SECTIONS, STEP_RANGE, MeshConfig
-from parallax.config.settings import NOT_SAVED, Settings, load_saved, read_settings, tell_files
+from parallax.config.sections import SECTIONS, MeshConfig
+from parallax.config.settings import NOT_SAVED, Settings, fit_to_steps, load_saved, read_settings, tell_files
 from parallax.runtime import errors
 from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
@@ -166,26 +166,6 @@ def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
         how = " ".join(f"{kind}{error}".split())
         more = "…" if len(how) > ERROR_LETTERS else ""
         raise ConfigError(f"{path}{where}: {how[:ERROR_LETTERS]}{more}") from error
-
-
-def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
-    """Adapt values of a config file to a smaller number of steps on the command line, with a warning for each change.
-
-    Values written together with train.steps, in the file or on the command line, are not changed and may be refused.
-    """
-    train, optimizer = sections.get("train"), sections.get("optimizer")
-    if "train.steps" not in overrides or train["steps"] < 1 or not isinstance(optimizer, dict):
-        return
-    steps, warmup, traced = train["steps"], optimizer.get("warmup_steps"), train.get("profile_steps")
-    if "optimizer.warmup_steps" not in overrides and isinstance(warmup, int) and steps <= warmup:
-        optimizer["warmup_steps"] = left = steps // 10
-        yield f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {left}"
-    traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
-    if "train.profile_steps" not in overrides and traces and steps < int(traces[2]):
-        train["profile_steps"] = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
-        yield (
-            f"warning: train.profile_steps={traced!r} goes beyond train.steps={steps}; this run traces {left or 'none'}"
-        )
 
 
 def written(argv: Sequence[str], flag: str) -> str | None:

@@ -19,6 +19,7 @@ from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer, made_by
 from parallax.runtime.devices import usable_cpus
 from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
+from parallax.runtime.progress import speak_on
 
 TRAINING = DataConfig()
 AGAIN = "stopped; run the same command again to resume"
@@ -144,3 +145,8 @@ documents   {manifest.documents:,} ({manifest.empty_documents:,} empty ones left
 tokens      {manifest.tokens:,} in {len(manifest.shards):,} shards as {manifest.dtype.name}
 text        {manifest.text_bytes:,} bytes, {manifest.bytes_per_token:.3f} per token
 entropy     {manifest.token_entropy_nats:.3f} nats per token, {manifest.byte_entropy_nats:.3f} nats per byte"""
+
+
+if __name__ == "__main__":
+    speak_on(sys.stderr)
+    sys.exit(main())

@@ -24,11 +24,11 @@ with loading(__name__, sys.stderr):
     from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
-    from parallax.data.vocabulary import with_tokenizer
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
+    from parallax.step.resolve import with_tokenizer
     from parallax.training.batches import put_on
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step

@@ -38,7 +38,6 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
-    from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import start_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
@@ -46,9 +45,10 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.units import in_bytes, percent
     from parallax.runtime.version import code_version, version_of, versions
     from parallax.sharding.compiler import compiler_options
-    from parallax.sharding.mesh import make_mesh, resolve_sizes
+    from parallax.sharding.mesh import make_mesh
+    from parallax.step.resolve import Devices, resolve
     from parallax.training.batches import own_part, put_on
-    from parallax.training.step import TrainState, TrainStep, model_of, step_of, with_kernel_on
+    from parallax.training.step import TrainState, TrainStep, model_of, step_of
 
 WARM_UP = 2  # steps that are excluded from times
 USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
@@ -108,7 +108,7 @@ def act(argv: Sequence[str]) -> None:
 def shortened(settings: Settings, steps: int) -> Settings:
     """The settings on these devices for a run of `steps` steps without a long warm-up."""
     train = {"steps": steps, "profile_steps": ""}
-    return placed(read_settings(settings, train=train, optimizer={"warmup_steps": 1}))
+    return resolve(read_settings(settings, train=train, optimizer={"warmup_steps": 1}), Devices.here())
 
 
 def command(words: Sequence[str]) -> str:
@@ -152,7 +152,7 @@ def choose(rest: Sequence[str]) -> list[str]:
     for name, *changes in CANDIDATES.get(jax.devices()[0].platform, []):
         words = [f"--config={CONFIGS / name}.py", *changes]
         try:
-            needed = planned_memory(placed(read_command([__name__, *words, *rest], {})[0]))
+            needed = planned_memory(resolve(read_command([__name__, *words, *rest], {})[0], Devices.here()))
         except ParallaxError as error:
             say(f"{name} is passed over: {error}")
             continue
@@ -162,16 +162,8 @@ def choose(rest: Sequence[str]) -> list[str]:
     return [f"--config={CONFIGS / SMALLEST}.py", f"--config.data.global_batch={4 * jax.device_count()}"]
 
 
-def placed(settings: Settings) -> Settings:
-    """The settings on this machine's devices, with a number for every mesh axis and for the vocab, and with the
-    attention kernel for these devices where it is "auto"."""
-    sizes, device = resolve_sizes(settings.mesh, jax.device_count()), jax.devices()[0]
-    settings = with_kernel_on(read_settings(settings, mesh=sizes), sizes, device.platform, device.device_kind)
-    return with_likely_vocab(settings)
-
-
 def planned_memory(settings: Settings) -> int:
-    """Planned bytes on each device for settings from `placed`; ParallaxError if they do not fit the mesh."""
+    """Planned bytes on each device for settings on these devices; ParallaxError if they do not fit the mesh."""
     model = model_of(settings, abstract_mesh(settings.mesh.sizes, simulated=jax.default_backend() == "cpu"))
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return predicted_memory(model, settings).peak

@@ -16,7 +16,7 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.analysis import plan
     from parallax.analysis.devices import local_topology
-    from parallax.analysis.layouts import model_on_topology, settings_on_topology
+    from parallax.analysis.layouts import model_on_topology
     from parallax.analysis.render import parts_text
     from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
@@ -24,9 +24,9 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
-    from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices, start_devices
     from parallax.runtime.errors import ConfigError, check_whole
+    from parallax.step.resolve import resolve
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
@@ -50,7 +50,7 @@ def act(argv: Sequence[str]) -> None:
     """Run the command line's plan or sweep."""
     settings, values = read_command(argv, FLAGS)
     check_flags(values, argv)
-    settings, topology = located(with_likely_vocab(settings), values["topology"])
+    settings, topology = located(settings, values["topology"])
     name = Path(written(argv, "config")).stem
     if values["sweep"]:
         sweep(name, settings, topology, values)
@@ -68,7 +68,7 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
-    """The settings with a number for every mesh axis, and the topology; ConfigError if they do not fit."""
+    """The settings with nothing left open, and the topology; ConfigError if they do not fit."""
     if name is not None:
         topology = read_topology(name)
     else:
@@ -76,7 +76,7 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
             simulate_devices(settings.mesh.simulate)
         with waiting("measuring this machine's devices"):
             topology = local_topology(settings.model.dtype)
-    settings = settings_on_topology(settings, topology)
+    settings = resolve(settings, topology.as_devices)
     topology.chip.peak(settings.model.dtype)
     return settings, topology
 

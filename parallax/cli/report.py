@@ -22,7 +22,7 @@ with loading(__name__, sys.stderr):
 
     from parallax.analysis.profile import profile_steps, read_traces
     from parallax.analysis.report import report_settings
-    from parallax.analysis.topology import Topology, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path, write_output
     from parallax.cli.command import Flag, read_command, run_command, written
@@ -32,7 +32,7 @@ with loading(__name__, sys.stderr):
     from parallax.model.kernels import ATTENTION_KERNELS
     from parallax.runtime.devices import simulate_devices, start_devices
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
-    from parallax.training.step import with_kernel_on
+    from parallax.step.resolve import fit_to_devices
 
 USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
 FLAGS = {
@@ -66,9 +66,8 @@ def act(argv: Sequence[str]) -> None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
         topology = read_topology(values["topology"])
-        sizes, chip = sizes_on(settings.mesh, topology), topology.chip
-        settings = with_kernel_on(settings, sizes, chip.platform, chip.name)
-        check_kernel_on(settings.model, chip.platform, chip.name)
+        settings = fit_to_devices(settings, topology.as_devices)
+        check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config")).stem
     found = report_settings(settings, mesh, name=name)
@@ -110,14 +109,12 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
 
 
 def slice_mesh(config: MeshConfig, topology: Topology, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
-    """The mesh of a config on chips that need not be present; if nothing is compiled, an abstract one and the
-    reason."""
-    config = dataclasses.replace(config, simulate=0)
-    sizes = sizes_on(config, topology)
+    """The mesh on chips that need not be present, to which `config` is fitted; if nothing is compiled, an abstract one
+    and the reason."""
     if not compiled:
-        return abstract_mesh(sizes), TRACE_ONLY
+        return abstract_mesh(config.sizes), TRACE_ONLY
     if reason := why_not(topology):
-        return abstract_mesh(sizes), f"Nothing was compiled: {reason}"
+        return abstract_mesh(config.sizes), f"Nothing was compiled: {reason}"
     return make_mesh(config, devices_of(topology)), ""
 
 

@@ -24,7 +24,8 @@ from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import LONGEST, SHORTEST, USUAL, Costs, figures
-from parallax.schedules.schedule import Schedule, grid_text
+from parallax.schedules.schedule import Schedule
+from parallax.schedules.timetable import grid_text
 
 TERMINAL_COLOURS = {"F": 34, "B": 33, "W": 32}  # terminal codes of blue, yellow, green
 COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name == "interleaved" else (1,))]

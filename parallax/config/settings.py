@@ -9,7 +9,7 @@ from typing import Any
 
 from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
-from parallax.config.sections import SECTIONS
+from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.runtime.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import OBJECT_BYTES, read_object
 from parallax.runtime.html import html_table
@@ -81,6 +81,27 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
     return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
+
+
+def fit_to_steps(sections: dict[str, Any], written: Collection[str]) -> Iterator[str]:
+    """Adapt values of a config file to a smaller number of steps on the command line, with a warning for each change.
+
+    Only if train.steps is among the keys `written` there. Values written together with it, in the file or on the
+    command line, are not changed and may be refused.
+    """
+    train, optimizer = sections.get("train"), sections.get("optimizer")
+    if "train.steps" not in written or train["steps"] < 1 or not isinstance(optimizer, dict):
+        return
+    steps, warmup, traced = train["steps"], optimizer.get("warmup_steps"), train.get("profile_steps")
+    if "optimizer.warmup_steps" not in written and isinstance(warmup, int) and steps <= warmup:
+        optimizer["warmup_steps"] = left = steps // 10
+        yield f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {left}"
+    traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
+    if "train.profile_steps" not in written and traces and steps < int(traces[2]):
+        train["profile_steps"] = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
+        yield (
+            f"warning: train.profile_steps={traced!r} goes beyond train.steps={steps}; this run traces {left or 'none'}"
+        )
 
 
 def check_settings(settings: Any) -> None:

@@ -1,10 +1,6 @@
-"""`python -m parallax.data`: the command is parallax/cli/data.py."""
+"""`python -m parallax.data` runs the command parallax/cli/data.py; the package has its name."""
 
-import sys
-
-from parallax.cli.data import main
-from parallax.runtime.progress import speak_on
+import runpy
 
 if __name__ == "__main__":
-    speak_on(sys.stderr)
-    sys.exit(main())
+    runpy.run_module("parallax.cli.data", run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
+from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
 from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -26,12 +26,11 @@ from parallax.runtime.devices import simulate_devices, start_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
-from parallax.runtime.run_files import number_of
+from parallax.runtime.run_files import RunFiles, number_of, read_metrics
 from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
+from parallax.step.resolve import for_inference
 from parallax.training.batches import open_split
-from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
 MESH_KEYS = (*ALL_AXES, "simulate")  # keys of a run's mesh that a command may change
@@ -59,7 +58,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        return read_metrics(RunFolder(self.path).metrics)
+        return read_metrics(RunFiles(self.path).metrics)
 
     @property
     def numbers(self) -> list[str]:
@@ -103,13 +102,13 @@ class Run:
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
         if split not in self._readers:
-            self._readers[split] = open_split(self.settings, RunFolder(self.path), split)
+            self._readers[split] = open_split(self.settings, RunFiles(self.path), split)
         return self._readers[split].batch(index)
 
     @cached_property
     def _readers(self) -> dict[str, Reader]:
         """Its opened splits; before the first, a line on stderr names the files that its config has read."""
-        config = RunFolder(self.path).config
+        config = RunFiles(self.path).config
         tell_files(config, load_saved(config, uses=("data.cache",)))
         return {}
 
@@ -150,7 +149,7 @@ def load(
     The mesh may differ from that of training; by default it is one device. Raises CheckpointError if the folder has no
     such checkpoint, ConfigError if the mesh does not fit the devices or the model.
     """
-    path = RunFolder(workdir).path
+    path = RunFiles(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
     return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp, ep and tp")
 
@@ -181,7 +180,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
-    """A run's model on another mesh than that of training. "auto" is "xla" here, which takes rows of any length."""
+    """A run's model on another mesh than that of training."""
     if mesh.simulate:
         simulate_devices(mesh.simulate)
     devices = start_devices()
@@ -193,10 +192,7 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
         laid_out = make_mesh(mesh, devices)
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
-    # Schedules are for training, and some require a certain number of stages.
-    pipeline = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}
-    kernel = "xla" if settings.model.kernel == AUTO else settings.model.kernel
-    return model_of(read_settings(settings, pipeline=pipeline, model={"kernel": kernel}), laid_out)
+    return model_of(for_inference(settings), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

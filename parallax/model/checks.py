@@ -1,6 +1,5 @@
 """Checks that a model, a mesh and a schedule fit together."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +12,7 @@ from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import (
     ATTENTION_KERNELS,
-    BEFORE_AMPERE,
-    FASTEST_KERNEL,
     LANES,
-    LONGEST_BIAS,
     TRITON_BACKWARD_BLOCK,
     TRITON_WIDEST,
     widest_head,
@@ -147,24 +143,6 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
             f"model.layers={model.layers} is less than mesh.pp={schedule.ranks}{virtual}; "
             f"use layers={schedule.stages} or more{fewer}."
         )
-
-
-def with_kernel(
-    model: ModelConfig, seq: int, context: str, axis_sizes: Mapping[str, int], platform: str, kind: str
-) -> ModelConfig:
-    """The model with the attention kernel that "auto" stands for on devices of this kind: the fastest one if it
-    supports the model and rows of `seq` tokens in this form of context parallelism, otherwise "xla"."""
-    if model.kernel != AUTO:
-        return model
-    fastest = dataclasses.replace(model, kernel=FASTEST_KERNEL.get(platform, "xla"))
-    try:
-        check_context(fastest, context, axis_sizes)
-        check_kernel_on(fastest, platform, kind)
-        check_kernel_seq(fastest, seq, context, axis_sizes.get(CONTEXT_AXIS, 1))
-        unfit = platform == "gpu" and (seq > LONGEST_BIAS or any(name in kind for name in BEFORE_AMPERE))
-    except ConfigError:
-        unfit = True
-    return dataclasses.replace(model, kernel="xla") if unfit else fastest
 
 
 def check_kernel(model: ModelConfig, mesh: Any) -> None:

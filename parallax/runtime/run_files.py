@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.runtime.errors import check_local
-from parallax.runtime.files import object_of
+from parallax.runtime.files import lines_in, object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 # Files beside a trace: a description, and the program that ran. The name of the span around all steps in the trace.
@@ -54,6 +54,19 @@ def row_of(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if type(row.get("step")) is int and abs(row["step"]) < LARGEST_STEP else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The metrics of each step in metrics.jsonl, with the times of its save; incomplete lines are left out."""
+    steps: list[dict[str, Any]] = []
+    latest: dict[int, dict[str, Any]] = {}
+    for row in filter(None, map(row_of, lines_in(path) if path.exists() else ())):
+        if is_of_save(row) and row["step"] in latest:
+            latest[row["step"]].update(row)
+        else:
+            latest[row["step"]] = row
+            steps.append(row)
+    return steps
 
 
 def is_of_save(row: Mapping[str, Any]) -> bool:

@@ -26,4 +26,5 @@ from parallax.schedules.definitions import (
 )
 from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import Costs, Figures, figures
-from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, Segment
+from parallax.schedules.schedule import Schedule
+from parallax.schedules.timetable import ACTION_KINDS, Action, ScheduleError, Segment

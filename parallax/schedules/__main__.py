@@ -1,8 +1,6 @@
-"""`python -m parallax.schedules`: the command is parallax/cli/schedules.py."""
+"""`python -m parallax.schedules` runs the command parallax/cli/schedules.py; the package has its name."""
 
-import sys
-
-from parallax.cli.schedules import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("parallax.cli.schedules", run_name="__main__", alter_sys=True)

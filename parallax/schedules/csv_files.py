@@ -12,7 +12,8 @@ from pathlib import Path
 
 from parallax.runtime.errors import errors_as
 from parallax.runtime.files import OBJECT_BYTES, names_in, read_bytes, write_whole
-from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
+from parallax.schedules.schedule import Schedule
+from parallax.schedules.timetable import ACTION_KINDS, Action, ScheduleError, refused
 
 Placed = tuple[int, int, Action]  # rank, tick, and action
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.csv_files import load_csv
-from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule
+from parallax.schedules.schedule import Schedule
+from parallax.schedules.timetable import ACTION_KINDS, Action
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

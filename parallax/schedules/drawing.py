@@ -4,7 +4,7 @@ from typing import Any
 
 from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.schedules.pricing import Costs, figures, start_times, tick_ends
-from parallax.schedules.schedule import Schedule
+from parallax.schedules.timetable import Timetable
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
 ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
@@ -13,7 +13,7 @@ PLOT_WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # in points: width of the plot, of t
 DIGIT = 5  # width of a number in a cell, per digit
 
 
-def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> str:
+def gantt(schedule: Timetable, costs: Costs, *, asynchronous: bool = False) -> str:
     """A Gantt chart in SVG: in lockstep, with each tick as wide as its slowest rank, or asynchronous.
 
     The stages of one rank are shades of the action's colour, the first one darkest; idle ranks are hatched.
@@ -62,7 +62,7 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     return svg(draw, end * scale, ROW * len(ranks))
 
 
-def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> str:
+def _heading(schedule: Timetable, costs: Costs, asynchronous: bool) -> str:
     priced = figures(schedule, costs)
     sizes = f"P = {schedule.ranks}, M = {schedule.microbatches}, v = {schedule.virtual}"
     drawn = "asynchronous" if asynchronous else "in lockstep"
@@ -70,7 +70,7 @@ def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> str:
     return f"{schedule.name}   {sizes}\n{bubbles}; drawn {drawn}"
 
 
-def _costs_text(schedule: Schedule, costs: Costs) -> str:
+def _costs_text(schedule: Timetable, costs: Costs) -> str:
     """The times of a microbatch in words."""
     backward = f"B {costs.backward:g}"
     if schedule.split:

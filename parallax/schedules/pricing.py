@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallax.runtime.errors import ConfigError
-from parallax.schedules.schedule import Action, Schedule
+from parallax.schedules.timetable import Action, Timetable
 
 SHORTEST, LONGEST = 1e-9, 1e9  # times of an action, in any unit; sums of them stay exact enough to compare
 
@@ -22,7 +22,7 @@ class Costs(NamedTuple):
     weights: float = 1
     send: float = 0
 
-    def of(self, schedule: Schedule) -> dict[str, float]:
+    def of(self, schedule: Timetable) -> dict[str, float]:
         """Time of one action of each kind. Raises ConfigError for invalid costs."""
         for name, time in self._asdict().items():
             if time != 0 and not SHORTEST <= time <= LONGEST:
@@ -54,7 +54,7 @@ class Figures(NamedTuple):
     sends: tuple[int, ...]  # per rank, messages to another
 
 
-def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
+def figures(schedule: Timetable, costs: Costs = USUAL) -> Figures:
     """The costs of a schedule, in lockstep and asynchronous.
 
     In lockstep, as in the executor, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
@@ -90,7 +90,7 @@ def least_held(name: str, ranks: int, microbatches: int, virtual: int = 1) -> tu
     return min(microbatches, held), min(microbatches, ranks) if name in ZERO_BUBBLE else 0
 
 
-def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
+def tick_ends(schedule: Timetable, costs: Costs = USUAL) -> np.ndarray:
     """`[tick]`: when each tick and the message after it end in lockstep."""
     time_of = costs.of(schedule)
     busy = np.zeros((schedule.ticks, schedule.ranks))
@@ -99,7 +99,7 @@ def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
     return np.cumsum(busy.max(axis=1) + costs.send * (schedule.ranks > 1))
 
 
-def start_times(schedule: Schedule, costs: Costs = USUAL, *, asynchronous: bool) -> dict[Action, float]:
+def start_times(schedule: Timetable, costs: Costs = USUAL, *, asynchronous: bool) -> dict[Action, float]:
     """When each action begins, in lockstep or asynchronous, that is, if a rank waits only for its inputs.
 
     In both cases a rank keeps its order, and in a tick it runs F, B and W one after the other.
@@ -119,7 +119,7 @@ def start_times(schedule: Schedule, costs: Costs = USUAL, *, asynchronous: bool)
     return starts
 
 
-def activations(schedule: Schedule) -> np.ndarray:
+def activations(schedule: Timetable) -> np.ndarray:
     """`[rank]`: most activations held at once, from F until the last action that reads them, in whole microbatches."""
     last = schedule.kinds[-1]
     held = np.zeros((schedule.ticks, schedule.ranks))
@@ -130,7 +130,7 @@ def activations(schedule: Schedule) -> np.ndarray:
     return held.max(axis=0)
 
 
-def sends(schedule: Schedule) -> tuple[int, ...]:
+def sends(schedule: Timetable) -> tuple[int, ...]:
     """Messages that each rank sends to others: outputs forward, their gradients back."""
     counts = [0] * schedule.ranks
     for one, other in zip(schedule.placement, schedule.placement[1:]):

@@ -9,8 +9,8 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
-from parallax.data.vocabulary import with_tokenizer
-from parallax.training.folder import RunFolder
+from parallax.runtime.run_files import RunFiles
+from parallax.step.resolve import with_tokenizer
 
 
 def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:
@@ -38,7 +38,7 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
 
 
 def open_split(
-    settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None, columns: range | None = None
+    settings: Settings, folder: RunFiles, split: str, rows: np.ndarray | None = None, columns: range | None = None
 ) -> Reader:
     """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None

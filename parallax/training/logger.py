@@ -16,7 +16,7 @@ from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
 from parallax.runtime.multihost.job import is_first
 from parallax.runtime.progress import make_room, printing_progress, progress_printer
-from parallax.runtime.run_files import ON_DISK, RunFiles, is_of_save, row_of
+from parallax.runtime.run_files import ON_DISK, RunFiles, row_of
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WANDB_SECS = 60  # timeout of the service at the start and at the end of a run
@@ -126,19 +126,6 @@ def drop_after(path: Path, step: int) -> None:
     if path.exists():
         kept = (line + b"\n" for line in files.lines_in(path) if (row := row_of(line)) and row["step"] <= step)
         files.write_whole(path, kept)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The metrics of each step in metrics.jsonl, with the times of its save; incomplete lines are left out."""
-    steps: list[dict[str, Any]] = []
-    latest: dict[int, dict[str, Any]] = {}
-    for row in filter(None, map(row_of, files.lines_in(path) if path.exists() else ())):
-        if is_of_save(row) and row["step"] in latest:
-            latest[row["step"]].update(row)
-        else:
-            latest[row["step"]] = row
-            steps.append(row)
-    return steps
 
 
 def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:

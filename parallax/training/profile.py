@@ -47,7 +47,9 @@ class Profile(contextlib.AbstractContextManager):
         return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
 
     def begin(self, done: int, state: Any) -> None:
-        """Start to trace, with idle devices; `state` is that after the steps done."""
+        """Start to trace, with idle devices, if it is time; `state` is that after the steps done."""
+        if not self.begins_after(done):
+            return
         # The step's text needs another compilation, which may take longer than the limit for a step.
         set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)

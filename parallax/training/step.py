@@ -1,8 +1,7 @@
 """The compiled, pure functions of training: one training step and one evaluation step; and their construction."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import Settings, check_settings
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.checks import device_of, with_kernel
+from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -24,6 +23,7 @@ from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.parameter import is_amax
+from parallax.step.resolve import with_kernel_on
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
 from parallax.training.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
@@ -126,14 +126,18 @@ class TrainStep:
     skipped_steps, the number of all skipped steps; in_a_row, the number of consecutive non-finite steps. A model with
     experts has expert_counts, an array: see `counts_of`. A batch must be as in parallax.model.batch (DataError); `take`
     does the same without checking its values. `seed` is that of dropout; for `guard` see `judge`. `batch_shape` is
-    (global_batch, seq) of the batch for which it was last traced, None before.
+    (global_batch, seq) of the batches that it is made for, which reports read; None if that is not known.
     """
 
     def __init__(
-        self, model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+        self,
+        model: ShardedModel,
+        tx: optax.GradientTransformation,
+        seed: int,
+        guard: GuardConfig | None = None,
+        batch_shape: tuple[int, int] | None = None,
     ):
-        self.model, self.tx, self.seed, self.guard = model, tx, seed, guard
-        self.batch_shape: tuple[int, int] | None = None
+        self.model, self.tx, self.seed, self.guard, self.batch_shape = model, tx, seed, guard, batch_shape
         self.shardings, whole = state_shardings(model, tx), NamedSharding(model.mesh, P())
         self._jitted = jax.jit(
             self.train_step,
@@ -176,7 +180,6 @@ class TrainStep:
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """The function that is jitted."""
-        self.batch_shape = batch["tokens"].shape
         state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
@@ -223,10 +226,14 @@ class TrainStep:
 
 
 def make_train_step(
-    model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+    model: ShardedModel,
+    tx: optax.GradientTransformation,
+    seed: int,
+    guard: GuardConfig | None = None,
+    batch_shape: tuple[int, int] | None = None,
 ) -> TrainStep:
     """One training step of a model with an optimizer; see TrainStep."""
-    return TrainStep(model, tx, seed, guard)
+    return TrainStep(model, tx, seed, guard, batch_shape)
 
 
 def make_eval_step(model: ShardedModel) -> Callable:
@@ -251,12 +258,6 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     return ShardedModel(settings, mesh)
 
 
-def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:
-    """The settings with the attention kernel that model.kernel="auto" stands for on devices of this kind."""
-    context, seq = settings.layout.context, settings.data.seq
-    return dataclasses.replace(settings, model=with_kernel(settings.model, seq, context, axis_sizes, platform, kind))
-
-
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:
     """Model and optimizer; a ParallaxError if they do not fit the mesh, the batch or the steps."""
     model = model_of(settings, mesh)
@@ -269,4 +270,5 @@ def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
 
     Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
     """
-    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard)
+    shape = settings.data.global_batch, settings.data.seq
+    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard, shape)

@@ -53,7 +53,7 @@ from parallax.model.traffic import even_load, exchange_of, exchanged_rows
 from parallax.runtime.chips import KERNEL_EFFICIENCY
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
-from parallax.training.run import size_tables
+from parallax.training.facts import size_tables
 
 ROWS, SEQ = 16, 64
 FOUR = read_topology("v5e:2x2")

@@ -20,12 +20,13 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
 from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
-from parallax.data.vocabulary import with_tokenizer, with_vocab_of_source
 from parallax.inference.run import Run, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
+from parallax.runtime.run_files import read_metrics
+from parallax.step.resolve import with_tokenizer, with_vocab_of_weights
+from parallax.training.build import build
 from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
-from parallax.training.run import build, train
+from parallax.training.run import train
 
 ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -239,7 +240,7 @@ def test_a_damaged_newest_step_is_passed_over_for_its_tokenizer_and_vocabulary(t
     (at / "tokenizer.json").write_text('{"parall')
     assert with_tokenizer(read_settings(config), tmp_path / "run").data.tokenizer == "bytes"
     config.train.init_from = str(tmp_path / "run")
-    assert with_vocab_of_source(read_settings(config)).model.vocab == 0
+    assert with_vocab_of_weights(read_settings(config)).model.vocab == 0
     (at.parent / "4" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="does not exist"):
         with_tokenizer(read_settings(config), tmp_path / "run")
@@ -250,12 +251,12 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         save_settings(tmp_path / name / "checkpoints", 8, {"model": {"vocab": vocab}})
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
     settings = read_settings(tiny_config(tmp_path, **changes))
-    assert with_vocab_of_source(settings, tmp_path / "run").model.vocab == 384
-    assert with_vocab_of_source(settings, tmp_path / "new").model.vocab == 512
+    assert with_vocab_of_weights(settings, tmp_path / "run").model.vocab == 384
+    assert with_vocab_of_weights(settings, tmp_path / "new").model.vocab == 512
     settings = read_settings(tiny_config(tmp_path, **{**changes, "model.vocab": 384}))
-    assert with_vocab_of_source(settings, tmp_path / "run") is settings
+    assert with_vocab_of_weights(settings, tmp_path / "run") is settings
     with pytest.raises(ConfigError, match="model.vocab=512"):
-        with_vocab_of_source(settings, tmp_path / "new")
+        with_vocab_of_weights(settings, tmp_path / "new")
 
 
 def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path):

@@ -29,12 +29,11 @@ from parallax.cli.firstrun import (
     make_plan,
     nameless,
     page,
-    placed,
     planned_memory,
     price_program,
     warnings,
 )
-from parallax.data.vocabulary import with_likely_vocab
+from parallax.step.resolve import Devices, resolve
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -239,7 +238,7 @@ def test_every_config_that_may_be_taken_is_right(candidate):
 
 def found_of(**changes):
     """A first run that went well, and what is changed of it."""
-    settings = with_likely_vocab(read_command(["firstrun", *TINY], {})[0])
+    settings = resolve(read_command(["firstrun", *TINY], {})[0])
     found = Found(settings, "python -m parallax.firstrun")
     found.planned_bytes = 1000
     found.topology = read_topology("v5e:2x4")
@@ -283,7 +282,7 @@ def test_times_leave_the_warm_up_out():
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
     found = found_of(planned=None, topology=None)
-    found.settings = placed(found.settings)
+    found.settings = resolve(found.settings, Devices.here())
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
     assert found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
@@ -312,7 +311,7 @@ def test_a_program_that_cannot_be_priced_is_run_all_the_same(capsys):
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():
-    settings = placed(read_command(["firstrun", *TINY], {})[0])
+    settings = resolve(read_command(["firstrun", *TINY], {})[0], Devices.here())
     assert settings.mesh.sizes == {"pp": 1, "dp": 8, "tp": 1} and settings.model.vocab == 384
     half = dataclasses.replace(settings.data, global_batch=16)
     assert planned_memory(dataclasses.replace(settings, data=half)) > planned_memory(settings) > 0

@@ -11,15 +11,15 @@ import jax
 import pytest
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.layouts import model_on_topology, settings_on_topology
+from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import memory, predicted_memory
 from parallax.analysis.plan import JAX_TAKES
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.settings import read_settings
-from parallax.data.vocabulary import with_vocab
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
+from parallax.step.resolve import resolve, with_entries
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, model_of
 
@@ -42,7 +42,7 @@ def get_config(name):
 
 def build(name):
     """The model of a config on a mesh of the size that it asks for, and its settings."""
-    settings = with_vocab(read_settings(get_config(name)), 1000)
+    settings = with_entries(read_settings(get_config(name)), 1000)
     written = [size for size in settings.mesh.sizes.values() if size > 0]
     sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
     model = model_of(settings, abstract_mesh(sizes))
@@ -92,7 +92,7 @@ def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name)
     header = importlib.import_module(f"configs.{name}").__doc__
     for at, written in enumerate(topologies):
         topology = read_topology(written)
-        settings = settings_on_topology(read_settings(get_config(name)), topology)
+        settings = resolve(read_settings(get_config(name)), topology.as_devices)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
         model = model_on_topology(settings, topology)
         assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)

@@ -19,9 +19,9 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.training import run as run_module
-from parallax.training.loop import LearningRates
 from parallax.training.optimizer import learning_rate
 from parallax.training.run import train
+from parallax.training.step_reports import LearningRates
 
 NUMBERS = [
     (section, field.name)

@@ -33,12 +33,12 @@ from parallax.data import sources
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import load_tokenizer
-from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, exit_status, tell
 from parallax.runtime.files import AppendFile, object_of
+from parallax.runtime.run_files import read_metrics
+from parallax.step.resolve import with_vocab_of_weights
 from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
@@ -516,9 +516,9 @@ def test_a_manifest_with_settings_that_no_run_has_written_is_refused_in_one_line
     assert "\n" not in str(error.value)
     here = load_settings(received)
     if all(isinstance(keys, dict) for keys in settings.values()) and "pipeline" not in settings:
-        assert with_vocab_of_source(here, received) == here
+        assert with_vocab_of_weights(here, received) == here
         source = dataclasses.replace(here, train=dataclasses.replace(here.train, init_from=str(received)))
-        assert with_vocab_of_source(source) == source
+        assert with_vocab_of_weights(source) == source
 
 
 @pytest.mark.parametrize("name", [".lock", "manifest.json.tmp", "unfinished.jsonl", "unfinished.jsonl.tmp"])

@@ -18,11 +18,11 @@ from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
 from parallax.config.sections import GuardConfig
 from parallax.pipeline import ShardedModel
+from parallax.runtime.run_files import read_metrics
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite
 from parallax.training.guard import init_guard, judge
-from parallax.training.logger import read_metrics
 from parallax.training.loop import TrainingLoop
 from parallax.training.optimizer import make_optimizer
 from parallax.training.run import DivergenceError, train

@@ -22,14 +22,13 @@ from tiny import build, make_batch, mesh_of, model_config, params_of, positions_
 
 from configs.base import get_config
 from parallax.analysis.flops import product_flops
-from parallax.analysis.layouts import settings_on_topology
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
-from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq, with_kernel
+from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context, causal_mask, training_context
 from parallax.model.kernels import (
     attention_flops,
@@ -43,6 +42,7 @@ from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
+from parallax.step.resolve import resolve, with_kernel_on
 from parallax.training.step import model_of
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
@@ -636,17 +636,18 @@ A_TPU, A_GPU = ("tpu", "TPU v5e"), ("gpu", "NVIDIA H100")
     ],
 )
 def test_auto_is_the_fastest_kernel_that_takes_the_model(device, changes, seq, context, cp, expected):
-    model = model_config(**GQA | {"d_head": 64, "kernel": "auto"} | changes)
-    assert with_kernel(model, seq, context, dict(tp=1, cp=cp), *device) == dataclasses.replace(model, kernel=expected)
-    named = dataclasses.replace(model, kernel="triton")
-    assert with_kernel(named, seq, context, dict(tp=1, cp=cp), *device) == named
+    model = GQA | {"d_head": 64, "kernel": "auto"} | changes
+    settings = read_settings(get_config(), model=model, data={"seq": seq}, layout={"context": context})
+    named = read_settings(settings, model={"kernel": "triton"})
+    assert with_kernel_on(settings, dict(tp=1, cp=cp), *device) == read_settings(settings, model={"kernel": expected})
+    assert with_kernel_on(named, dict(tp=1, cp=cp), *device) == named
 
 
 def test_auto_is_decided_before_anything_reads_it():
     changes = dict(mesh={"dp": -1, "simulate": 0}, data={"seq": 256}, model={"vocab": 64, "dtype": "bfloat16"})
     auto = read_settings(get_config(), **changes)
     assert auto.model.kernel == "auto"
-    found = [settings_on_topology(auto, read_topology(name)).model.kernel for name in ("v5e:2x2", "H100:1x8")]
+    found = [resolve(auto, read_topology(name).as_devices).model.kernel for name in ("v5e:2x2", "H100:1x8")]
     assert found == ["splash", "cudnn"]
     assert model_of(auto, mesh_of(1, 1, 1)).model.kernel == "xla"  # of CPUs
     assert build((1, 1, 1), kernel="auto").model.kernel == "xla"  # of rows of any length

@@ -22,13 +22,13 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
-from parallax.data.vocabulary import with_vocab, with_vocab_of_source
 from parallax.inference.decode import Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
+from parallax.step.resolve import with_entries, with_vocab_of_weights
 from parallax.training.optimizer import make_optimizer
 from parallax.training.resume import is_fixed
 from parallax.training.run import train
@@ -220,8 +220,9 @@ def test_a_vocab_that_tp_does_not_divide_is_refused_with_the_padding_that_helps(
 
 
 def test_a_vocab_that_the_tokenizer_says_is_rounded_or_padded():
-    assert with_vocab(settings_with(), 257).model.padded_vocab == with_vocab(settings_with(), 257).model.vocab == 384
-    model = with_vocab(settings_with(vocab_multiple=64), 257).model
+    model = with_entries(settings_with(), 257).model
+    assert model.padded_vocab == model.vocab == 384
+    model = with_entries(settings_with(vocab_multiple=64), 257).model
     assert (model.vocab, model.padded_vocab) == (257, 320)
 
 
@@ -303,7 +304,7 @@ def test_a_run_takes_the_padding_of_its_first_weights_or_has_the_same(tmp_path):
 
     def begun(**model):
         start = read_settings(get_config(), model=model, train={"init_from": str(tmp_path / "run")})
-        return with_vocab_of_source(start).model
+        return with_vocab_of_weights(start).model
 
     assert (begun().vocab, begun().padded_vocab) == (261, 384)
     assert begun(vocab=261, vocab_multiple=384).vocab_multiple == 384  # as many rows

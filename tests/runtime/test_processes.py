@@ -745,12 +745,12 @@ def check_fits_on(arguments, chips, slices):
     """The settings of a command line are those of a model that can be cut over so many devices."""
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.command import read_command
-    from parallax.data.vocabulary import with_vocab
     from parallax.sharding.mesh import resolve_sizes
+    from parallax.step.resolve import with_entries
     from parallax.training.step import model_of
 
     settings, _ = read_command(arguments, {})
-    settings = with_vocab(settings, 1000)
+    settings = with_entries(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)
     assert sizes.get("replica", 1) % slices == 0
     model = model_of(settings, abstract_mesh(sizes))

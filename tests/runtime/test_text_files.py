@@ -12,7 +12,8 @@ from parallax.cli.watch import Metrics
 from parallax.runtime.errors import exit_status, tell
 from parallax.runtime.files import LINE_BYTES, OBJECT_BYTES, lines_in, read_bytes, read_object
 from parallax.runtime.progress import ProgressPrinter
-from parallax.training.logger import drop_after, read_metrics
+from parallax.runtime.run_files import read_metrics
+from parallax.training.logger import drop_after
 
 IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 WRITES = """

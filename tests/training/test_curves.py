@@ -12,8 +12,9 @@ from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
+from parallax.runtime.run_files import read_metrics
 from parallax.training.folder import RunFolder
-from parallax.training.logger import RunLogger, Wandb, metrics_writers, read_metrics
+from parallax.training.logger import RunLogger, Wandb, metrics_writers
 
 
 def test_tensorboard_has_every_number_of_every_step(observed_run):

@@ -8,7 +8,10 @@ import textwrap
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "parallax"
 # The functions that the loop is written in.
-WRITTEN_IN = {"training/run.py": {"train", "run_to_end"}, "training/loop.py": {"run", "take_steps", "take", "pause"}}
+WRITTEN_IN = {
+    "training/run.py": {"train", "run_to_end"},
+    "training/loop.py": {"run", "take_steps", "take", "next_batch", "act"},
+}
 
 
 def documented():

@@ -17,9 +17,10 @@ import pytest
 import topologies
 
 from parallax.config.settings import load_settings
+from parallax.runtime.run_files import read_metrics
+from parallax.training.build import build
 from parallax.training.folder import RunFolder
-from parallax.training.logger import read_metrics
-from parallax.training.run import build, train
+from parallax.training.run import train
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 EXPECTED = json.loads((GOLDEN / "earlier_run.json").read_text())

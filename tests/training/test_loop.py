@@ -28,15 +28,16 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
-from parallax.runtime.run_files import COPIED, ON_DISK
+from parallax.runtime.run_files import COPIED, ON_DISK, read_metrics
 from parallax.training.divergence import SkippedSteps
 from parallax.training.folder import RunFolder
-from parallax.training.logger import RunLogger, drop_after, read_metrics
-from parallax.training.loop import DispatchedStep, TrainingLoop
+from parallax.training.logger import RunLogger, drop_after
+from parallax.training.loop import Due, TrainingLoop
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
+from parallax.training.step_reports import StepReports
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -406,6 +407,19 @@ class NoSkips(SkippedSteps):
 COUNTS = {name: np.float32(0) for name in ("grad_norm", "skipped", "skipped_steps", "in_a_row")}
 
 
+def loop_of(settings, step, *, logger=None, meter=None, first=1, rates=None, skips=None, **others):
+    """A loop over steps by a function of (state, batch), whose other parts do nothing unless they are given."""
+    batches, logger = Stub(), logger or Stub()
+    batches.get = lambda at: (None, 0.0)
+    meter = meter or Meter(settings.train.steps, 1, 1.0, None, 1)
+    rates, skips = rates or [0.0] * 99, skips or NoSkips()
+    reports = StepReports(settings=settings, logger=logger, meter=meter, rates=rates, skips=skips, first=first)
+    parts = dict.fromkeys(("checkpoints", "watchdog", "corruption_check"), Stub())
+    parts |= {"stop": SimpleNamespace(after=lambda step: False), "profile": Profile(settings, None, None)}
+    parts |= {"batches": batches, "logger": logger, "reports": reports, "evaluate": None, **others}
+    return TrainingLoop(settings=settings, train_step=step, **parts)
+
+
 def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but_for_the_first(corpus):
     events = []
     settings = read_settings(
@@ -416,26 +430,57 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but
         events.append(f"dispatch {state.at}")
         return SimpleNamespace(params=None, at=state.at + 1), {**COUNTS, "loss": Late(events, state.at)}
 
-    stub, batches = Stub(), Stub()
-    batches.get = lambda at: (None, 0.0)
-    meter = Meter(4, 1, 1.0, None, 1)
-    others = Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub, Profile(settings, None, None)
-    steps = TrainingLoop(settings, step, None, batches, *others)
-    steps.pause = lambda ended, state, stopping: steps.read(ended) and stopping
+    steps = loop_of(settings, step)
+    steps.act = lambda due, ended, state: steps.reports.read(ended, None) and due
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
         "dispatch 0", "read 0", "dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "step, changes, expected",
+    [
+        (1, {}, Due()),
+        (4, {}, Due(evaluate=True, save=True)),
+        (6, {}, Due(evaluate=True)),
+        (3, {"train.profile_steps": "4:5"}, Due(profile=True)),
+        (12, {"train.eval_every_steps": 0, "checkpoint.every_steps": 0}, Due(evaluate=True, save=True)),  # the last one
+        (4, {"checkpoint.keep_best": 0}, Due(save=True)),
+        (4, {"train.eval_batches": 0}, Due(save=True)),
+    ],
+)
+def test_what_is_due_after_a_step_follows_from_the_settings(corpus, step, changes, expected):
+    every = {"train.steps": 12, "train.eval_every_steps": 6, "checkpoint.every_steps": 4}
+    settings = read_settings(tiny_config(corpus, **every | changes))
+    evaluate = float if settings.train.eval_batches else None
+    assert loop_of(settings, None, evaluate=evaluate).due(step) == expected
+
+
+def test_a_run_that_is_stopping_saves_and_does_not_evaluate_and_after_the_last_step_nothing_is_asked(corpus):
+    asked = []
+    stop = SimpleNamespace(after=lambda step: asked.append(step) or True)
+    steps = loop_of(read_settings(tiny_config(corpus)), None, evaluate=float, stop=stop)
+    assert [steps.due(step) for step in (3, 4, 8)] == [
+        *[Due(save=True, stop=True)] * 2,
+        Due(evaluate=True, save=True),
+    ]
+    assert asked == [3, 4]
+
+
+def test_what_is_due_after_a_step_that_is_not_finite_waits_for_the_next_one(corpus):
+    steps = loop_of(read_settings(tiny_config(corpus)), None, evaluate=float)
+    bad, due = {"skipped/reason": "not finite"}, Due(evaluate=True, save=True, profile=True)
+    now, steps.postponed = steps.divided(due, 4, bad)
+    assert now == Due(profile=True) and steps.due(5) == Due(evaluate=True, save=True)
+    stopping = Due(save=True, profile=True, stop=True)
+    assert steps.divided(stopping, 5, bad) == (Due(), Due(save=True))
+    assert steps.divided(due, 5, {}) == (due, Due()) == steps.divided(due, 8, bad)  # 8 is the last one
+
+
 def take_steps(settings, step, say=lambda line: None):
     """The steps of `settings` by a function of (state, batch), without a model; lines go to `say`."""
-    stub, batches = Stub(), Stub()
-    batches.get = lambda at: (None, 0.0)
-    logger = SimpleNamespace(record=lambda *_: None, say=say)
-    meter = Meter(settings.train.steps, 1, 1.0, None, 1)
-    others = Stub(), logger, meter, stub, stub, np.zeros(99), NoSkips(), stub, Profile(settings, None, None)
-    steps = TrainingLoop(settings, step, None, batches, *others)
+    steps = loop_of(settings, step, logger=SimpleNamespace(record=lambda *_: None, say=say))
     steps.save = lambda *_: None
     steps.run(SimpleNamespace(params={}), 0)
 
@@ -443,7 +488,7 @@ def take_steps(settings, step, say=lambda line: None):
 def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus, monkeypatch):
     changes = {"train.steps": 9, "train.log_every_steps": 100, "train.eval_every_steps": 0, "checkpoint.every_steps": 0}
     lines, now = [], iter(np.arange(0.0, 1e6, 12.0))  # a look at the clock each 12 s
-    monkeypatch.setattr("parallax.training.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("parallax.training.step_reports.time", SimpleNamespace(monotonic=lambda: next(now)))
     step = lambda state, batch: (state, {**COUNTS, "loss": np.float32(1)})  # noqa: E731
     take_steps(read_settings(tiny_config(corpus, **changes)), step, lines.append)
     assert [line.split()[1] for line in lines] == ["1/9", "4/9", "7/9", "9/9"]
@@ -594,10 +639,19 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
     skips.note = lambda at, _: (at == at_step["it is skipped, which takes words"] and clock.sleep(STEP_SECS)) or {}
     logger = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
     meter, recheck = Meter(last, 1, 1.0, None, 1, clock), SimpleNamespace(take=twice)
-    others = logger, meter, Stub(), Stub(), SlowRates(device), skips, recheck, Profile(settings, None, None)
-    steps = TrainingLoop(settings, step, lambda params: clock.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
-    steps.evaluates_after = lambda done: done == at_step["an evaluation follows"]
-    steps.saves_after = lambda done: False
+    steps = loop_of(
+        settings,
+        step,
+        logger=logger,
+        meter=meter,
+        first=START + 1,
+        rates=SlowRates(device),
+        skips=skips,
+        evaluate=lambda params: clock.sleep(LATE_SECS) or 1.0,
+        batches=batches,
+        corruption_check=recheck,
+    )
+    steps.due = lambda done: Due(evaluate=done == at_step["an evaluation follows"])
     steps.run(SimpleNamespace(params={}, step=START), START)
     expected = {at: KEEPS_THE_HOST.get(at, ("", STEP_SECS))[1] for at in range(START + 1, last)}
     found = {at: rows[at]["perf/step_secs"] for at in expected}
@@ -607,15 +661,10 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
 
 @pytest.mark.parametrize("metrics", [{}, {"z_loss": np.float32(0.5)}], ids=str)
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
-    stub, settings = Stub(), read_settings(tiny_config(corpus))
-    meter = Meter(4, 1, 1.0, None, 1)
-    others = stub, stub, meter, stub, stub, np.zeros(4), NoSkips(), stub, Profile(settings, None, None)
-    steps = TrainingLoop(settings, stub, None, stub, *others)
-    metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
-    ended = DispatchedStep(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
-    assert {k: v for k, v in steps.read(ended).items() if "z_loss" in k} == {
-        f"train/{k}": v for k, v in metrics.items()
-    }
+    reports = loop_of(read_settings(tiny_config(corpus)), Stub()).reports
+    ended = reports.dispatched(1, {"loss": np.float32(1), **COUNTS, **metrics}, 0.0)
+    found = reports.read(ended, None)
+    assert {k: v for k, v in found.items() if "z_loss" in k} == {f"train/{k}": v for k, v in metrics.items()}
 
 
 def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):

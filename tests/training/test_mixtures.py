@@ -17,9 +17,9 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, GuardConfig
 from parallax.inference.run import load
 from parallax.model.router import Router
+from parallax.runtime.run_files import read_metrics
 from parallax.training.guard import init_guard
 from parallax.training.load import COUNTS, load_values
-from parallax.training.logger import read_metrics
 from parallax.training.loop import checkpoint_parts, state_from
 from parallax.training.optimizer import make_optimizer
 from parallax.training.run import train

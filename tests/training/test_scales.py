@@ -19,11 +19,11 @@ from parallax.config.settings import read_settings
 from parallax.interop.safetensors import read_model
 from parallax.model.products import is_amax_name, latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.build import build as build_run
 from parallax.training.folder import RunFolder
 from parallax.training.optimizer import make_optimizer
 from parallax.training.resume import is_fixed, step_to_resume
 from parallax.training.run import begin, train
-from parallax.training.run import build as build_run
 from parallax.training.step import make_train_step
 
 SHAPE = dict(layers=2, attention="gqa", microbatches=2)

@@ -1,0 +1,95 @@
+"""The components of a run: mesh, data, model and optimizer, built from its settings after all checks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from parallax.analysis.devices import check_fits
+from parallax.checkpoint.steps import complete_steps
+from parallax.config.settings import Settings
+from parallax.data import Reader
+from parallax.data.tokenizer import Tokenizer
+from parallax.inference.generate import check_length, encode
+from parallax.pipeline import ShardedModel
+from parallax.runtime.compile_cache import use_compile_cache
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.multihost import job
+from parallax.runtime.progress import waiting
+from parallax.runtime.version import code_versions
+from parallax.sharding.mesh import make_mesh
+from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
+from parallax.training.batches import open_split, own_part, put_on
+from parallax.training.folder import RunFolder
+from parallax.training.resume import check_source, files_of_import
+from parallax.training.step import abstract_state, model_and_optimizer
+
+
+class RunComponents(NamedTuple):
+    """The components of a run, built from a valid config."""
+
+    settings: Settings
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    train_data: Reader
+    eval_data: Reader | None
+    of_import: dict[str, bytes]  # files of the import from which its weights came, by name
+
+
+def build(settings: Settings, folder: RunFolder) -> RunComponents:
+    """Mesh, data, model and optimizer; all checks between sections happen here."""
+    mesh = make_mesh(settings.mesh)
+    use_compile_cache(settings.train.compile_cache)
+    job.connect(mesh)
+    if settings.train.init_from and not complete_steps(folder.checkpoints):
+        check_source(settings.train.init_from)
+    settings = with_vocab_of_weights(settings, folder.path)
+    # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
+    model_and_optimizer(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
+    with waiting("preparing the data"):
+        train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    job.set_phase("planning the run", compiling=True)
+    settings = resolve(settings, tokenizer=train_data.tokenizer, run=folder.path)
+    with waiting("planning the run"):
+        model, tx = model_and_optimizer(settings, mesh)
+        check_fits(abstract_state(model, tx))
+    if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
+        check_length(settings.model, [encode_sample(settings, train_data.tokenizer)], settings.sample)
+    shape = (settings.data.global_batch, settings.data.seq)
+    rows, columns = own_part(model.batch_sharding, shape)
+    if (len(rows), len(columns)) != shape:
+        train_data = open_split(settings, folder, "train", rows, columns)
+    eval_data = None
+    if settings.train.eval_batches:
+        eval_data = open_split(settings, folder, "eval", rows, columns)
+        if not eval_data.batches:
+            raise ConfigError(
+                f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
+                f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0"
+            )
+    of_import = files_of_import(folder, settings.train.init_from)
+    return RunComponents(settings, model, tx, train_data, eval_data, of_import)
+
+
+def eval_count(parts: RunComponents) -> int:
+    """Number of batches in an evaluation, at most those that hold every window once."""
+    return min(parts.settings.train.eval_batches, parts.eval_data.batches)
+
+
+def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
+    """The settings of a checkpoint, with the fingerprints of its data and the versions of the code."""
+    corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code_versions()}
+
+
+def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+    """A function that sends this run's batches to its devices."""
+    return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))
+
+
+def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids of the prompt of the run's sample."""
+    how = {"special_tokens": settings.sample.special_tokens, "name": "sample.prompt"}
+    return encode(tokenizer, settings.sample.prompt, **how)

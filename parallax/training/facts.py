@@ -1,0 +1,112 @@
+"""The facts of a run, as lines: what it prints before its first step, and after its last one."""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from parallax.analysis.devices import matmul_lines, peak_flops
+from parallax.analysis.flops import active_parameters, flops_per_token, parameters_by_component
+from parallax.analysis.memory import Memory, memory
+from parallax.analysis.render import text_table
+from parallax.config.sections import AUTO, ModelConfig
+from parallax.config.settings import Settings, differences
+from parallax.runtime.chips import chip
+from parallax.runtime.devices import unused_accelerators
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.progress import waiting
+from parallax.runtime.units import in_bytes
+from parallax.training.build import RunComponents, eval_count
+from parallax.training.step import abstract_state
+
+
+class StepCosts(NamedTuple):
+    """What a run's step needs: FLOPs of the model, and bytes on each device; `peak_flops` is that of all devices
+    together, None if unknown, and `peak_origin` says where it comes from."""
+
+    flops_per_token: float
+    peak_flops: float | None
+    peak_origin: str
+    memory: Memory
+
+
+def step_costs(parts: RunComponents) -> StepCosts:
+    """The costs of a run's step; the speed of CPUs is measured."""
+    settings, model = parts.settings, parts.model
+    batch, seq = settings.data.global_batch, settings.data.seq
+    with waiting("predicting the memory"):
+        needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
+    flops = flops_per_token(settings.model, model.shapes, seq=seq)
+    return StepCosts(flops, *peak_flops(settings.model.dtype), needs)
+
+
+def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) -> Iterator[str]:
+    """What is printed of a run in the folder `path` before its steps from `start` on."""
+    settings, model, data = parts.settings, parts.model, parts.train_data
+    batch, seq = settings.data.global_batch, settings.data.seq
+    yield f"run {path}" + (f", going on from step {start}" if start else "")
+    yield ""
+    yield "what differs from configs/base.py (all settings are in the folder's config.json):"
+    yield from differences(settings)
+    yield ""
+    yield (
+        f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
+        f"{data.manifest.token_entropy_nats:.2f} nats a token"
+    )
+    if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
+        name, vocab = data.tokenizer.name, data.tokenizer.vocab
+        yield f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids"
+    yield ""
+    yield from size_tables(settings.model, parameters_by_component(model.shapes), costs.memory)
+    yield ""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
+    yield f"{jax.device_count()} x {jax.devices()[0].device_kind} as {sizes}; {str(model.schedule).splitlines()[0]}"
+    rate = "peak unknown" if costs.peak_flops is None else f"peak {costs.peak_flops / 1e9:,.0f} GFLOP/s"
+    yield (
+        f"{batch} x {seq} = {batch * seq:,} tokens a step; {costs.flops_per_token / 1e6:,.1f} MFLOP a token (model); "
+        f"{rate} ({costs.peak_origin})"
+    )
+    if settings.model.kernel == AUTO and jax.default_backend() != "cpu":
+        yield f"attention by {model.model.kernel} (model.kernel={AUTO!r})"
+    with contextlib.suppress(ConfigError):  # an unknown chip
+        yield from matmul_lines(settings.model, chip(jax.devices()[0].device_kind))
+    if not settings.mesh.simulate:
+        yield from unused_accelerators(jax.default_backend())
+    wanted = settings.train.eval_batches
+    if wanted and eval_count(parts) < wanted:
+        yield f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"
+    if not wanted and settings.checkpoint.keep_best:
+        keep = f"checkpoint.keep_best={settings.checkpoint.keep_best}"
+        yield f"nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best ({keep})"
+    if cache := jax.config.jax_compilation_cache_dir:
+        yield f"compiled programs are kept in {cache} (train.compile_cache)"
+    yield ""
+
+
+def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -> Iterator[str]:
+    """Two tables: parameters by component, with the active ones of a mixture, and bytes on each device."""
+    total = sum(parameters.values())
+    counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
+    counts.append(["total", f"{total:,}", ""])
+    if "moe" in model.kinds:
+        active = sum(active_parameters(model, parameters).values())
+        counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
+    sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
+    yield from text_table(["", "parameters", "share"], counts, left=1)
+    yield ""
+    yield from text_table(["", "on each device"], [*sizes, ["total", in_bytes(needs.peak)]], left=1)
+
+
+def next_commands(path: Path, settings: Settings) -> Iterator[str]:
+    """Commands for a finished run, each with what it does."""
+    # The environment's Python, as make sets it up, unless the shell finds it by its name.
+    own = Path(sys.executable)
+    python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
+    workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
+    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}"
+    yield f"see losses   {python} -m parallax.watch {workdir} --once"
+    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={2 * settings.train.steps}"

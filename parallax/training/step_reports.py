@@ -1,0 +1,105 @@
+"""What is recorded and printed of each step, when its metrics are read from the devices."""
+
+import functools
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parallax.config.sections import OptimizerConfig
+from parallax.config.settings import Settings
+from parallax.runtime.progress import FIRST_SECS, waiting
+from parallax.training.divergence import SkippedSteps
+from parallax.training.load import COUNTS, load_values
+from parallax.training.logger import RunLogger
+from parallax.training.meter import Meter
+from parallax.training.optimizer import learning_rate
+
+RATES_BLOCK = 1024  # updates whose learning rates are computed together
+PATIENCE_SECS = 10.0  # time before a wait for a step is reported
+RECORDED = ("loss", "grad_norm", "skipped_steps", "z_loss")  # a step's metrics in metrics.jsonl
+SILENCE_SECS = 30.0  # after this time without a line a step is printed, whatever train.log_every_steps says
+
+
+class LearningRates:
+    """`rates[n]` is the rate of update n, counted from 0. Rates are computed in blocks: the devices are busy, and a run
+    may have more steps than fit into a list."""
+
+    def __init__(self, config: OptimizerConfig, steps: int):
+        schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
+        compute = lambda block: np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))  # noqa: E731
+        self._block = functools.lru_cache(maxsize=2)(compute)
+
+    def __getitem__(self, update: int) -> float:
+        return float(self._block(update // RATES_BLOCK)[update % RATES_BLOCK])
+
+
+class DispatchedStep(NamedTuple):
+    """A step whose metrics are still on the devices; `when` is its end by the meter's clock."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    when: "Future[float]"
+    waited_secs: float
+
+
+@dataclass(kw_only=True)
+class StepReports:
+    """Reads the metrics of steps, and records and prints them; `first` is the first step of this start."""
+
+    settings: Settings
+    logger: RunLogger
+    meter: Meter
+    rates: LearningRates
+    skips: SkippedSteps
+    first: int
+    said_at: float = 0.0  # when the latest line was printed
+
+    def dispatched(self, step: int, metrics: dict[str, jax.Array], waited_secs: float) -> DispatchedStep:
+        """A step that was just dispatched; its time is taken when it ends."""
+        return DispatchedStep(step, metrics, self.meter.ending(metrics), waited_secs)
+
+    def finish(self, ended: DispatchedStep, params: Any) -> None:
+        """Read a step and report it."""
+        self.report(ended, self.read(ended, params))
+
+    def read(self, ended: DispatchedStep, params: Any) -> dict[str, Any]:
+        """Wait for a step and return its metrics.
+
+        Raises:
+            DivergenceError: too many steps were not finite; the search for the reason uses the newest `params`.
+        """
+        first = ended.step == self.first
+        with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
+            metrics = jax.device_get(ended.metrics)
+        counts = metrics.pop(COUNTS, None)
+        metrics = {name: float(value) for name, value in metrics.items()}
+        updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
+        values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}
+        values["train/learning_rate"] = float(self.rates[updates])
+        values |= self.skips.note(ended.step, metrics)
+        if counts is not None:
+            values |= load_values(counts, self.settings.model.kinds, table=self.is_logged(ended.step))
+        if self.skips.too_many(metrics):
+            self.logger.record(ended.step, values)
+            self.skips.stop(ended.step, metrics, params)
+        return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
+
+    def is_logged(self, step: int) -> bool:
+        """Whether a step is printed by its number, whatever the time of steps."""
+        ends = step in (self.first, self.settings.train.steps)
+        return ends or step % self.settings.train.log_every_steps == 0
+
+    def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
+        """Record a step's metrics, and print its line if one is due."""
+        self.logger.record(ended.step, values)
+        due = self.is_logged(ended.step) or time.monotonic() - self.said_at > SILENCE_SECS
+        if due or "eval/loss" in values:
+            self.logger.say(self.meter.line(ended.step, values))
+            self.said_at = time.monotonic()
+        if "eval/loss" in values:
+            self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"]))
