@@ -6,7 +6,7 @@ These are functions of a model, which is static, and of arrays in local view.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.products import with_largest_weights
 from parallax.pipeline.embed_and_head import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import layer_passes
+from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, of_all_devices
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
@@ -30,13 +31,10 @@ from parallax.sharding.compiler import relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
 
-if TYPE_CHECKING:
-    from parallax.pipeline.sharded_model import ShardedModel
-
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
 
-def loss_and_grads(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: Array | None):
+def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None):
     """Metrics and gradients, see ShardedModel.loss_and_grad."""
     pipeline, state = first_state(model, params, batch, noise)
     if not pipeline.carries_residuals:
@@ -55,7 +53,7 @@ def loss_and_grads(model: ShardedModel, params: Any, batch: Mapping[str, Array],
 
 
 def first_state(
-    model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: Array | None
+    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None
 ) -> tuple[Pipeline, State]:
     """What the ticks of a step read, and the state before the first one: empty slots and zero gradients."""
     tokens = microbatches(model, batch, noise, model.pipeline.microbatches)
@@ -76,20 +74,20 @@ def first_state(
     return pipeline, State(empty_messages(pipeline, of_ends), residuals, grads, of_ends)
 
 
-def loss_of_batch(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> dict[str, Array]:
+def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None = None) -> dict[str, Array]:
     """Metrics of the forward pass, see ShardedModel.loss."""
     pipeline, state = run_forward(model, params, batch, noise, SaveNothing(), None)
     return _metrics(pipeline, state.ends.loss)
 
 
-def observations(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: Array | None) -> Array:
+def observations(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None) -> Array:
     """Observations of activations, see ShardedModel.activations."""
     _, state = run_forward(model, params, batch, noise, SaveObservations(), no_observations(model.model.layers))
     return of_all_devices(state.residuals)
 
 
 def run_forward(
-    model: ShardedModel,
+    model: ModelOnMesh,
     params: Any,
     batch: Mapping[str, Array],
     noise: Array | None,
@@ -105,7 +103,7 @@ def run_forward(
     return pipeline, forward_ticks(pipeline, ends.start(1), saved)
 
 
-def logits_of_batch(model: ShardedModel, params: Any, batch: Mapping[str, Array], noise: None = None) -> Array:
+def logits_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None = None) -> Array:
     """Logits, see ShardedModel.logits."""
     tokens, schedule = microbatches(model, batch, None, 1), gpipe_on(model.schedule.placement, 1)
     weights = model.plan.load(jax.tree.map(as_varying, params))
@@ -131,7 +129,7 @@ def forward_ticks(pipeline: Pipeline, of_ends: Any, saved: Array | None) -> Stat
 # ---- what ticks read
 
 
-def microbatches(model: ShardedModel, batch: Mapping[str, Array], noise: Array | None, count: int) -> Tokens:
+def microbatches(model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | None, count: int) -> Tokens:
     """This device's tokens, in so many microbatches."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
     own, segments = _in_context_order(batch)
@@ -145,7 +143,7 @@ def microbatches(model: ShardedModel, batch: Mapping[str, Array], noise: Array |
     return Tokens(*arrays, rows.reshape(count, -1), key)
 
 
-def embed_and_head(model: ShardedModel, weights: Any, tokens: Tokens, rows: str) -> EmbedAndHead:
+def embed_and_head(model: ModelOnMesh, weights: Any, tokens: Tokens, rows: str) -> EmbedAndHead:
     """Embedding and head on resident weights; `rows` is the layout of the batch dim for the embedding. Ranks of the
     pipeline always share the head's rows."""
     parts = model.parts_on(SHARED_ROWS)._replace(embedding=model.parts_on(rows).embedding)
@@ -194,7 +192,7 @@ def _in_context_order(batch: Mapping[str, Array]) -> tuple[dict[str, Array], Arr
     return dict(zip(batch, own)), dict(zip(batch, whole))["segments"]
 
 
-def _in_order_of_text(model: ShardedModel, outputs: Array) -> Array:
+def _in_order_of_text(model: ModelOnMesh, outputs: Array) -> Array:
     """The last layer's outputs in the order of the text."""
     residual = activations.with_rows(model.residual, SHARED_ROWS)
     # If tp shards tokens, too, they are gathered over tp during the permute.

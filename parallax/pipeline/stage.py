@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,16 @@ from parallax.model.context import Context
 from parallax.model.products import apart, rounded_kernels
 from parallax.pipeline.layer_passes import Divided, Pools, SaveAll
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
+from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import with_observation
 from parallax.pipeline.slots import host_slots, read_slot, write_slot, zeros
 from parallax.sharding.collectives import after, vary_all
-
-if TYPE_CHECKING:
-    from parallax.pipeline.sharded_model import ShardedModel
 
 
 class Layers(NamedTuple):
     """The layers of this rank; each sequence has an entry for each kind of layers."""
 
-    model: ShardedModel
+    model: ModelOnMesh
     stacks: Sequence[str]  # names in the tree of parameters, as in ShardedModel.orders
     passes: Sequence[SaveAll | Divided]
     weights: Sequence[Any]  # resident, with a leading dim of places
@@ -38,7 +36,7 @@ class Layers(NamedTuple):
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
 
     @staticmethod
-    def of(model: ShardedModel, weights: Any) -> Layers:
+    def of(model: ModelOnMesh, weights: Any) -> Layers:
         """The layers of this rank on resident weights, with passes that only run them."""
         numbers = [order.own_layers() for order in model.orders.values()]
         kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None

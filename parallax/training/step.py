@@ -270,5 +270,6 @@ def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
 
     Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
     """
+    model, tx = model_and_optimizer(settings, mesh)
     shape = settings.data.global_batch, settings.data.seq
-    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard, shape)
+    return make_train_step(model, tx, settings.train.seed, settings.guard, shape)

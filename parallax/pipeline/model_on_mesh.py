@@ -1,0 +1,218 @@
+"""What is known of a model on a mesh before anything runs: layouts, the schedule, and which layers a rank has."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding
+
+from parallax.config.remat import check_residuals_on, recomputed_parts
+from parallax.config.sections import AUTO, BLOCKS
+from parallax.config.settings import Settings
+from parallax.model import checks
+from parallax.model.batch import checked
+from parallax.model.context import Context, training_context
+from parallax.model.embedding import EMBEDDINGS
+from parallax.model.exchange import SENT_AGAIN
+from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
+from parallax.model.rope import Rope
+from parallax.model.traffic import even_load, exchange_of
+from parallax.model.transformer import Parts
+from parallax.pipeline.embed_and_head import Tokens, folds
+from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
+from parallax.pipeline.slots import index
+from parallax.runtime.errors import ConfigError
+from parallax.schedules import by_name
+from parallax.sharding import activations
+from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.compiler import clears_what_is_overwritten, first_group
+from parallax.sharding.host import MEMORY_KINDS
+from parallax.sharding.mesh import is_simulated
+from parallax.sharding.parameter import stored_as
+from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
+
+
+class ModelOnMesh:
+    """The static facts of a model on a mesh, which all that runs on a device reads.
+
+    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, but nothing can run.
+    A model that `measures` computes 8-bit products in the compute dtype, to find their first scales: see
+    parallax/model/products.py. Raises ConfigError if a size does not divide over its axes.
+    """
+
+    def __init__(self, settings: Settings, mesh: Any, *, measures: bool = False):
+        if settings.model.kernel == AUTO:  # of rows of any length
+            model = dataclasses.replace(settings.model, kernel="xla")
+            settings = dataclasses.replace(settings, model=model)
+        self.settings, self.mesh, self.measures = settings, mesh, measures
+        model, layout, pipeline = settings.model, settings.layout, settings.pipeline
+        self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, settings.loss
+        self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
+        self.axis_sizes: dict[str, int] = dict(mesh.shape)
+        checks.check_divides(model, self.axis_sizes)
+        checks.check_context(model, layout.context, self.axis_sizes)
+        checks.check_kernel(model, mesh)
+        checks.check_matmul(model, layout, self.axis_sizes)
+        self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
+        checks.check_schedule_is_used(pipeline, self.axis_sizes)
+        checks.check_stages(model, self.schedule)
+        checks.check_remat(model, pipeline.remat)
+        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+        check_residuals_on(pipeline.residuals_on, pipeline.remat)
+        checks.check_masters(model, optimizer.masters_on)
+        self.arrangement = Arrangement(self.schedule.placement, model.kinds)
+        self.parts = self.parts_on(ROWS)
+        self.orders = arrangements(self.schedule.placement, model.kinds)
+        declared = stored_as(self.parts.declared(), optimizer.weights_dtype)
+        self.plan = ShardingPlan(
+            declared,
+            Policies(self.data_parallel.policy, self.data_parallel.by_name),
+            model.sizes,
+            self.axis_sizes,
+            model.dtype,
+            orders=self.orders,
+            reduce=self.fsdp.reduce,
+            gather=self.fsdp.gather_dtype,
+            products=EIGHT_BIT_PRODUCTS[model.matmul].operand if self.rounds_kernels else None,
+            gather_first=partial(first_group, mesh),
+            masters_on=optimizer.masters_on,
+            states_on=optimizer.states_on,
+        )
+        self._check_prefetch()
+        self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
+        checks.check_layouts(model, self.layouts, self.axis_sizes)
+        self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
+        # Of each parameter's optimizer states.
+        self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
+        self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+
+    def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
+        arrays = checked(batch, self.model.vocab)
+        self.check_batch(*arrays["tokens"].shape)
+        return arrays
+
+    def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
+        """Raise ConfigError unless a batch of this shape divides over the mesh and into microbatches."""
+        microbatches = microbatches or self.pipeline.microbatches
+        (ranks, axes), pp, tp = self._data_ranks, self.axis_sizes["pp"], self.axis_sizes["tp"]
+        pieces = ranks * microbatches
+        check_multiple("data.global_batch", global_batch, pieces, f"{axes} x pipeline.microbatches={microbatches}")
+        if self.schedule.head == "between":
+            self._check_shared_rows(global_batch)
+        cp = self.axis_sizes.get(CONTEXT_AXIS, 1)
+        chunks = 1 if cp == 1 else 2 * cp
+        if cp > 1:
+            check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}: each context rank has two chunks of a row")
+        at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
+        check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
+        checks.check_window(self.model, seq)
+        checks.check_kernel_seq(self.model, seq, self.layout.context, cp)
+        # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
+        rows = global_batch // pieces
+        folded = folds(rows, pp) * tp * cp
+        why = f"share the head of a microbatch, which has {rows} rows on a device"
+        over = f"{folded}: mesh.pp={pp} ranks and {at_once} {why}"
+        check_multiple("data.seq", seq, math.lcm(chunks, folded), over, instead=", or more rows")
+
+    @property
+    def _data_ranks(self) -> tuple[int, str]:
+        """Number of ranks that shard the batch, and the keys of their axes."""
+        sizes = {axis: self.axis_sizes[axis] for axis in BATCH_AXES if axis in self.axis_sizes}
+        return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+
+    def _check_prefetch(self) -> None:
+        """Raise ConfigError if weights cannot be gathered ahead."""
+        if not self.fsdp.prefetch:
+            return
+        if not any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows[BLOCKS])):
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
+                f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
+                "data_parallel.policy='zero3'."
+            )
+        order = self.arrangement
+        if order.stage_layers > 1 and not any(run.can_prefetch for each in order.repeats for run in each.runs):
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
+                f"model.layers_of={self.model.layers_of!r} and {len(order.placement)} pipeline stages no stage has two "
+                "layers of one kind after each other; use fsdp.prefetch=0."
+            )
+
+    def _check_shared_rows(self, global_batch: int) -> None:
+        """Check the batch if embedding and head run outside of the ticks: pipeline and data ranks share its rows."""
+        (ranks, axes), pp = self._data_ranks, self.axis_sizes["pp"]
+        over = f"{axes} x mesh.pp={pp}, which share embedding and head by rows"
+        check_multiple("data.global_batch", global_batch, ranks * pp, over)
+
+    # ---- parameters
+
+    def parts_on(self, rows: str) -> Parts:
+        family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
+        form = EMBEDDINGS[self.layout.embedding]
+        kv = self.model.kv(self.axis_sizes["tp"])
+        residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
+        recomputed = recomputed_parts(self.pipeline.remat) or ()
+        # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
+        # tokens, sends only gradients.
+        again = "dispatch" in recomputed and "experts" not in recomputed and not chunk and not self.schedule.split
+        exchange = SENT_AGAIN if again and self.exchange == "ragged" else self.exchange
+        of_mixtures = self.loss_config, exchange, chunk
+        return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
+
+    @property
+    def exchange(self) -> str:
+        """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
+        ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
+        return exchange_of(self.layout.exchange, self.model, ranks, on_cpus=self.is_simulated)
+
+    @property
+    def load(self) -> float:
+        """The share of a mixture's rows that is in use if the load of its experts is even."""
+        return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
+
+    @property
+    def carries_residuals(self) -> bool:
+        """Whether ticks carry slots of residuals, instead of allocating them in each tick."""
+        return self.schedule.keeps_across_ticks or clears_what_is_overwritten(self.mesh)
+
+    @property
+    def is_simulated(self) -> bool:
+        return is_simulated(self.mesh)
+
+    def _sharding(self, row: ParameterPlan, memory: str) -> NamedSharding:
+        """The at-rest sharding of a parameter, in this memory."""
+        return NamedSharding(self.mesh, row.at_rest.spec(self.mesh), memory_kind=MEMORY_KINDS[memory])
+
+    @property
+    def residual(self) -> str:
+        """The layout of the residual stream, and of messages between stages."""
+        return activations.residual_layout(self.layout)
+
+    def context(self, tokens: Tokens, microbatch: Array) -> Context:
+        """What layers read of a microbatch besides its residual stream."""
+        arrays = tokens.positions, tokens.segments, tokens.rows
+        positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
+        weight = None
+        if "moe" in self.model.kinds:
+            shares = math.prod(size for axis, size in self.axis_sizes.items() if axis in BATCH_AXES)
+            weight = jnp.float32(1 / (tokens.rows.size * shares))
+        return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
+
+    @property
+    def rounds_kernels(self) -> bool:
+        """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
+        return self.model.matmul != COMPUTE and not self.measures
+
+
+def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:
+    """Raise ConfigError unless a size is a multiple of the number of its pieces."""
+    if value % of:
+        raise ConfigError(f"{key}={value} does not divide over {over}; use a multiple of {of}{instead}.")
