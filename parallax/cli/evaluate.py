@@ -147,8 +147,9 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
-    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split)
-    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe whose corpus has changed since
+    vocab, fingerprint = trained.model.model.vocab, trained.tokenizer.fingerprint
+    reader = open_reader(config, folder=folder, vocab=vocab, split=split, fingerprint=fingerprint)
+    if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"

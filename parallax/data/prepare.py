@@ -2,19 +2,28 @@
 
 import json
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 import numpy as np
 
-from parallax.config.settings import compare_settings
+from parallax.config.settings import FINGERPRINT_DIGITS, compare_settings
 from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
-from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
+from parallax.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    Bytes,
+    Tokenizer,
+    load_tokenizer,
+    made_by,
+    train_bpe,
+)
 from parallax.runtime import files
 from parallax.runtime.errors import ConfigError, DataError, first_few, shown
 from parallax.runtime.progress import waiting
@@ -22,6 +31,7 @@ from parallax.runtime.units import in_bytes
 
 SHARD_BYTES = 32 << 20  # bytes of text: a few seconds of BPE, for fine-grained progress and resuming
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text to train a BPE; more hardly changes its entries
+SHA256 = re.compile("[0-9a-f]{64}")
 JOURNAL_FILE, LOCK_FILE = "unfinished.jsonl", ".lock"
 
 logger = logging.getLogger(__name__)
@@ -36,6 +46,7 @@ class Request:
     bpe_vocab: int
     shard_bytes: int = SHARD_BYTES
     special_tokens: str = "text"  # or "tokens": what becomes of text that spells a special token
+    fingerprint: str = ""  # of the tokenizer, where an earlier version may have understood its files differently
 
     def __post_init__(self):
         if self.tokenizer == Bytes.name and self.special_tokens != "text":
@@ -50,7 +61,7 @@ class Request:
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
         elif self.tokenizer != Bytes.name:
-            chosen["tokenizer"] = load_tokenizer(self.tokenizer).fingerprint
+            chosen["tokenizer"] = made_by(load_tokenizer(self.tokenizer), self.fingerprint).fingerprint
         if self.special_tokens != "text":
             chosen["special_tokens"] = self.special_tokens
         return {"source": self.source.description, **chosen, "shard_bytes": self.shard_bytes}
@@ -93,8 +104,11 @@ def remove_prepared(folder: Path) -> None:
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
-    file, wanted = folder / MANIFEST_FILE, request.to_json()
+    file = folder / MANIFEST_FILE
     finished = Manifest.read(folder) if file.exists() else None
+    begun = finished.tokenizer_fingerprint if finished else _fingerprint_of(folder / JOURNAL_FILE)
+    request = replace(request, fingerprint=begun or request.fingerprint)
+    wanted = request.to_json()
     if not finished and _began_otherwise(folder, wanted):
         # For example with a field that does not exist: nothing in the folder is useful.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
@@ -130,7 +144,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if request.tokenizer == Bytes.name:
         return Bytes()
     if request.tokenizer != "bpe":
-        return load_tokenizer(request.tokenizer)
+        return made_by(load_tokenizer(request.tokenizer), request.fingerprint)
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     source = request.source
@@ -246,6 +260,13 @@ def _whole_lines(file: Path) -> list[dict]:
     return lines
 
 
+def _fingerprint_of(journal: Path) -> str:
+    """That of the tokenizer with which a folder was begun; "" if nothing was."""
+    request, *_ = _whole_lines(journal) or [{}]
+    found = request.get("tokenizer_fingerprint")
+    return found if isinstance(found, str) else ""
+
+
 def _began_otherwise(folder: Path, wanted: dict) -> bool:
     """Whether a different request was begun here and has not finished any shard."""
     request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
@@ -258,8 +279,9 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
         return
     # Common keys come first: with another tokenizer, only one of the requests has a bpe_vocab.
     key, (found_value, wanted_value) = min(compare_settings(found, wanted).items(), key=lambda item: None in item[1])
+    short = lambda value: value[:FINGERPRINT_DIGITS] if SHA256.fullmatch(str(value)) else value  # noqa: E731
     raise DataError(
-        f"{file.parent} holds data of other settings: {key}={found_value!r} where {wanted_value!r} is "
+        f"{file.parent} holds data of other settings: {key}={short(found_value)!r} where {short(wanted_value)!r} is "
         "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
     )
 

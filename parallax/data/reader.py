@@ -37,6 +37,7 @@ def open_reader(
     split: str,
     rows: Sequence[int] | None = None,
     columns: range | None = None,
+    fingerprint: str = "",
 ) -> "Reader":
     """A reader of the configured source, which is prepared first if necessary.
 
@@ -45,6 +46,8 @@ def open_reader(
         vocab: of the model; None if it will be taken from the reader's tokenizer.
         split: "train", "eval" or "all".
         rows, columns: see `Reader`.
+        fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
+            differently; "" for a new run.
     Raises:
         ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
@@ -56,7 +59,7 @@ def open_reader(
         config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
         how = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
-        request = Request(source=open_source(config.source, **where), **how)
+        request = Request(source=open_source(config.source, **where), fingerprint=fingerprint, **how)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder

@@ -17,8 +17,9 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
 from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
 from parallax.data import Reader, as_batch
-from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from parallax.inference.ends import ends_of
+from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from parallax.data.vocabulary import tokenizer_of_step
+from parallax.inference.ends import ends_of_step
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
@@ -171,13 +172,13 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
     with waiting("restoring the parameters"):
         step, params = restore_params(checkpoints, step, model)
     folder = checkpoints / str(step)
-    tokenizer, vocab = load_tokenizer(folder), model.model.vocab
+    tokenizer, vocab = tokenizer_of_step(checkpoints, step), model.model.vocab
     if tokenizer.needed > vocab:
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.needed} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
-    return Run(workdir, step, settings, model, params, tokenizer, ends_of(tokenizer, vocab, folder))
+    return Run(workdir, step, settings, model, params, tokenizer, ends_of_step(tokenizer, vocab, folder))
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:

@@ -15,7 +15,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
-from parallax.inference.ends import ends_of, eos_ids
+from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
@@ -25,11 +25,11 @@ from parallax.model.checks import check_window
 from parallax.model.products import is_amax_name
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
-from parallax.runtime.run_files import ENDS, RECORD
+from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 
 CONFIG = "config.json"
 # Small texts that users expect in such a folder.
-BESIDE = (ENDS, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -92,7 +92,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
-        **({ENDS: json_text({"eos_token_id": ends})} if ends else {}),
+        **({GENERATION_CONFIG: json_text({"eos_token_id": ends})} if ends else {}),
         **{name: source / name for name in copied},
     }
     if tokenizer.config:  # it may name an end that only the model's config.json names
@@ -253,7 +253,7 @@ def to_hf(
     """
     source = export.open_step(workdir, step)
     settings = read_settings(load_saved(source.folder / CONFIG))
-    model, tokenizer = settings.model, load_tokenizer(source.folder)
+    model, tokenizer = settings.model, source.tokenizer
     record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0
     differing = hf_config.differing_keys(hf_config.read_config(record["config"]), model) if record else ""
@@ -261,7 +261,7 @@ def to_hf(
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
-        ends = ends_of(tokenizer, model.vocab, source.folder)
+        ends = ends_of_step(tokenizer, model.vocab, source.folder)
         content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer, ends)
         dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
@@ -362,7 +362,7 @@ def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     record = read_record(source)
     if record is None:
         raise ConfigError(f"--like={like} was not made by from-hf; name the folder of such a run")
-    if load_tokenizer(source.folder).fingerprint != tokenizer.fingerprint:
+    if source.tokenizer.fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"--like={like} has another tokenizer, so that its special tokens are others; leave it out")
     return record
 
@@ -384,12 +384,11 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 
 
 def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
-    """The ids that end a text: those of generation_config.json, as in `transformers`; if it has none, of config.json,
-    in which models often keep the default of their class."""
-    with errors_as(CheckpointError, f"{source / ENDS} cannot be read: ", "; mend it, or remove it", ValueError):
-        generation = files.object_of(texts.get(ENDS, "{}"))
-    of_config = eos_ids(CONFIG, content)
-    return eos_ids(ENDS, generation) or of_config
+    with errors_as(
+        CheckpointError, f"{source / GENERATION_CONFIG} cannot be read: ", "; mend it, or remove it", ValueError
+    ):
+        generation = files.object_of(texts.get(GENERATION_CONFIG, "{}"))
+    return ends_of_import(content, generation)
 
 
 def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
@@ -415,16 +414,18 @@ def _texts_beside(
     if TOKENIZER_CONFIG not in texts:
         length = content.get("max_position_embeddings", context)
         texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))
-    if ENDS not in texts:
+    if GENERATION_CONFIG not in texts:
         said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         known = {key: ids for key, ids in said.items() if ids is not None}
-        texts[ENDS] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
+        texts[GENERATION_CONFIG] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
     if trained:
-        with errors_as(CheckpointError, f"the imported {ENDS} is damaged: ", "; import it again", ValueError):
-            generation = files.object_of(texts[ENDS])
-        ids = eos_ids(ENDS, generation)
+        with errors_as(
+            CheckpointError, f"the imported {GENERATION_CONFIG} is damaged: ", "; import it again", ValueError
+        ):
+            generation = files.object_of(texts[GENERATION_CONFIG])
+        ids = eos_ids(GENERATION_CONFIG, generation)
         if end not in ids:
-            texts[ENDS] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
+            texts[GENERATION_CONFIG] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
     return texts
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
-from parallax.data.vocabulary import with_tokenizer
+from parallax.data.vocabulary import known_fingerprint, with_tokenizer
 from parallax.training.folder import RunFolder
 
 
@@ -43,4 +43,5 @@ def open_split(
     """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
-    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows, columns=columns)
+    how = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
+    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **how)

@@ -21,11 +21,11 @@ from parallax.analysis.render import text_table
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.sections import AUTO, ModelConfig
-from parallax.config.settings import Settings, differences, read_settings
+from parallax.config.settings import FINGERPRINT_DIGITS, Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
-from parallax.inference.ends import ends_in
+from parallax.inference.ends import ends_of
 from parallax.inference.generate import check_length, complete, encode, stays_text
 from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
@@ -36,7 +36,6 @@ from parallax.runtime.errors import ConfigError, writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
-from parallax.runtime.run_files import ENDS
 from parallax.runtime.units import in_bytes
 from parallax.runtime.version import code_versions
 from parallax.sharding.mesh import make_mesh
@@ -122,7 +121,8 @@ def train(
         job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
-        job.check_equal("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        data = parts.train_data.fingerprint[:FINGERPRINT_DIGITS]
+        job.check_equal("the run", {"data manifest": data, "step to go on from": start})
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
@@ -293,7 +293,7 @@ def conclude(
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             prompt = encode_sample(parts.settings, data.tokenizer)
-            ends = ends_in(data.tokenizer, parts.settings.model.vocab, parts.of_import.get(ENDS))
+            ends = ends_of(data.tokenizer, parts.settings.model.vocab, parts.of_import)
             (text,) = complete(parts.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
         if spelled := stays_text(data.tokenizer, [sample.prompt], sample.special_tokens):
             say(f"note: {spelled}")
