@@ -732,6 +732,15 @@ def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
 
 
+@pytest.mark.parametrize(("schedule", "virtual"), [("one_f_one_b", 1), ("interleaved", 2)])
+def test_a_plan_of_a_pipeline_proposes_none_in_place_of_it(schedule, virtual):
+    """A schedule does nothing there, and is refused."""
+    pipeline = {"pipeline_schedule": schedule, "pipeline_virtual": virtual}
+    tried = single_changes(tiny(mesh_pp=2, mesh_dp=1, model_layers=4, **pipeline), PAIR)
+    ((flags, changed),) = [(flags, changed) for flags, changed in tried if "mesh.pp=1" in flags]
+    assert "--config.pipeline.schedule=gpipe" in flags and build_if_legal(changed, PAIR)
+
+
 def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
