@@ -713,16 +713,16 @@ def test_the_command_says_what_a_plan_must(planned):
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("schedule", [[], ["--config.pipeline.schedule=interleaved", "--config.pipeline.virtual=2"]])
-def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
-    command_line = [
-        "plan",
-        config,
-        *schedule,
-        "--config.mesh.dp=4",
-        "--config.mesh.tp=1",
-        "--config.pipeline.microbatches=1",
-    ]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--config.mesh.dp=4", "--config.pipeline.microbatches=1"],
+        ["--config.mesh.pp=2", "--config.mesh.dp=2", "--config.pipeline.schedule=one_f_one_b"],
+    ],
+    ids=["dp", "pp"],
+)
+def test_flags_lead_to_the_layout_that_was_priced(config, layout):
+    command_line = ["plan", config, *layout, "--config.mesh.tp=1"]
     settings = read_command(command_line, {})[0]
     own = Choice.of(settings)
     assert own in list(choices(settings, 4))
