@@ -21,7 +21,6 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
-    from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
@@ -143,7 +142,7 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
-        source = _source(data)
+        source = kind_of(data, config.field)
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
@@ -155,10 +154,6 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
     return reader
-
-
-def _source(data: str) -> str:
-    return "prepared" if (Path(data).expanduser() / MANIFEST_FILE).is_file() else kind_of(data)
 
 
 if __name__ == "__main__":

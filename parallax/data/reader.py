@@ -180,7 +180,8 @@ class Reader:
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
         chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
-        if self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
+        spelled = self.manifest.request.get("special_tokens") == "tokens"
+        if spelled or self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
             content.append([shard.documents_sha256 for shard in self.manifest.shards])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
