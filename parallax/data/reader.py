@@ -14,7 +14,7 @@ import numpy as np
 
 from parallax.config.sections import AUTO, DataConfig
 from parallax.data.prepare import Request, prepare
-from parallax.data.shards import Manifest, check_file, ids_file, reading_shard, text_hash
+from parallax.data.shards import MANIFEST_FILE, Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
@@ -38,6 +38,7 @@ def open_reader(
     rows: Sequence[int] | None = None,
     columns: range | None = None,
     fingerprint: str = "",
+    finished: str = "",
 ) -> "Reader":
     """A reader of the configured source, which is prepared first if necessary.
 
@@ -48,6 +49,7 @@ def open_reader(
         rows, columns: see `Reader`.
         fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
             differently; "" for a new run.
+        finished: another cache, whose complete data is read where `folder` has none; nothing is written there.
     Raises:
         ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
@@ -63,8 +65,12 @@ def open_reader(
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
-        prepared = cache / f"{config.source}-{name}-{key}"
-        prepare(request, prepared, workers=usable_cpus())
+        prepared = cache / (own := f"{config.source}-{name}-{key}")
+        there = Path(finished).expanduser() / own
+        if finished and not (prepared / MANIFEST_FILE).exists() and _is_complete(there, request):
+            prepared = there
+        else:
+            prepare(request, prepared, workers=usable_cpus())
     tokenizer = _open_tokenizer(config, prepared)
     if vocab is not None and vocab < tokenizer.needed:
         written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
@@ -74,6 +80,17 @@ def open_reader(
         )
     how = {"rows": rows, "columns": columns, "vocab": vocab}
     return Reader(config, prepared, tokenizer=tokenizer, split=split, **how)
+
+
+def _is_complete(folder: Path, request: Request) -> bool:
+    """Whether a folder has all data of a request; what is in its shards is checked when they are opened."""
+    try:
+        manifest = Manifest.read(folder)
+        for shard in manifest.shards:
+            shard.check(folder, manifest.dtype, contents=False)
+    except DataError:
+        return False
+    return manifest.request == request.to_json()
 
 
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:

@@ -114,7 +114,7 @@ def generate(
 
 def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
     """Raise ConfigError if a text would be longer than the model's attention supports."""
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts), default=0)  # that there are none is refused elsewhere
     key = f"a prompt of {longest} tokens and sample.tokens={config.tokens} make a text whose length"
     check_window(model, longest + config.tokens, key)
 

@@ -15,7 +15,7 @@ import numpy as np
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_AXES, AUTO, INFERRED, MeshConfig
-from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
+from parallax.config.settings import OF_DATA, Settings, load_saved, load_settings, read_settings, tell_saved
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from parallax.data.vocabulary import tokenizer_of_step
@@ -111,7 +111,7 @@ class Run:
     def _readers(self) -> dict[str, Reader]:
         """Its opened splits; before the first, a line on stderr names the files that its config has read."""
         config = RunFolder(self.path).config
-        tell_files(config, load_saved(config, uses=("data.cache",)))
+        tell_saved(config, *load_saved(config), OF_DATA)
         return {}
 
     def __repr__(self) -> str:

@@ -49,7 +49,7 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     source = open_step(workdir, step)
-    settings = read_settings(load_saved(source.folder / "config.json"))
+    settings = read_settings(load_saved(source.folder / "config.json")[0])
     kinds = settings.model.kinds
     with new_folder(out) as unfinished:
         params = SavedParams(source)
@@ -71,7 +71,7 @@ def import_params(source: Path, workdir: Path) -> None:
         CheckpointError: `source` cannot be trusted, or does not have the parameters of the model in its config.
         DataError: its tokenizer is missing or damaged.
     """
-    settings = read_settings(load_saved(source / "config.json"))
+    settings = read_settings(load_saved(source / "config.json")[0])
     tokenizer = load_tokenizer(source)
     tensors, wanted = read_model(source), plain_names(param_shapes(settings), settings.model.kinds)
     differences = []

@@ -252,7 +252,7 @@ def to_hf(
         ConfigError: no architecture computes the model, or `like` is another one.
     """
     source = export.open_step(workdir, step)
-    settings = read_settings(load_saved(source.folder / CONFIG))
+    settings = read_settings(load_saved(source.folder / CONFIG)[0])
     model, tokenizer = settings.model, source.tokenizer
     record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0

@@ -10,7 +10,8 @@ from jax.sharding import Sharding
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
 from parallax.data.vocabulary import known_fingerprint, with_tokenizer
-from parallax.training.folder import RunFolder
+from parallax.runtime.files import object_if_readable
+from parallax.runtime.run_files import RunFiles
 
 
 def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:
@@ -38,10 +39,18 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
 
 
 def open_split(
-    settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None, columns: range | None = None
+    settings: Settings, folder: RunFiles, split: str, rows: np.ndarray | None = None, columns: range | None = None
 ) -> Reader:
     """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
     how = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
+    how["finished"] = saved_cache(folder)
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **how)
+
+
+def saved_cache(folder: RunFiles) -> str:
+    """data.cache of the run's saved config, which does not decide where anything is written; "" if it names none."""
+    data = object_if_readable(folder.config).get("data")
+    cache = data.get("cache") if isinstance(data, dict) else None
+    return cache if isinstance(cache, str) else ""

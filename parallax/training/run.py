@@ -21,7 +21,15 @@ from parallax.analysis.render import text_table
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.sections import AUTO, ModelConfig
-from parallax.config.settings import FINGERPRINT_DIGITS, Settings, differences, read_settings
+from parallax.config.settings import (
+    FINGERPRINT_DIGITS,
+    NOT_SAVED,
+    OF_A_MODEL,
+    Settings,
+    default_settings,
+    differences,
+    read_settings,
+)
 from parallax.data import Prefetcher, Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
@@ -307,9 +315,20 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     own = Path(sys.executable)
     python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
     workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
-    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}"
+    of_model, steps = flags_not_saved(settings, OF_A_MODEL), 2 * settings.train.steps
+    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"
-    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={2 * settings.train.steps}"
+    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{flags_not_saved(settings)}"
+
+
+def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:
+    """Flags, each after a space, for keys that the run's config.json does not decide and that have other values than
+    the defaults."""
+    parts = [name.split(".") for name in names]
+    values = [(section, key, getattr(getattr(settings, section), key)) for section, key in parts]
+    base = default_settings()
+    changed = [each for each in values if each[2] != getattr(getattr(base, each[0]), each[1])]
+    return "".join(f" --config.{section}.{key}={shlex.quote(str(value))}" for section, key, value in changed)
 
 
 def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:

@@ -401,7 +401,7 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path):
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
     write_bpe(folder)
     assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
-    tuned = load_config(str(tmp_path / "run" / "config.json"))
+    tuned = load_config(str(tmp_path / "run" / "config.json"))[0]
     tuned.data = tiny_config(corpus).data
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})

@@ -155,7 +155,7 @@ def imported(folder, generation=BESIDE["generation_config.json"], **changes):
 
 def tuned(corpus, folder, *, steps=4, **changes):
     """A run that starts from the import and saves after `steps`; what it learns is not asked."""
-    config = load_config(str(folder / "run" / "config.json"))
+    config = load_config(str(folder / "run" / "config.json"))[0]
     config.data = tiny_config(corpus).data
     config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})
     config.update({"train": {"init_from": str(folder / "run"), "steps": steps}, "optimizer": {"warmup_steps": 1}})
