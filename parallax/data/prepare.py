@@ -124,8 +124,8 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     if finished and len(done) == len(listed):
         return finished
     tokenizer.save(folder)
-    shards, byte_counts = _write_missing(request, folder, tokenizer, journal, done, workers)
-    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts)
+    shards, byte_counts, spelled = _write_missing(request, folder, tokenizer, journal, done, workers)
+    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts, spelled)
     manifest.write(folder)
     files.remove(journal, missing_ok=True)
     return manifest
@@ -156,8 +156,9 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
 
 def _write_missing(
     request: Request, folder: Path, tokenizer: Tokenizer, journal: Path, done: dict[str, Shard], workers: int
-) -> tuple[list[Shard], np.ndarray]:
-    """Write the missing shards; returns all shards, and the number of occurrences of each byte in the text."""
+) -> tuple[list[Shard], np.ndarray, int]:
+    """Write the missing shards; returns all shards, the number of occurrences of each byte in the text, and how many
+    special tokens it spells that stay text."""
     text_bytes, shards = request.source.text_bytes, dict(done)
     byte_counts, spelled = np.zeros(256, np.int64), Counter()
     with waiting("tokenising", unit=in_bytes) as show:
@@ -185,7 +186,7 @@ def _write_missing(
             f"{spelled.total():,}",
             first_few([f"{shown(name)} {count:,}" for name, count in spelled.most_common()]),
         )
-    return [shards[name] for name in sorted(shards, key=int)], byte_counts
+    return [shards[name] for name in sorted(shards, key=int)], byte_counts, spelled.total()
 
 
 def _texts_of_shards(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, list[str]]]:
@@ -208,7 +209,7 @@ def _histogram(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _manifest(
-    request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray
+    request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray, spelled: int
 ) -> Manifest:
     counts = totals(shards)
     if not counts["documents"]:
@@ -224,6 +225,7 @@ def _manifest(
         **counts,
         token_entropy_nats=_entropy(token_counts),
         byte_entropy_nats=_entropy(byte_counts),
+        spelled_tokens=spelled,
         shards=tuple(shards),
     )
 

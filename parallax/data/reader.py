@@ -56,12 +56,13 @@ def open_reader(
     """
     check_choice("split", split, SPLITS)
     if config.source == "prepared":
-        prepared = Path(config.path).expanduser()
+        prepared, left_out = Path(config.path).expanduser(), ""
     else:
         config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
         how = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
-        request = Request(source=open_source(config.source, **where), fingerprint=fingerprint, **how)
+        source = open_source(config.source, **where)
+        left_out, request = source.left_out, Request(source=source, fingerprint=fingerprint, **how)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
@@ -78,7 +79,7 @@ def open_reader(
             f"model.vocab={vocab} is less than the {tokenizer.needed} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
-    how = {"rows": rows, "columns": columns, "vocab": vocab}
+    how = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
     return Reader(config, prepared, tokenizer=tokenizer, split=split, **how)
 
 
@@ -131,6 +132,7 @@ class Reader:
         rows: rows of the global batch that this host reads, in any order; their content does not depend on this choice.
         columns: range of columns that this host reads; their content does not depend on this choice.
         vocab: of the model, if ids may lie beyond; None if they may not.
+        left_out: files of the source that are not read, in a sentence.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
@@ -145,8 +147,10 @@ class Reader:
         rows: Sequence[int] | None = None,
         columns: range | None = None,
         vocab: int | None = None,
+        left_out: str = "",
     ):
         self.manifest = manifest = Manifest.read(folder)
+        self.left_out = left_out
         self.tokenizer, self.split, self.seq = tokenizer, split, config.seq
         self.rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
         if not len(self.rows) or self.rows.min() < 0 or self.rows.max() >= config.global_batch:

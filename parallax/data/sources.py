@@ -11,7 +11,7 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -46,6 +46,7 @@ class Source:
     description: dict
     text_bytes: int | None
     documents: Callable[[], Iterator[str]]
+    left_out: str = ""  # how many files are read of a folder, and why not others; "" if all are
 
 
 def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> Source:
@@ -66,11 +67,12 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
-    return _files(kind, find_files(path, kind, field), partial(READERS[kind], **settings), **settings)
+    files, left_out = find_files(path, kind, field)
+    return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
 
 
-def find_files(path: str, kind: str, field: str) -> list[Path]:
-    """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob.
+def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
+    """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob; and what is left out.
 
     Below a folder, links are followed; hidden files, those with other endings, and .json without `field` in its first
     line are left out. A file to which several
@@ -82,7 +84,7 @@ def find_files(path: str, kind: str, field: str) -> list[Path]:
     at = Path(path).expanduser()
     with _reading(at):
         if at.is_file():
-            return [at]
+            return [at], ""
         in_folder = at.is_dir()
         found = _below(at) if in_folder else [file for file in matching(at) if not file.is_dir()]
         why_not = {file: _why_not(file, kind if in_folder else None, field) for file in found}
@@ -96,9 +98,11 @@ def find_files(path: str, kind: str, field: str) -> list[Path]:
             wanted = f"a file that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else "a file"
         but = f"; {left_out}" if counts else ""
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()}){but}")
-    if counts:
-        _say_once(f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}")
-    return files
+    if not counts:
+        return files, ""
+    said = f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}"
+    _say_once(said)
+    return files, said
 
 
 def kind_of(path: str, field: str) -> str:

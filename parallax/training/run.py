@@ -355,6 +355,9 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.manifest.token_entropy_nats:.2f} nats a token",
     ]
+    lines += [data.left_out] if data.left_out else []
+    if spelled := data.manifest.spelled_tokens:
+        lines.append(f"the text spells {spelled:,} special tokens of the tokenizer, which stay text")
     if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
         lines.append(f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids")

@@ -1,6 +1,7 @@
 """Special tokens: no text makes one unless it shall, documents end where they do, and the files say with which."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -313,7 +314,12 @@ def test_a_rendered_chat_is_trained_on_as_its_tokens_where_it_shall(tmp_path, ca
     many, as_text = prepare_chats([CHAT, "the mat"], tmp_path, where, "text")
     assert made.request != many.request and len(as_text) > len(ids)
     said = "the text spells special tokens of the tokenizer 4 times (<|im_start|> 2, <|im_end|> 2); they stay text"
-    assert said in caplog.text
+    assert said in caplog.text and (made.spelled_tokens, many.spelled_tokens) == (0, 4)
+    file = tmp_path / "text" / "manifest.json"
+    content = json.loads(file.read_text())
+    assert content.pop("spelled_tokens") == 4
+    file.write_text(json.dumps(content))  # as of an earlier version
+    assert Manifest.read(tmp_path / "text") == replace(many, spelled_tokens=0)
 
 
 def test_a_text_that_spells_its_begin_and_end_does_not_get_them_twice(tmp_path):
