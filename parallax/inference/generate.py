@@ -19,6 +19,7 @@ from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
+from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError, quoted
 from parallax.sharding.activations import TOKEN_AXES
 
@@ -87,7 +88,7 @@ def stays_text(tokenizer: Tokenizer, prompts: Sequence[str], special_tokens: str
     return f"the prompt spells {many} as text; sample.special_tokens='tokens' makes tokens of them" if count else ""
 
 
-@jax.enable_x64(False)
+@in_32_bits()
 def generate(
     model: ShardedModel,
     params: Any,
