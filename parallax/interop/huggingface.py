@@ -45,10 +45,10 @@ ROPE_TABLE = ".rotary_emb.inv_freq"  # derived from the config, but stored in ol
 # ---- import
 
 
-def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool) -> HfConfig:
+def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | None) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, except its model.
 
-    The run computes in the dtype of the weights in the folder, or with `own_dtype` in that of the settings. Parameters
+    The run computes in `dtype`, or if it is None in that of the weights in the folder. Parameters
     have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
@@ -85,8 +85,9 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
-    if not own_dtype and _stored_dtype(record["dtypes"], tensors) in COMPUTE_DTYPES:
-        settings = read_settings(settings, model={"dtype": _stored_dtype(record["dtypes"], tensors)})
+    stored = _stored_dtype(record["dtypes"], tensors)
+    if dtype or stored in COMPUTE_DTYPES:
+        settings = read_settings(settings, model={"dtype": dtype or stored})
     ends = _ends_of_import(source, content, record["files"])
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
@@ -98,7 +99,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
     if tokenizer.config:  # it may name an end that only the model's config.json names
         carried[TOKENIZER_CONFIG] = tokenizer.config
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
-    notes = _notes(settings, tokenizer, ends, config.context, _stored_dtype(record["dtypes"], tensors))
+    notes = _notes(settings, tokenizer, ends, config.context, stored)
     return config._replace(notes=(*config.notes, *notes))
 
 

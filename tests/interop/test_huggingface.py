@@ -769,7 +769,7 @@ FORGED = {
 def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
     """Its checksum is right: who hands on a run may have written both. Its names must not lead out of the folder."""
     record = {"config": config_of("LlamaForCausalLM"), "dtypes": {"lm_head.weight": "float32"}, "files": {}}
-    step = SavedStep(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
+    step = SavedStep(0, tmp_path / "run" / "checkpoints" / "0", Bytes(), {}, {RECORD: None})
     step.folder.mkdir(parents=True)
     (step.folder / RECORD).write_text(json.dumps(record))
     assert read_record(step) == record
