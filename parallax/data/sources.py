@@ -75,8 +75,7 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
     """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob; and what is left out.
 
     Below a folder, links are followed; hidden files, those with other endings, and .json without `field` in its first
-    line are left out. A file to which several
-    paths lead is read once. One line says what is left out.
+    line are left out. A file to which several paths lead is read once. One line says what is left out.
 
     Raises:
         DataError: there are none, or a folder cannot be read.

@@ -58,6 +58,7 @@ def _own_ends(name: str, content: Mapping[str, Any]) -> list[int]:
         return eos_ids(name, content)
     # An import of an earlier version has them only in its record of the folder.
     config, texts = content.get("config"), content.get("files")
-    if not (isinstance(config, dict) and isinstance(texts, dict)):
+    text = texts.get(GENERATION_CONFIG, "{}") if isinstance(texts, dict) else None
+    if not (isinstance(config, dict) and isinstance(text, str)):
         raise ValueError("it was not written by an import")
-    return ends_of_import(config, object_of(texts.get(GENERATION_CONFIG, "{}")))
+    return ends_of_import(config, object_of(text))

@@ -19,8 +19,10 @@ from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.inference.ends import ends_of
 from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
+from parallax.runtime.errors import CheckpointError
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -386,6 +388,14 @@ def test_an_import_of_an_earlier_version_keeps_its_end_and_ends_its_texts_as_its
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
     assert main(["import", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert px.load(tmp_path / "back").ends == (usual.end, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"config": {}, "files": {"generation_config.json": 5}}', '{"files": {}}']
+)
+def test_a_record_that_no_import_wrote_is_named_where_it_says_the_ends(record):
+    with pytest.raises(CheckpointError, match="huggingface.json of the checkpoint cannot be read: "):
+        ends_of(Bytes(), 257, {"huggingface.json": record.encode()})
 
 
 @pytest.mark.fast(2)
