@@ -1,8 +1,8 @@
 #!/bin/bash
 # One process a node, all of a node's GPUs in it; what follows the script is train.py's:
 #   RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE.json
-# As it is, Llama-2-7B on a node with eight GPUs of 80 GB; on 2 or 4 such nodes with sbatch --nodes=4. For other GPUs
-# name another config: CONFIG=configs/gpu_24gb.py (docs/hardware.md).
+# As it is, Llama-2-7B on a node with eight GPUs of 80 GB; with sbatch --nodes=4 on four of them. For other GPUs name
+# another config: CONFIG=configs/gpu_24gb.py (docs/hardware.md).
 # Edit the lines of #SBATCH; a folder that all nodes see holds the repository and runs/.
 #SBATCH --job-name=parallax
 #SBATCH --nodes=1
@@ -27,15 +27,22 @@ export PARALLAX_NUM_PROCESSES="$SLURM_NTASKS"
 PARALLAX_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export PARALLAX_JOB_TOKEN
 
-# A collective that hangs is ended by the run itself after distributed.wait_secs (15 minutes), with 75; if it cannot, XLA
-# ends the process after half an hour, with 134. What NCCL warns of is in the log.
-export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=1800 ${XLA_FLAGS:-}"
+# A collective that hangs is ended by the run itself, with 75: after distributed.wait_secs (15 minutes), or in the first
+# step distributed.compile_secs (2 hours), since processes may compile for different times. If it cannot, XLA ends the
+# process later than both, with 134; with a longer limit of the run, raise this one. What NCCL warns of is in the log.
+export XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=7500 ${XLA_FLAGS:-}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+
+# The config's 16 microbatches of 256 windows are for up to 16 GPUs.
+fewer=
+if [ -z "${CONFIG:-}" ] && [ "$SLURM_NTASKS" -gt 2 ]; then
+  fewer=--config.pipeline.microbatches=4
+fi
 
 # When one task has ended, the others have a minute for their last words.
 # A task has its cores by srun's own flag: from SLURM 22.05 on sbatch's is not taken over.
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
-  .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" \
+  .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" ${fewer:+"$fewer"} \
   --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?
 

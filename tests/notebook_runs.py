@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 import tempfile
+from functools import partial
 from itertools import zip_longest
 
 import environment  # noqa: F401  what kernels run with
@@ -30,6 +31,8 @@ ROUNDING = 1e-5
 # Of the length of an axis, or from the lightest to the darkest shade: nobody sees a smaller step.
 VISIBLE = 0.01
 FLOAT = re.compile(r"(?<![\w#])-?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)")
+# A rate is a setting, not a difference that may be all rounding.
+RATE = re.compile(rf"(?:\blr|learning_rate)\W+({FLOAT.pattern})")
 # A cell with this tag shows numbers to which a rounding grows; what must hold of them it asserts itself.
 CHAOTIC = "chaotic"
 # SVG, as a form of its own or in a page: its texts, the names that parts of it have, and where things are, in points.
@@ -148,9 +151,14 @@ def same_text(old: str, new: str) -> bool:
     """
     pictures, new_pictures = SVG.findall(old), SVG.findall(new)
     old, new = (without_machine(SVG.sub("<svg>", text)) for text in (old, new))
-    numbers = zip(FLOAT.findall(old), FLOAT.findall(new))
-    same = FLOAT.sub("#", old) == FLOAT.sub("#", new) and all(same_float(*pair) for pair in numbers)
-    return same and all(same_svg(*pair) for pair in zip(pictures, new_pictures))
+    same = FLOAT.sub("#", old) == FLOAT.sub("#", new) and same_all(same_float, FLOAT.findall(old), FLOAT.findall(new))
+    same = same and same_all(partial(same_float, rounding=0.0), RATE.findall(old), RATE.findall(new))
+    return same and same_all(same_svg, pictures, new_pictures)
+
+
+def same_all(same, old, new) -> bool:
+    """Whether there are as many, each `same` as the one in its place."""
+    return len(old) == len(new) and all(map(same, old, new))
 
 
 def same_svg(old: str, new: str) -> bool:
@@ -161,11 +169,12 @@ def same_svg(old: str, new: str) -> bool:
     True
     >>> same_svg(curve, curve.replace("40", "41")), same_svg(curve, curve.replace("0.5", "0.52"))
     (False, False)
+    >>> same_svg("<text></text>", "<text>b</text>")
+    False
     """
-    texts = all(map(same_text, SVG_TEXT.findall(old), SVG_TEXT.findall(new)))
+    texts = same_all(same_text, SVG_TEXT.findall(old), SVG_TEXT.findall(new))
     old, new = (SVG_NAME.sub("NAME", SVG_TEXT.sub("><", svg)) for svg in (old, new))
-    places = zip(POINT.findall(old), POINT.findall(new))
-    near = all(abs(float(a) - float(b)) <= POINTS for a, b in places)
+    near = same_all(lambda a, b: abs(float(a) - float(b)) <= POINTS, POINT.findall(old), POINT.findall(new))
     return texts and near and POINT.sub("#", old) == POINT.sub("#", new)
 
 
@@ -175,9 +184,9 @@ def without_machine(text: str) -> str:
     return text
 
 
-def same_float(old: str, new: str) -> bool:
+def same_float(old: str, new: str, rounding: float = ROUNDING) -> bool:
     a, b = (float(text.replace(",", "")) for text in (old, new))
-    return abs(a - b) <= max(ROUNDING, 1.001 * min(last_digit(old), last_digit(new)))
+    return abs(a - b) <= max(rounding, 1.001 * min(last_digit(old), last_digit(new)))
 
 
 def last_digit(text: str) -> float:

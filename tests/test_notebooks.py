@@ -146,6 +146,7 @@ OTHER = {
     "another loss": (STEP, STEP.replace("2.7583", "2.7585")),
     "another step": (STEP, STEP.replace("step 5/50", "step 6/50")),
     "more than rounding": ("differs by 2.5e-06", f"differs by {3 * ROUNDING:.1e}"),
+    "another rate below rounding": (STEP.replace("6.0e-3", "6.0e-6"), STEP.replace("6.0e-3", "3.0e-6")),
     "another word": ("gpipe 27.3 %", "one_f_one_b 27.3 %"),
     "nothing": (STEP, ""),
 }

@@ -93,7 +93,9 @@ class Choice(NamedTuple):
         changes += [{"context": context} for context in CONTEXTS if self.cp > 1]
         schedules = [("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)] if self.pp > 1 else []
         changes += [{"schedule": schedule, "virtual": virtual} for schedule, virtual in schedules]
-        return [choice for change in changes if (choice := self._replace(**change)) != self]
+        found = (self._replace(**change) for change in changes)
+        found = (choice if choice.pp > 1 else choice._replace(schedule="gpipe", virtual=1) for choice in found)
+        return [choice for choice in found if choice != self]
 
     def flags_to(self, other: "Choice") -> list[str]:
         """Flags that turn this layout's command line into that of another one."""

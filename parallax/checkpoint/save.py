@@ -106,9 +106,10 @@ class CheckpointWriter(contextlib.AbstractContextManager):
                 steps.remove_notes(self._folder, step)
                 files.sync(self._folder)
         self._in_flight = {}
-        self._on_disk(step, time.monotonic() - self._began)
+        secs = time.monotonic() - self._began
         if jax.process_index() == 0:
-            self._remove_replaced()
+            self._remove_replaced()  # before anything is written, since the save may have filled the disk
+        self._on_disk(step, secs)
 
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.

@@ -28,7 +28,7 @@ from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, MeshConfig
-from parallax.config.settings import NOT_SAVED, Settings, fit_to_steps, load_saved, read_settings, tell_files
+from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
 from parallax.runtime import errors
 from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
@@ -88,8 +88,11 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
     return read_settings(line.config.to_dict()), line.values
 
 
-def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None = None) -> Line:
-    """A parsed command line. Only names and types of its config are checked; `config` is the default config."""
+def read_line(
+    argv: Sequence[str], own: Mapping[str, Flag], config: Path | None = None, reads: Collection[str] = OF_A_RUN
+) -> Line:
+    """A parsed command line. Only names and types of its config are checked; `config` is the default config. Of a saved
+    config it is said what `tell_saved` says of the keys that the command `reads`."""
     argv = dashed(argv, own)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(found[1] for found in words if found))
@@ -111,7 +114,7 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
         folder = own_values.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to resume"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
-    found = load_config(values.config, overrides)
+    found, left_out = load_config(values.config)
     with found.unlocked(), found.ignore_type():  # read_settings reports wrong types
         for name in overrides:
             section, _, key = name.partition(".")
@@ -119,18 +122,18 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
             found.update({section: {key: _literal(value) if name in RENAMED else value}})
     sections, said = renamed(found.to_dict(), chosen=overrides)
     if is_saved(values.config):
-        tell_files(Path(values.config), sections, overrides)
+        tell_saved(Path(values.config), sections, left_out, [name for name in reads if name not in overrides])
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
     return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
 
 
-def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
+def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag], reads: Collection[str] = OF_A_RUN) -> Line:
     """The same for a program that works on the run in --workdir, whose config it uses."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
     if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
-    return read_line(argv, own, config=saved)
+    return read_line(argv, own, config=saved, reads=reads)
 
 
 def is_saved(path: str) -> bool:
@@ -138,11 +141,9 @@ def is_saved(path: str) -> bool:
     return Path(path).suffix == ".json"
 
 
-def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
-    """The config from get_config() of a file, or from a run's JSON; ConfigError if that fails.
-
-    `written` are keys that the command line sets.
-    """
+def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
+    """The config from get_config() of a file, or from a run's JSON, with the values that this does not decide;
+    ConfigError if that fails."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
@@ -150,7 +151,8 @@ def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
         sys.path.append(root)  # configs import `configs.base`, whatever the current folder
     try:
         if is_saved(path):
-            return ConfigDict(load_saved(file, uses=[name for name in NOT_SAVED if name not in written]))
+            saved, left_out = load_saved(file)
+            return ConfigDict(saved), left_out
         defined = runpy.run_path(path)
         if "get_config" not in defined:
             raise ConfigError("it has no get_config(), which returns the config; write it as in configs/base.py")
@@ -158,7 +160,7 @@ def load_config(path: str, written: Collection[str] = ()) -> ConfigDict:
         if not isinstance(config, ConfigDict):
             what = f"get_config() returns a {type(config).__name__}, not a ConfigDict"
             raise ConfigError(f"{what}; begin with that of configs/base.py, and change its keys")
-        return config
+        return config, {}
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f", line {lines[-1]}" if lines else ""

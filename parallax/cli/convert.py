@@ -58,8 +58,8 @@ def _export(flags: argparse.Namespace) -> None:
 
 def _from_hf(flags: argparse.Namespace) -> None:
     with waiting(f"importing {flags.source}"):
-        settings, own_dtype = settings_of_import(flags.settings, flags.workdir)
-        found = from_hf(flags.source, flags.workdir, settings, own_dtype=own_dtype)
+        settings = settings_of_import(flags.settings, flags.workdir)
+        found = from_hf(flags.source, flags.workdir, settings, dtype=dtype_of_import(flags.settings, settings))
     for note in found.notes:
         print(note)
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
@@ -72,9 +72,8 @@ def _to_hf(flags: argparse.Namespace) -> None:
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 
-def settings_of_import(written_settings: Sequence[str], workdir: Path) -> tuple[Settings, bool]:
-    """The settings of an imported run, except its model; its tokenizer is the imported one. Also whether its
-    model.dtype was chosen: by a flag, or by a config that differs from the default.
+def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settings:
+    """The settings of an imported run, except its model; its tokenizer is the imported one.
 
     Raises:
         ConfigError: a flag is not a setting, or is one that the imported model determines.
@@ -86,11 +85,19 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> tuple[
         "--config.sample.special_tokens=tokens",  # of the model's template
     ]
     config = read_line([__name__, *ours, *written_settings], {}, config=CONFIGS / "base.py").config
+    check_own_keys(_keys(written_settings))
+    return read_settings(config)
+
+
+def dtype_of_import(written_settings: Sequence[str], settings: Settings) -> str | None:
+    """The model.dtype that was chosen, by a flag or by a config that differs from the default; None if none was."""
+    chosen = "model.dtype" in _keys(written_settings) or settings.model.dtype != key_default("model.dtype")
+    return settings.model.dtype if chosen else None
+
+
+def _keys(written_settings: Sequence[str]) -> list[str]:
     flags = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
-    keys = [flag.partition("=")[0] for flag in flags]
-    check_own_keys(keys)
-    settings = read_settings(config)
-    return settings, "model.dtype" in keys or settings.model.dtype != key_default("model.dtype")
+    return [flag.partition("=")[0] for flag in flags]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -19,9 +19,8 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
     from parallax.config.sections import DataConfig
-    from parallax.config.settings import Settings, read_settings
+    from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.data import Reader, open_reader
-    from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
@@ -29,7 +28,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.resolve import with_tokenizer
-    from parallax.training.batches import put_on
+    from parallax.training.batches import put_on, saved_cache
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
@@ -89,7 +88,8 @@ def act(argv: Sequence[str]) -> None:
     workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
-    line = read_line_of_run(argv, FLAGS)
+    of_data = ("data.cache",) if written(argv, "data") else OF_DATA
+    line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *of_data))
     settings = read_settings(line.config)
     mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
@@ -109,7 +109,7 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(workdir, settings, settings.mesh, step, choose)
     with waiting("reading the text"):
-        reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
+        reader = open_text(trained, settings.data, data, RunFiles(workdir))
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
     shape = reader.rows.size, reader.seq
@@ -135,29 +135,27 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     )
 
 
-def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) -> Reader:
-    """The text as windows, with the run's own tokenizer; prepared in `folder` if necessary."""
+def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles) -> Reader:
+    """The text as windows, with the run's own tokenizer; prepared in its folder if necessary."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
     # As many windows in a batch as in training, or the next number that divides over the mesh.
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
-        source = _source(data)
+        source = kind_of(data, config.field)
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
-    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split)
-    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe whose corpus has changed since
+    vocab, fingerprint = trained.model.model.vocab, trained.tokenizer.fingerprint
+    how = {"fingerprint": fingerprint, "finished": saved_cache(run)}
+    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **how)
+    if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
     return reader
-
-
-def _source(data: str) -> str:
-    return "prepared" if (Path(data).expanduser() / MANIFEST_FILE).is_file() else kind_of(data)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import Parser, local_path
     from parallax.cli.command import Flag, read_line_of_run, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
-    from parallax.config.settings import Settings, load_settings, read_settings
+    from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
     from parallax.runtime.devices import leave_out_absent_tpu
@@ -84,7 +84,8 @@ def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
     if not flags.config:
         return load_settings(flags.workdir), {}
     argv = [__name__, f"--workdir={flags.workdir}", *flags.config]
-    settings = read_settings(read_line_of_run(argv, {"workdir": Flag("the folder of the run")}).config)
+    line = read_line_of_run(argv, {"workdir": Flag("the folder of the run")}, OF_A_MODEL)
+    settings = read_settings(line.config)
     return settings, written_mesh(argv, settings.mesh)
 
 

@@ -32,7 +32,7 @@ from parallax.runtime.multihost.address import ADDRESS_FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECS = 0.05
-NCCL_SECS = 1800  # behind the limits of `distributed`, as in launch/slurm.sh
+NCCL_SECS = 7500  # longer than distributed.compile_secs, as in launch/slurm.sh: then the run ends itself first
 KILL_SECS = 5.0  # between SIGTERM and SIGKILL
 LAST_LINES_SECS = 2.0  # to read the last output of ended processes, whose pipes others may hold open
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process

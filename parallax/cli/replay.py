@@ -18,7 +18,7 @@ with loading(__name__, sys.stderr):
     from parallax.checkpoint.restore import restore_newest
     from parallax.checkpoint.steps import complete_steps
     from parallax.cli.command import Flag, read_line_of_run, run_command
-    from parallax.config.settings import Settings, read_settings
+    from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
     from parallax.runtime.run_files import read_metrics
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step and print the result."""
-    line = read_line_of_run(argv, FLAGS)
+    line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *OF_DATA, "train.init_from", "pipeline.schedule"))
     for text in replay(read_settings(line.config), RunFolder(line.values["workdir"]), line.values["step"]):
         print(text)
 
@@ -81,7 +81,11 @@ def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) 
         return ["the run has not recorded this step"]
     lines = []
     for name in ("loss", "grad_norm"):
-        then, now = written[f"train/{name}"], float(metrics[name])
+        now = float(metrics[name])
+        if f"train/{name}" not in written:  # when it was saved may be all that is there
+            lines.append(f"{name} {now!r} now, not recorded in {folder.metrics.name}")
+            continue
+        then = written[f"train/{name}"]
         same = now == then if math.isfinite(now) else then is None
         lines.append(f"{name} {now!r} now, {then!r} in {folder.metrics.name}: {'the same' if same else 'not the same'}")
     return lines

@@ -18,6 +18,17 @@ PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
 # Keys that the saved config of a run does not decide.
 NOT_SAVED = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in sorted(section.not_saved))
+# Keys that may name files, with their values that name none.
+PATHS = {
+    f"{name}.{field.name}": ("", *field.metadata["key"].choices)
+    for name, section in SECTIONS.items()
+    for field in fields(section)
+    if field.metadata["key"].path
+}
+# What commands read of the keys of both kinds: all, what a model needs, or its data.
+OF_A_RUN = (*NOT_SAVED, *(name for name in PATHS if name not in NOT_SAVED))
+OF_A_MODEL = ("train.compile_cache",)
+OF_DATA = ("data.cache", "data.path", "data.tokenizer")
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,14 +124,17 @@ def check_settings(settings: Any) -> None:
 
 def load_settings(run: Path) -> Settings:
     """The settings with which a run folder was last trained, as far as its config decides them: see `load_saved`."""
-    return read_settings(load_saved(run / "config.json", uses=("train.compile_cache",)))
+    path = run / "config.json"
+    saved, left_out = load_saved(path)
+    tell_saved(path, saved, left_out, OF_A_MODEL)
+    return read_settings(saved)
 
 
-def load_saved(path: Path, uses: Collection[str] = ()) -> dict[str, Any]:
-    """The saved config of a run, with the current keys; a line on stderr lists the changes.
+def load_saved(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The saved config of a run, with the current keys, and by name the values that it does not decide.
 
-    The folder may come from somebody else. So keys that a saved config does not decide (`NOT_SAVED`) have their
-    defaults; a line names those of them that the caller `uses`, if they had other values.
+    The folder may come from somebody else. So keys of `NOT_SAVED` have their defaults, and other values are left out.
+    A line on stderr lists what an earlier version wrote otherwise.
     """
     saved, said = of_today(load_json(path))
     if said:
@@ -129,22 +143,17 @@ def load_saved(path: Path, uses: Collection[str] = ()) -> dict[str, Any]:
     for name in left_out:
         section, _, key = name.partition(".")
         saved[section] = {**saved[section], key: _default(name)}
-    if texts := [f"{name}={quoted(left_out[name], 150)}" for name in uses if name in left_out]:
+    return saved, left_out
+
+
+def tell_saved(path: Path, saved: Mapping[str, Any], left_out: Mapping[str, Any], reads: Collection[str]) -> None:
+    """Say on stderr, of the keys that a command reads, which a saved config does not decide, and which files it
+    names."""
+    if texts := [f"{name}={quoted(left_out[name], 150)}" for name in reads if name in left_out]:
         how = "a run's folder may come from somebody else; write it on the command line, or in a config of your own"
         tell(f"{path} does not decide {' and '.join(texts)}: {how}", sys.stderr)
-    return saved
-
-
-def tell_files(path: Path, saved: Mapping[str, Any], written: Collection[str] = ()) -> None:
-    """A line on stderr with the files that a saved config names; `written` are keys that the command line sets."""
-    keys = {
-        f"{name}.{field.name}": ("", *field.metadata["key"].choices)
-        for name, section in SECTIONS.items()
-        for field in fields(section)
-        if field.metadata["key"].path
-    }
-    found = [(name, value) for name, value in _values(saved, keys) if value not in keys[name] and name not in written]
-    if texts := [f"{name}={quoted(value, LONGEST_PATH)}" for name, value in found]:
+    named = _values(saved, [name for name in reads if name in PATHS])
+    if texts := [f"{name}={quoted(value, LONGEST_PATH)}" for name, value in named if value not in PATHS[name]]:
         tell(f"{path} names files, which are only read, as data: {', '.join(texts)}", sys.stderr)
 
 

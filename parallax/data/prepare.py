@@ -2,19 +2,28 @@
 
 import json
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 import numpy as np
 
-from parallax.config.settings import compare_settings
+from parallax.config.settings import FINGERPRINT_DIGITS, compare_settings
 from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
-from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
+from parallax.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    Bytes,
+    Tokenizer,
+    load_tokenizer,
+    made_by,
+    train_bpe,
+)
 from parallax.runtime import files
 from parallax.runtime.errors import ConfigError, DataError, first_few, shown
 from parallax.runtime.progress import waiting
@@ -22,6 +31,7 @@ from parallax.runtime.units import in_bytes
 
 SHARD_BYTES = 32 << 20  # bytes of text: a few seconds of BPE, for fine-grained progress and resuming
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text to train a BPE; more hardly changes its entries
+SHA256 = re.compile("[0-9a-f]{64}")
 JOURNAL_FILE, LOCK_FILE = "unfinished.jsonl", ".lock"
 
 logger = logging.getLogger(__name__)
@@ -36,6 +46,7 @@ class Request:
     bpe_vocab: int
     shard_bytes: int = SHARD_BYTES
     special_tokens: str = "text"  # or "tokens": what becomes of text that spells a special token
+    fingerprint: str = ""  # of the tokenizer, where an earlier version may have understood its files differently
 
     def __post_init__(self):
         if self.tokenizer == Bytes.name and self.special_tokens != "text":
@@ -50,7 +61,7 @@ class Request:
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
         elif self.tokenizer != Bytes.name:
-            chosen["tokenizer"] = load_tokenizer(self.tokenizer).fingerprint
+            chosen["tokenizer"] = made_by(load_tokenizer(self.tokenizer), self.fingerprint).fingerprint
         if self.special_tokens != "text":
             chosen["special_tokens"] = self.special_tokens
         return {"source": self.source.description, **chosen, "shard_bytes": self.shard_bytes}
@@ -93,8 +104,11 @@ def remove_prepared(folder: Path) -> None:
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
-    file, wanted = folder / MANIFEST_FILE, request.to_json()
+    file = folder / MANIFEST_FILE
     finished = Manifest.read(folder) if file.exists() else None
+    begun = finished.tokenizer_fingerprint if finished else _fingerprint_of(folder / JOURNAL_FILE)
+    request = replace(request, fingerprint=begun or request.fingerprint)
+    wanted = request.to_json()
     if not finished and _began_otherwise(folder, wanted):
         # For example with a field that does not exist: nothing in the folder is useful.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
@@ -110,8 +124,8 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     if finished and len(done) == len(listed):
         return finished
     tokenizer.save(folder)
-    shards, byte_counts = _write_missing(request, folder, tokenizer, journal, done, workers)
-    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts)
+    shards, byte_counts, spelled = _write_missing(request, folder, tokenizer, journal, done, workers)
+    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts, spelled)
     manifest.write(folder)
     files.remove(journal, missing_ok=True)
     return manifest
@@ -130,7 +144,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if request.tokenizer == Bytes.name:
         return Bytes()
     if request.tokenizer != "bpe":
-        return load_tokenizer(request.tokenizer)
+        return made_by(load_tokenizer(request.tokenizer), request.fingerprint)
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     source = request.source
@@ -142,8 +156,9 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
 
 def _write_missing(
     request: Request, folder: Path, tokenizer: Tokenizer, journal: Path, done: dict[str, Shard], workers: int
-) -> tuple[list[Shard], np.ndarray]:
-    """Write the missing shards; returns all shards, and the number of occurrences of each byte in the text."""
+) -> tuple[list[Shard], np.ndarray, int]:
+    """Write the missing shards; returns all shards, the number of occurrences of each byte in the text, and how many
+    special tokens it spells that stay text."""
     text_bytes, shards = request.source.text_bytes, dict(done)
     byte_counts, spelled = np.zeros(256, np.int64), Counter()
     with waiting("tokenising", unit=in_bytes) as show:
@@ -171,7 +186,7 @@ def _write_missing(
             f"{spelled.total():,}",
             first_few([f"{shown(name)} {count:,}" for name, count in spelled.most_common()]),
         )
-    return [shards[name] for name in sorted(shards, key=int)], byte_counts
+    return [shards[name] for name in sorted(shards, key=int)], byte_counts, spelled.total()
 
 
 def _texts_of_shards(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, list[str]]]:
@@ -194,7 +209,7 @@ def _histogram(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _manifest(
-    request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray
+    request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray, spelled: int
 ) -> Manifest:
     counts = totals(shards)
     if not counts["documents"]:
@@ -210,6 +225,7 @@ def _manifest(
         **counts,
         token_entropy_nats=_entropy(token_counts),
         byte_entropy_nats=_entropy(byte_counts),
+        spelled_tokens=spelled,
         shards=tuple(shards),
     )
 
@@ -246,6 +262,13 @@ def _whole_lines(file: Path) -> list[dict]:
     return lines
 
 
+def _fingerprint_of(journal: Path) -> str:
+    """That of the tokenizer with which a folder was begun; "" if nothing was."""
+    request, *_ = _whole_lines(journal) or [{}]
+    found = request.get("tokenizer_fingerprint")
+    return found if isinstance(found, str) else ""
+
+
 def _began_otherwise(folder: Path, wanted: dict) -> bool:
     """Whether a different request was begun here and has not finished any shard."""
     request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
@@ -258,8 +281,9 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
         return
     # Common keys come first: with another tokenizer, only one of the requests has a bpe_vocab.
     key, (found_value, wanted_value) = min(compare_settings(found, wanted).items(), key=lambda item: None in item[1])
+    short = lambda value: value[:FINGERPRINT_DIGITS] if SHA256.fullmatch(str(value)) else value  # noqa: E731
     raise DataError(
-        f"{file.parent} holds data of other settings: {key}={found_value!r} where {wanted_value!r} is "
+        f"{file.parent} holds data of other settings: {key}={short(found_value)!r} where {short(wanted_value)!r} is "
         "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
     )
 

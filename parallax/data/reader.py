@@ -14,7 +14,7 @@ import numpy as np
 
 from parallax.config.sections import AUTO, DataConfig
 from parallax.data.prepare import Request, prepare
-from parallax.data.shards import Manifest, check_file, ids_file, reading_shard, text_hash
+from parallax.data.shards import MANIFEST_FILE, Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
@@ -37,6 +37,8 @@ def open_reader(
     split: str,
     rows: Sequence[int] | None = None,
     columns: range | None = None,
+    fingerprint: str = "",
+    finished: str = "",
 ) -> "Reader":
     """A reader of the configured source, which is prepared first if necessary.
 
@@ -45,23 +47,31 @@ def open_reader(
         vocab: of the model; None if it will be taken from the reader's tokenizer.
         split: "train", "eval" or "all".
         rows, columns: see `Reader`.
+        fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
+            differently; "" for a new run.
+        finished: another cache, whose complete data is read where `folder` has none; nothing is written there.
     Raises:
         ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
     """
     check_choice("split", split, SPLITS)
     if config.source == "prepared":
-        prepared = Path(config.path).expanduser()
+        prepared, left_out = Path(config.path).expanduser(), ""
     else:
         config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
         how = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
-        request = Request(source=open_source(config.source, **where), **how)
+        source = open_source(config.source, **where)
+        left_out, request = source.left_out, Request(source=source, fingerprint=fingerprint, **how)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
-        prepared = cache / f"{config.source}-{name}-{key}"
-        prepare(request, prepared, workers=usable_cpus())
+        prepared = cache / (own := f"{config.source}-{name}-{key}")
+        there = Path(finished).expanduser() / own
+        if finished and not (prepared / MANIFEST_FILE).exists() and _is_complete(there, request):
+            prepared = there
+        else:
+            prepare(request, prepared, workers=usable_cpus())
     tokenizer = _open_tokenizer(config, prepared)
     if vocab is not None and vocab < tokenizer.needed:
         written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
@@ -69,8 +79,19 @@ def open_reader(
             f"model.vocab={vocab} is less than the {tokenizer.needed} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
-    how = {"rows": rows, "columns": columns, "vocab": vocab}
+    how = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
     return Reader(config, prepared, tokenizer=tokenizer, split=split, **how)
+
+
+def _is_complete(folder: Path, request: Request) -> bool:
+    """Whether a folder has all data of a request; what is in its shards is checked when they are opened."""
+    try:
+        manifest = Manifest.read(folder)
+        for shard in manifest.shards:
+            shard.check(folder, manifest.dtype, contents=False)
+    except DataError:
+        return False
+    return manifest.request == request.to_json()
 
 
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
@@ -111,6 +132,7 @@ class Reader:
         rows: rows of the global batch that this host reads, in any order; their content does not depend on this choice.
         columns: range of columns that this host reads; their content does not depend on this choice.
         vocab: of the model, if ids may lie beyond; None if they may not.
+        left_out: files of the source that are not read, in a sentence.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
@@ -125,8 +147,10 @@ class Reader:
         rows: Sequence[int] | None = None,
         columns: range | None = None,
         vocab: int | None = None,
+        left_out: str = "",
     ):
         self.manifest = manifest = Manifest.read(folder)
+        self.left_out = left_out
         self.tokenizer, self.split, self.seq = tokenizer, split, config.seq
         self.rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
         if not len(self.rows) or self.rows.min() < 0 or self.rows.max() >= config.global_batch:
@@ -177,7 +201,8 @@ class Reader:
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
         chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
-        if self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
+        spelled = self.manifest.request.get("special_tokens") == "tokens"
+        if spelled or self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
             content.append([shard.documents_sha256 for shard in self.manifest.shards])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

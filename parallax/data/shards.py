@@ -19,6 +19,7 @@ from parallax.runtime.files import LARGEST_BYTES, open_file, read_object, write_
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"
+NEW_FIELDS = {"spelled_tokens": 0}  # which manifests of earlier versions do not have
 # Per document: number of ids, including begin and end, and 8 bytes of the text's hash, which determine the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 ADVICE = "run `python -m parallax.data prepare` again to remake it"
@@ -85,6 +86,7 @@ class Manifest:
     text_bytes: int
     token_entropy_nats: float  # per token
     byte_entropy_nats: float  # per byte of text
+    spelled_tokens: int  # special tokens of the tokenizer that the text spells and that stay text
     shards: tuple[Shard, ...]
 
     @property
@@ -124,7 +126,7 @@ class Manifest:
         if content.get("format", SHARD_FORMAT) != SHARD_FORMAT:
             found = reprlib.repr(content["format"])
             raise DataError(f"{file} has format {found}; this version reads {SHARD_FORMAT!r}")
-        record = _check_fields(content, cls, file)
+        record = _check_fields(NEW_FIELDS | content, cls, file)
         manifest = cls(shards=tuple(Shard.parse(shard, file) for shard in record.pop("shards")), **record)
         if not manifest.documents:
             raise DataError(f"{file} is damaged: it has no documents")

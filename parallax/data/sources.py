@@ -11,12 +11,13 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
+from parallax.data.shards import MANIFEST_FILE
 from parallax.runtime.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
 from parallax.runtime.files import LARGEST_BYTES, matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
@@ -45,6 +46,7 @@ class Source:
     description: dict
     text_bytes: int | None
     documents: Callable[[], Iterator[str]]
+    left_out: str = ""  # how many files are read of a folder, and why not others; "" if all are
 
 
 def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> Source:
@@ -65,14 +67,15 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
-    return _files(kind, find_files(path, kind), partial(READERS[kind], **settings), **settings)
+    files, left_out = find_files(path, kind, field)
+    return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
 
 
-def find_files(path: str, kind: str) -> list[Path]:
-    """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob.
+def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
+    """Files that `path` names, sorted: one file, all files of a source below a folder, or a glob; and what is left out.
 
-    Below a folder, links are followed; hidden files and those with other endings are left out. A file to which several
-    paths lead is read once. One line says what is left out.
+    Below a folder, links are followed; hidden files, those with other endings, and .json without `field` in its first
+    line are left out. A file to which several paths lead is read once. One line says what is left out.
 
     Raises:
         DataError: there are none, or a folder cannot be read.
@@ -80,10 +83,10 @@ def find_files(path: str, kind: str) -> list[Path]:
     at = Path(path).expanduser()
     with _reading(at):
         if at.is_file():
-            return [at]
+            return [at], ""
         in_folder = at.is_dir()
         found = _below(at) if in_folder else [file for file in matching(at) if not file.is_dir()]
-        why_not = {file: _why_not(file, kind if in_folder else None) for file in found}
+        why_not = {file: _why_not(file, kind if in_folder else None, field) for file in found}
         why_not |= _repeated([file for file, why in why_not.items() if not why])
     files = [file for file, why in why_not.items() if not why]
     counts = Counter(filter(None, why_not.values())).most_common()
@@ -94,21 +97,27 @@ def find_files(path: str, kind: str) -> list[Path]:
             wanted = f"a file that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else "a file"
         but = f"; {left_out}" if counts else ""
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()}){but}")
-    if counts:
-        _say_once(f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}")
-    return files
+    if not counts:
+        return files, ""
+    said = f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}"
+    _say_once(said)
+    return files, said
 
 
-def kind_of(path: str) -> str:
-    """The source of files, by their names: jsonl or parquet if one of them has such an ending, else text.
+def kind_of(path: str, field: str) -> str:
+    """The source of files, by their names: prepared for a folder with a manifest, jsonl or parquet if one of the files
+    has such an ending, else text. Files that end in .json, which may be anything, count only where they are alone.
 
-    >>> [kind_of(name) for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
+    >>> [kind_of(name, "text") for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
     ['text', 'jsonl', 'parquet']
     """
     at = Path(path).expanduser()
     with _reading(at):
-        files = _below(at) if at.is_dir() else []
-        fits = lambda kind: any(not _why_not(file, kind) for file in files)  # noqa: E731
+        if (at / MANIFEST_FILE).is_file():
+            return "prepared"
+        files = [file for file in _below(at) if not _why_not(file, "text", field)] if at.is_dir() else []
+        said = [file for file in files if _ending(file) != ".json"] or files
+        fits = lambda kind: any(not _why_not(file, kind, field) for file in said)  # noqa: E731
         return next((kind for kind in ("jsonl", "parquet") if _ending(at) in SUFFIXES[kind] or fits(kind)), "text")
 
 
@@ -156,7 +165,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return about.st_dev, about.st_ino
 
 
-def _why_not(file: Path, kind: str | None) -> str:
+def _why_not(file: Path, kind: str | None, field: str) -> str:
     """Why a file is not one of a source, "" if it is; without a source, any file is."""
     if kind and file.name.startswith("."):
         return "hidden"
@@ -167,7 +176,8 @@ def _why_not(file: Path, kind: str | None) -> str:
     if _ending(file) not in SUFFIXES[kind]:
         return f"with the ending {shown(''.join(file.suffixes[-2:] if _is_packed(file) else [file.suffix])) or 'none'}"
     # .json is the ending of C4's and Dolma's lines, and of all other JSON.
-    return "of JSON without an object in the first line" if _ending(file) == ".json" and not _has_lines(file) else ""
+    lacks = _ending(file) == ".json" and not _has_lines(file, field)
+    return f"of JSON without the field {quoted(field)} in an object in the first line" if lacks else ""
 
 
 def _is_packed(file: Path) -> bool:
@@ -179,15 +189,14 @@ def _ending(file: Path) -> str:
     return (file.with_suffix("") if _is_packed(file) else file).suffix.lower()
 
 
-def _has_lines(file: Path) -> bool:
-    """Whether the first line of a file that is not blank is a JSON object."""
+def _has_lines(file: Path, field: str) -> bool:
+    """Whether the first line of a file that is not blank is a JSON object with this field."""
     with _reading(file), _open(file) as opened:
         line = next((line for line in iter(partial(opened.readline, LARGEST_BYTES), b"") if line.strip()), b"")
     try:
-        object_of(line, odd_numbers=True, read="")
+        return field in object_of(line, odd_numbers=True, read=field)
     except ValueError:
         return False
-    return True
 
 
 @cache

@@ -198,17 +198,15 @@ class Bpe:
         """The library's tokenizer that makes no special token of text."""
         if (text := without(self._text, self._special)) is None:
             return self._inner
-        inner, end = _from_text(text, self._origin), self.token(self.end)
+        return _from_text(text, self._origin)
+
+    @cached_property
+    def _end_is_lost(self) -> bool:
+        """Whether nothing is left of a text that spells the end of a document."""
         try:
-            spelled = inner.encode(end, add_special_tokens=False).ids
-        except Exception:  # a model without a token for what it does not know, which `_encode` reports
-            return inner
-        if not spelled:
-            raise DataError(
-                f"{self._origin} cannot write the text {end!r} without the token of that name, which ends a document; "
-                f"name another eos_token in {TOKENIZER_CONFIG}"
-            )
-        return inner
+            return not self._to_text.encode(self.token(self.end), add_special_tokens=False).ids
+        except Exception:  # a model without a token for what it does not know, which `encode_many` reports
+            return False
 
     @cached_property
     def _to_tokens(self) -> Any:
@@ -231,6 +229,12 @@ class Bpe:
             raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
+        end = self.token(self.end)
+        if special_tokens == "text" and self._end_is_lost and any(end in text for text in texts):
+            raise DataError(
+                f"{self._origin} cannot write the text {end!r} without the token of that name, which ends a document; "
+                f"use texts without it, or name another eos_token in {TOKENIZER_CONFIG}"
+            )
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def spelled(self, text: str) -> Counter[str]:

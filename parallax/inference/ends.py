@@ -8,7 +8,7 @@ from typing import Any
 from parallax.data.tokenizer import Tokenizer
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.files import object_of, read_bytes
-from parallax.runtime.run_files import ENDS
+from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 
 
 def eos_ids(where: str, content: Mapping[str, Any]) -> list[int]:
@@ -26,18 +26,39 @@ def eos_ids(where: str, content: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def ends_of(tokenizer: Tokenizer, vocab: int, step: Path) -> tuple[int, ...]:
-    """The ids that end a text of the model in the folder of a step: the end of a document, then the model's own.
+def ends_of_import(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:
+    """The ids that end a text in a folder of somebody's: those of its generation_config.json, as in `transformers`; if
+    it has none, of config.json, in which models often keep the default of their class."""
+    of_config = eos_ids("config.json", config)
+    return eos_ids(GENERATION_CONFIG, generation) or of_config
 
-    Raises CheckpointError if the file of the model's own cannot be read.
+
+def ends_of_step(tokenizer: Tokenizer, vocab: int, step: Path) -> tuple[int, ...]:
+    """The ids that end a text of the model in the folder of a step, as in `ends_of`."""
+    files = (step / name for name in (GENERATION_CONFIG, RECORD))
+    return ends_of(tokenizer, vocab, {file.name: read_bytes(file) for file in files if file.is_file()})
+
+
+def ends_of(tokenizer: Tokenizer, vocab: int, carried: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The ids that end a text: the end of a document, then the model's own, from the files that its checkpoints carry
+    of an import. Ids that the model lacks are left out.
+
+    Raises CheckpointError if a file cannot be read.
     """
-    return ends_in(tokenizer, vocab, read_bytes(step / ENDS) if (step / ENDS).is_file() else None)
-
-
-def ends_in(tokenizer: Tokenizer, vocab: int, written: bytes | None) -> tuple[int, ...]:
-    """The same from the content of the file, None if there is none. Ids that the model lacks are left out."""
+    name = next((name for name in (GENERATION_CONFIG, RECORD) if name in carried), None)
     try:
-        own = eos_ids(ENDS, object_of(written)) if written else []
+        own = _own_ends(name, object_of(carried[name])) if name else []
     except ValueError as error:
-        raise CheckpointError(f"{ENDS} of the checkpoint cannot be read: {error}; import the model again") from error
+        raise CheckpointError(f"{name} of the checkpoint cannot be read: {error}; import the model again") from error
     return tuple(dict.fromkeys([tokenizer.end, *(number for number in own if 0 <= number < vocab)]))
+
+
+def _own_ends(name: str, content: Mapping[str, Any]) -> list[int]:
+    if name == GENERATION_CONFIG:
+        return eos_ids(name, content)
+    # An import of an earlier version has them only in its record of the folder.
+    config, texts = content.get("config"), content.get("files")
+    text = texts.get(GENERATION_CONFIG, "{}") if isinstance(texts, dict) else None
+    if not (isinstance(config, dict) and isinstance(text, str)):
+        raise ValueError("it was not written by an import")
+    return ends_of_import(config, object_of(text))

@@ -19,6 +19,7 @@ from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
+from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError, quoted
 from parallax.sharding.activations import TOKEN_AXES
 
@@ -87,7 +88,7 @@ def stays_text(tokenizer: Tokenizer, prompts: Sequence[str], special_tokens: str
     return f"the prompt spells {many} as text; sample.special_tokens='tokens' makes tokens of them" if count else ""
 
 
-@jax.enable_x64(False)
+@in_32_bits()
 def generate(
     model: ShardedModel,
     params: Any,
@@ -114,7 +115,7 @@ def generate(
 
 def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
     """Raise ConfigError if a text would be longer than the model's attention supports."""
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts), default=0)  # that there are none is refused elsewhere
     key = f"a prompt of {longest} tokens and sample.tokens={config.tokens} make a text whose length"
     check_window(model, longest + config.tokens, key)
 

@@ -15,10 +15,10 @@ import numpy as np
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
-from parallax.config.settings import Settings, load_saved, load_settings, read_settings, tell_files
+from parallax.config.settings import OF_DATA, Settings, load_saved, load_settings, read_settings, tell_saved
 from parallax.data import Reader, as_batch
-from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from parallax.inference.ends import ends_of
+from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from parallax.inference.ends import ends_of_step
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
@@ -29,7 +29,7 @@ from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import RunFiles, number_of, read_metrics
 from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
-from parallax.step.resolve import for_inference
+from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.training.batches import open_split
 from parallax.training.step import model_of
 
@@ -109,7 +109,7 @@ class Run:
     def _readers(self) -> dict[str, Reader]:
         """Its opened splits; before the first, a line on stderr names the files that its config has read."""
         config = RunFiles(self.path).config
-        tell_files(config, load_saved(config, uses=("data.cache",)))
+        tell_saved(config, *load_saved(config), OF_DATA)
         return {}
 
     def __repr__(self) -> str:
@@ -170,13 +170,13 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
     with waiting("restoring the parameters"):
         step, params = restore_params(checkpoints, step, model)
     folder = checkpoints / str(step)
-    tokenizer, vocab = load_tokenizer(folder), model.model.vocab
+    tokenizer, vocab = tokenizer_of_step(checkpoints, step), model.model.vocab
     if tokenizer.needed > vocab:
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.needed} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
-    return Run(workdir, step, settings, model, params, tokenizer, ends_of(tokenizer, vocab, folder))
+    return Run(workdir, step, settings, model, params, tokenizer, ends_of_step(tokenizer, vocab, folder))
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:

@@ -22,19 +22,21 @@ from parallax.checkpoint.steps import (
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from parallax.inference.ends import ends_of_step
 from parallax.interop.safetensors import read_model, write_model
 from parallax.runtime import files
 from parallax.runtime.devices import start_devices
 from parallax.runtime.errors import CheckpointError, first_few, shown, writing
-from parallax.runtime.run_files import ENDS, RECORD
+from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
+from parallax.step.resolve import tokenizer_of_step
 from parallax.training.step import model_of
 
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 OF_EXPERTS = ".mlp.experts."  # part of names of arrays that also have a dim for experts
 CARRIED = ("config.json", TOKENIZER_FILE)
-CARRIED_IF_THERE = (TOKENIZER_CONFIG, ENDS)
+CARRIED_IF_THERE = (TOKENIZER_CONFIG, GENERATION_CONFIG)
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:
@@ -47,7 +49,8 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     source = open_step(workdir, step)
-    kinds = read_settings(load_saved(source.folder / "config.json")).model.kinds
+    settings = read_settings(load_saved(source.folder / "config.json")[0])
+    kinds = settings.model.kinds
     with new_folder(out) as unfinished:
         params = SavedParams(source)
         plain = plain_names(params.stored, kinds)
@@ -57,6 +60,7 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
         for name in (*CARRIED, *CARRIED_IF_THERE):
             if name in source.files:
                 files.copy_file(source.folder / name, unfinished / name)
+        _write_as_today(source, settings.model.vocab, unfinished)
     return source.number
 
 
@@ -67,7 +71,7 @@ def import_params(source: Path, workdir: Path) -> None:
         CheckpointError: `source` cannot be trusted, or does not have the parameters of the model in its config.
         DataError: its tokenizer is missing or damaged.
     """
-    settings = read_settings(load_saved(source / "config.json"))
+    settings = read_settings(load_saved(source / "config.json")[0])
     tokenizer = load_tokenizer(source)
     tensors, wanted = read_model(source), plain_names(param_shapes(settings), settings.model.kinds)
     differences = []
@@ -150,6 +154,7 @@ class SavedStep(NamedTuple):
 
     number: int
     folder: Path
+    tokenizer: Tokenizer
     arrays: Mapping[str, Any]
     files: Mapping[str, Any]
 
@@ -173,17 +178,27 @@ def open_step(workdir: Path, step: int | None) -> SavedStep:
     arrays = manifest["arrays"].get("params")
     if not arrays:
         raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
-    found = SavedStep(step, folder / str(step), arrays, files_of(manifest, ["params"]))
-    copied = {name: found.files[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in found.files}
+    at, saved = folder / str(step), files_of(manifest, ["params"])
+    copied = {name: saved[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in saved}
     wrong = (
-        [f"its file {name} is missing" for name in CARRIED if name not in found.files]
-        or odd_files(found.folder, ["params"])
-        or wrong_files(found.folder, copied, contents=True)
-        or wrong_files(found.folder, found.files, contents=False)
+        [f"its file {name} is missing" for name in CARRIED if name not in saved]
+        or odd_files(at, ["params"])
+        or wrong_files(at, copied, contents=True)
+        or wrong_files(at, saved, contents=False)
     )
     if wrong:
-        raise damaged(found, first_few(wrong))
-    return found
+        raise DamagedError(folder, step, first_few(wrong))
+    return SavedStep(step, at, tokenizer_of_step(folder, step), arrays, saved)
+
+
+def _write_as_today(source: SavedStep, vocab: int, out: Path) -> None:
+    """Write what a step of an earlier version says elsewhere: the end of a document in its manifest, the ends of a
+    text in its record of an import."""
+    if load_tokenizer(out).fingerprint != source.tokenizer.fingerprint:
+        source.tokenizer.save(out)
+    end, *others = ends_of_step(source.tokenizer, vocab, source.folder)
+    if others and GENERATION_CONFIG not in source.files:
+        files.write_file(out / GENERATION_CONFIG, json_text({"eos_token_id": [*others, end]}))
 
 
 def damaged(step: SavedStep, how: str) -> DamagedError:

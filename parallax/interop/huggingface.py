@@ -15,7 +15,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
-from parallax.inference.ends import ends_of, eos_ids
+from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
@@ -25,11 +25,11 @@ from parallax.model.checks import check_window
 from parallax.model.products import is_amax_name
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
-from parallax.runtime.run_files import ENDS, RECORD
+from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 
 CONFIG = "config.json"
 # Small texts that users expect in such a folder.
-BESIDE = (ENDS, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -45,10 +45,10 @@ ROPE_TABLE = ".rotary_emb.inv_freq"  # derived from the config, but stored in ol
 # ---- import
 
 
-def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool) -> HfConfig:
+def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | None) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, except its model.
 
-    The run computes in the dtype of the weights in the folder, or with `own_dtype` in that of the settings. Parameters
+    The run computes in `dtype`, or if it is None in that of the weights in the folder. Parameters
     have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
@@ -85,20 +85,21 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, own_dtype: bool)
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
-    if not own_dtype and _stored_dtype(record["dtypes"], tensors) in COMPUTE_DTYPES:
-        settings = read_settings(settings, model={"dtype": _stored_dtype(record["dtypes"], tensors)})
+    stored = _stored_dtype(record["dtypes"], tensors)
+    if dtype or stored in COMPUTE_DTYPES:
+        settings = read_settings(settings, model={"dtype": dtype or stored})
     ends = _ends_of_import(source, content, record["files"])
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
-        **({ENDS: json_text({"eos_token_id": ends})} if ends else {}),
+        **({GENERATION_CONFIG: json_text({"eos_token_id": ends})} if ends else {}),
         **{name: source / name for name in copied},
     }
     if tokenizer.config:  # it may name an end that only the model's config.json names
         carried[TOKENIZER_CONFIG] = tokenizer.config
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
-    notes = _notes(settings, tokenizer, ends, config.context, _stored_dtype(record["dtypes"], tensors))
+    notes = _notes(settings, tokenizer, ends, config.context, stored)
     return config._replace(notes=(*config.notes, *notes))
 
 
@@ -252,8 +253,8 @@ def to_hf(
         ConfigError: no architecture computes the model, or `like` is another one.
     """
     source = export.open_step(workdir, step)
-    settings = read_settings(load_saved(source.folder / CONFIG))
-    model, tokenizer = settings.model, load_tokenizer(source.folder)
+    settings = read_settings(load_saved(source.folder / CONFIG)[0])
+    model, tokenizer = settings.model, source.tokenizer
     record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0
     differing = hf_config.differing_keys(hf_config.read_config(record["config"]), model) if record else ""
@@ -261,7 +262,7 @@ def to_hf(
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
-        ends = ends_of(tokenizer, model.vocab, source.folder)
+        ends = ends_of_step(tokenizer, model.vocab, source.folder)
         content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer, ends)
         dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
@@ -362,7 +363,7 @@ def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     record = read_record(source)
     if record is None:
         raise ConfigError(f"--like={like} was not made by from-hf; name the folder of such a run")
-    if load_tokenizer(source.folder).fingerprint != tokenizer.fingerprint:
+    if source.tokenizer.fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"--like={like} has another tokenizer, so that its special tokens are others; leave it out")
     return record
 
@@ -384,12 +385,11 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 
 
 def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
-    """The ids that end a text: those of generation_config.json, as in `transformers`; if it has none, of config.json,
-    in which models often keep the default of their class."""
-    with errors_as(CheckpointError, f"{source / ENDS} cannot be read: ", "; mend it, or remove it", ValueError):
-        generation = files.object_of(texts.get(ENDS, "{}"))
-    of_config = eos_ids(CONFIG, content)
-    return eos_ids(ENDS, generation) or of_config
+    with errors_as(
+        CheckpointError, f"{source / GENERATION_CONFIG} cannot be read: ", "; mend it, or remove it", ValueError
+    ):
+        generation = files.object_of(texts.get(GENERATION_CONFIG, "{}"))
+    return ends_of_import(content, generation)
 
 
 def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
@@ -415,16 +415,18 @@ def _texts_beside(
     if TOKENIZER_CONFIG not in texts:
         length = content.get("max_position_embeddings", context)
         texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))
-    if ENDS not in texts:
+    if GENERATION_CONFIG not in texts:
         said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         known = {key: ids for key, ids in said.items() if ids is not None}
-        texts[ENDS] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
+        texts[GENERATION_CONFIG] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
     if trained:
-        with errors_as(CheckpointError, f"the imported {ENDS} is damaged: ", "; import it again", ValueError):
-            generation = files.object_of(texts[ENDS])
-        ids = eos_ids(ENDS, generation)
+        with errors_as(
+            CheckpointError, f"the imported {GENERATION_CONFIG} is damaged: ", "; import it again", ValueError
+        ):
+            generation = files.object_of(texts[GENERATION_CONFIG])
+        ids = eos_ids(GENERATION_CONFIG, generation)
         if end not in ids:
-            texts[ENDS] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
+            texts[GENERATION_CONFIG] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
     return texts
 
 

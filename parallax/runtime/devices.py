@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path("/")
 GPU_FILES = ("dev/nvidia0", "dev/nvidiactl", "dev/dxg", "dev/kfd")
-TPU_FILES = ("dev/accel0", "dev/vfio/0")
+TPU_FILES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")  # a container may have any of a host's
 GOOGLE = "0x1ae0"  # PCI vendor id
 NO_TPU = ("0x0042", "0x001f")  # Google's network card and disk, which machines without TPU have, too
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
@@ -28,11 +28,15 @@ def gpu_files(root: Path = ROOT) -> list[str]:
     return [str(root / name) for name in GPU_FILES if (root / name).exists()]
 
 
+def tpu_files(root: Path = ROOT) -> list[str]:
+    """Device files of TPUs."""
+    return [str(file) for pattern in TPU_FILES for file in sorted(root.glob(pattern))]
+
+
 def tpu_signs(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
     """Device files of TPUs, and environment variables that TPU hosts set."""
-    files = [str(root / name) for name in TPU_FILES if (root / name).exists()]
     names = (name for name in environment if name.startswith(("TPU_", "MEGASCALE_")))
-    return [*files, *_on_pci(root), *(name for name in names if name not in SET_BY_JAX)]
+    return [*tpu_files(root), *_on_pci(root), *(name for name in names if name not in SET_BY_JAX)]
 
 
 def start_devices(root: Path = ROOT) -> "list[jax.Device]":

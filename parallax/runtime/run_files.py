@@ -14,7 +14,7 @@ TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced s
 # In checkpoints of imported weights: the original folder's metadata that a run does not need.
 RECORD = "huggingface.json"
 # Beside a tokenizer: the ids at which the model ends a text, as `eos_token_id`.
-ENDS = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 # In lines of metrics.jsonl of their own: seconds until a step's state was copied, and until it was on disk.
 COPIED, ON_DISK = "perf/copied_secs", "perf/on_disk_secs"

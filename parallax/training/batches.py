@@ -9,8 +9,9 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
+from parallax.runtime.files import object_if_readable
 from parallax.runtime.run_files import RunFiles
-from parallax.step.resolve import with_tokenizer
+from parallax.step.resolve import known_fingerprint, with_tokenizer
 
 
 def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:
@@ -43,4 +44,13 @@ def open_split(
     """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
-    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows, columns=columns)
+    how = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
+    how["finished"] = saved_cache(folder)
+    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **how)
+
+
+def saved_cache(folder: RunFiles) -> str:
+    """data.cache of the run's saved config, which does not decide where anything is written; "" if it names none."""
+    data = object_if_readable(folder.config).get("data")
+    cache = data.get("cache") if isinstance(data, dict) else None
+    return cache if isinstance(cache, str) else ""

@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from parallax.analysis.flops import active_parameters, flops_per_token, paramete
 from parallax.analysis.memory import Memory, memory
 from parallax.analysis.render import text_table
 from parallax.config.sections import AUTO, ModelConfig
-from parallax.config.settings import Settings, differences
+from parallax.config.settings import NOT_SAVED, OF_A_MODEL, Settings, default_settings, differences
 from parallax.runtime.chips import chip
 from parallax.runtime.devices import unused_accelerators
 from parallax.runtime.errors import ConfigError
@@ -57,6 +57,10 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.manifest.token_entropy_nats:.2f} nats a token"
     )
+    if data.left_out:
+        yield data.left_out
+    if spelled := data.manifest.spelled_tokens:
+        yield f"the text spells {spelled:,} special tokens of the tokenizer, which stay text"
     if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
         yield f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids"
@@ -107,6 +111,17 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     own = Path(sys.executable)
     python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
     workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
-    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}"
+    of_model, steps = flags_not_saved(settings, OF_A_MODEL), 2 * settings.train.steps
+    yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"
-    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={2 * settings.train.steps}"
+    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{flags_not_saved(settings)}"
+
+
+def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:
+    """Flags, each after a space, for keys that the run's config.json does not decide and that have other values than
+    the defaults."""
+    parts = [name.split(".") for name in names]
+    values = [(section, key, getattr(getattr(settings, section), key)) for section, key in parts]
+    base = default_settings()
+    changed = [each for each in values if each[2] != getattr(getattr(base, each[0]), each[1])]
+    return "".join(f" --config.{section}.{key}={shlex.quote(str(value))}" for section, key, value in changed)

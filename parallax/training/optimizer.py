@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
+from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
@@ -52,7 +53,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[schedule]()
     # The first step has 1/warmup of the peak instead of 0, so that it is not wasted.
     rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
-    return jax.enable_x64(False)(optax.join_schedules([rising, after], [top]))
+    return in_32_bits()(optax.join_schedules([rising, after], [top]))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:

@@ -23,11 +23,12 @@ from parallax.checkpoint.steps import (
 from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings, difference_text
+from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.model.products import is_amax_name
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
-from parallax.runtime.run_files import ENDS, RECORD, RunFiles
+from parallax.runtime.run_files import GENERATION_CONFIG, RECORD, RunFiles
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
@@ -135,7 +136,11 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
         there, here = changed[DTYPE]
         say(f"train.init_from={source!r} computed in {there}, this run computes in {here} ({DTYPE})")
     there, here = changed.get(TOKENIZER, (None, None))
-    if there is not None and here is not None:
+    if there is None or here is None:
+        pass
+    elif _differ_in_the_end(load_tokenizer(checkpoints / str(step)), {there, here}):
+        say(f"train.init_from={source!r} ended its documents with another token, as an earlier version chose it")
+    else:
         raise CheckpointError(
             f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: (there, here)})}; "
             f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"
@@ -144,6 +149,13 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
         say(f"{error}; weights are those of step {step}")
     found = {name: parts["params"].get(name, jnp.zeros(like.shape)) for name, like in own.items()}
     return jax.tree.unflatten(jax.tree.structure(wanted), [_as_wanted(found[name], own[name]) for name in own])
+
+
+def _differ_in_the_end(tokenizer: Tokenizer, fingerprints: set[str]) -> bool:
+    """Whether they are those of a tokenizer as this version and as an earlier one understand its files, which makes no
+    other ids of texts."""
+    earlier = tokenizer.earlier
+    return earlier is not None and fingerprints == {tokenizer.fingerprint, earlier.fingerprint}
 
 
 def _as_wanted(x: Any, like: Any) -> Any:
@@ -182,7 +194,7 @@ def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:
     checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
     for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
-        carried = {name: files[name] for name in (RECORD, ENDS) if name in files}
+        carried = {name: files[name] for name in (RECORD, GENERATION_CONFIG) if name in files}
         if not wrong_files(at, carried, contents=True):
             return {name: read_bytes(at / name) for name in carried}
     return {}

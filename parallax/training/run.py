@@ -12,9 +12,9 @@ import jax
 
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
-from parallax.config.settings import read_settings
+from parallax.config.settings import FINGERPRINT_DIGITS, read_settings
 from parallax.data import Prefetcher
-from parallax.inference.ends import ends_in
+from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
 from parallax.model.products import COMPUTE
 from parallax.runtime.devices import simulate_devices, start_devices
@@ -22,7 +22,6 @@ from parallax.runtime.errors import writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
-from parallax.runtime.run_files import ENDS
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
@@ -95,7 +94,8 @@ def train(
         job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
-        job.check_equal("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        data = parts.train_data.fingerprint[:FINGERPRINT_DIGITS]
+        job.check_equal("the run", {"data manifest": data, "step to go on from": start})
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
@@ -239,7 +239,7 @@ def conclude(
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             prompt = encode_sample(parts.settings, data.tokenizer)
-            ends = ends_in(data.tokenizer, parts.settings.model.vocab, parts.of_import.get(ENDS))
+            ends = ends_of(data.tokenizer, parts.settings.model.vocab, parts.of_import)
             (text,) = complete(parts.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
         if spelled := stays_text(data.tokenizer, [sample.prompt], sample.special_tokens):
             say(f"note: {spelled}")

@@ -17,6 +17,7 @@ from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
+from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
@@ -74,7 +75,7 @@ def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> Tr
     return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
 
 
-@jax.enable_x64(False)
+@in_32_bits()
 def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first step."""
     params = model.init(seed)
@@ -88,7 +89,7 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
     return TrainState(step, params, opt_state, guard)
 
 
-@jax.enable_x64(False)
+@in_32_bits()
 def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array], seed: int) -> Any:
     """Parameters with the first scales of 8-bit products, from a pass over this batch in which these products are
     computed in the compute dtype; unchanged for a model without such products."""
@@ -149,8 +150,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         return self.take(state, self.model.checked(batch))
 
-    # With 64-bit types enabled, scalars of the update would be float64, and other numbers follow.
-    @jax.enable_x64(False)
+    @in_32_bits()
     def take(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """The step on a batch of a reader, which has checked its values: nothing is read back from the devices."""
         return self._jitted(state, batch)
@@ -172,7 +172,7 @@ class TrainStep:
             )
         return state
 
-    @jax.enable_x64(False)
+    @in_32_bits()
     def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
         """The lowered step for batches of this shape."""
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
@@ -239,7 +239,7 @@ def make_train_step(
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
     jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.model.matmul))
-    return jax.enable_x64(False)(lambda params, batch: jitted(params, model.checked(batch)))
+    return in_32_bits()(lambda params, batch: jitted(params, model.checked(batch)))
 
 
 # ---- construction from settings

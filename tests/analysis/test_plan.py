@@ -713,16 +713,16 @@ def test_the_command_says_what_a_plan_must(planned):
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("schedule", [[], ["--config.pipeline.schedule=interleaved", "--config.pipeline.virtual=2"]])
-def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
-    command_line = [
-        "plan",
-        config,
-        *schedule,
-        "--config.mesh.dp=4",
-        "--config.mesh.tp=1",
-        "--config.pipeline.microbatches=1",
-    ]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--config.mesh.dp=4", "--config.pipeline.microbatches=1"],
+        ["--config.mesh.pp=2", "--config.mesh.dp=2", "--config.pipeline.schedule=one_f_one_b"],
+    ],
+    ids=["dp", "pp"],
+)
+def test_flags_lead_to_the_layout_that_was_priced(config, layout):
+    command_line = ["plan", config, *layout, "--config.mesh.tp=1"]
     settings = read_command(command_line, {})[0]
     own = Choice.of(settings)
     assert own in list(choices(settings, 4))
@@ -730,6 +730,15 @@ def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
         assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
     for flags, changed in single_changes(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("one_f_one_b", 1), ("interleaved", 2)])
+def test_a_plan_of_a_pipeline_proposes_none_in_place_of_it(schedule, virtual):
+    """A schedule does nothing there, and is refused."""
+    pipeline = {"pipeline_schedule": schedule, "pipeline_virtual": virtual}
+    tried = single_changes(tiny(mesh_pp=2, mesh_dp=1, model_layers=4, **pipeline), PAIR)
+    ((flags, changed),) = [(flags, changed) for flags, changed in tried if "mesh.pp=1" in flags]
+    assert "--config.pipeline.schedule=gpipe" in flags and build_if_legal(changed, PAIR)
 
 
 def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):

@@ -1,5 +1,6 @@
 """A checkpoint is complete or not there, loads onto any mesh bit for bit, and damage never passes."""
 
+import errno
 import logging
 import os
 import sys
@@ -195,6 +196,25 @@ def test_steps_are_removed_while_the_run_goes_on(tmp_path):
             checkpoints.save(step, parts)
         while steps_in(tmp_path) != [2]:
             checkpoints.check()
+
+
+def test_a_full_disk_is_freed_before_a_step_is_said_to_be_on_it(tmp_path):
+    """Then there is room for what is said."""
+    there = []
+
+    def on_disk(step, secs):
+        there.append(steps_in(tmp_path))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    for step in (1, 2):
+        with (
+            pytest.raises(OSError, match="No space left"),
+            CheckpointWriter(tmp_path, config, settings=SETTINGS, on_disk=on_disk) as checkpoints,
+        ):
+            checkpoints.save(step, make_parts(mesh_of(1, 1, 1)))
+            checkpoints.wait()
+    assert there == [[1], [2]]
 
 
 def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 def on(run, **mesh):
     """The run's settings on another mesh."""
-    config = load_config(run / "config.json")
+    config = load_config(run / "config.json")[0]
     config.mesh.update(ONE | mesh)
     return read_settings(config)
 
@@ -265,4 +265,4 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path
     model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=every_row)
     trained = Run(tmp_path, 8, None, model, None, SimpleNamespace(fingerprint="of another corpus"))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
-        open_text(trained, config, None, tmp_path)
+        open_text(trained, config, None, RunFolder(tmp_path))

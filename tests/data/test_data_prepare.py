@@ -96,6 +96,12 @@ def test_a_refused_request_leaves_the_folder_as_it_was(tmp_path, made):
     assert contents(folder) == before
 
 
+def test_fingerprints_of_other_data_have_twelve_digits(tmp_path):
+    prepare_texts(MANY, tmp_path)
+    with pytest.raises(DataError, match="other settings: source.sha256='[0-9a-f]{12}' where '[0-9a-f]{12}' is wanted"):
+        prepare_texts(MANY[1:], tmp_path)
+
+
 @pytest.mark.parametrize("harm", ["missing", "cut", "flipped"])
 @pytest.mark.parametrize("kind", ["ids", "documents"])
 def test_a_damaged_shard_is_made_again(kind, harm, tmp_path, made, caplog):

@@ -80,7 +80,25 @@ def test_the_usual_endings_of_lines_are_read(tmp_path, caplog):
     for number, (ending, pack) in enumerate(packed.items()):
         (tmp_path / f"{number}.{ending}").write_bytes(pack(b'{"text": "%d"}\n' % number))
     assert documents("jsonl", tmp_path) == [*"01234"] and not caplog.text
-    assert kind_of(str(tmp_path)) == "jsonl"
+    assert kind_of(str(tmp_path), "text") == "jsonl"
+
+
+def test_metadata_in_json_are_no_text(tmp_path, caplog):
+    """Of one line, as `datasets` writes dataset_infos.json, they look like lines of text."""
+    write(tmp_path, train__jsonl='{"text": "one"}\n', dataset_infos__json='{"default": {"rows": 1}}')
+    assert documents("jsonl", tmp_path) == ["one"]
+    assert "leaving out 1: 1 of JSON without the field 'text' in an object in the first line" in caplog.text
+    (tmp_path / "train.jsonl").rename(tmp_path / "train.json")
+    assert documents("jsonl", tmp_path) == ["one"]
+
+
+def test_metadata_in_json_do_not_make_lines_of_plain_text(tmp_path):
+    write(tmp_path, a__txt="one", metadata__json='{"text": "one"}')
+    assert kind_of(str(tmp_path), "text") == "text"
+    (tmp_path / "a.txt").unlink()
+    assert [kind_of(str(tmp_path), field) for field in ("text", "content")] == ["jsonl", "text"]
+    (tmp_path / "manifest.json").write_text("{}")
+    assert kind_of(str(tmp_path), "text") == "prepared"
 
 
 def test_packed_text_is_read_in_any_case(tmp_path):

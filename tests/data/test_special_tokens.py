@@ -1,6 +1,7 @@
 """Special tokens: no text makes one unless it shall, documents end where they do, and the files say with which."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,16 @@ def test_a_letter_cannot_be_an_end():
     inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     with pytest.raises(DataError, match="cannot write the text 'b' without the token of that name, which ends"):
         Bpe(inner.to_str(), config='{"eos_token": "b"}').encode("ab")
+
+
+def test_a_tokenizer_without_unknown_tokens_is_refused_only_for_a_text_that_spells_its_end():
+    """As of DNA: of other letters nothing is left."""
+    inner = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate("ACGT")}, []))
+    inner.add_tokens([tokenizers.AddedToken(END, special=False)])
+    tokenizer = Bpe(inner.to_str())
+    assert tokenizer.encode("ACGT").tolist() == [0, 1, 2, 3] and tokenizer.token(tokenizer.end) == END
+    with pytest.raises(DataError, match=f"cannot write the text '{END}' without the token of that name"):
+        tokenizer.encode_many(["ACGT", f"AC{END}GT"])
 
 
 def test_a_word_that_a_tokenizer_cannot_write_is_an_error():
@@ -303,7 +314,12 @@ def test_a_rendered_chat_is_trained_on_as_its_tokens_where_it_shall(tmp_path, ca
     many, as_text = prepare_chats([CHAT, "the mat"], tmp_path, where, "text")
     assert made.request != many.request and len(as_text) > len(ids)
     said = "the text spells special tokens of the tokenizer 4 times (<|im_start|> 2, <|im_end|> 2); they stay text"
-    assert said in caplog.text
+    assert said in caplog.text and (made.spelled_tokens, many.spelled_tokens) == (0, 4)
+    file = tmp_path / "text" / "manifest.json"
+    content = json.loads(file.read_text())
+    assert content.pop("spelled_tokens") == 4
+    file.write_text(json.dumps(content))  # as of an earlier version
+    assert Manifest.read(tmp_path / "text") == replace(many, spelled_tokens=0)
 
 
 def test_a_text_that_spells_its_begin_and_end_does_not_get_them_twice(tmp_path):
@@ -314,6 +330,18 @@ def test_a_text_that_spells_its_begin_and_end_does_not_get_them_twice(tmp_path):
     assert ids[0] == begin and ids[1] != begin and ids[-1] == tokenizer.end and ids[-2] != tokenizer.end
     assert with_begin(tokenizer, ids[1:]).tolist() == ids.tolist()
     assert encode(tokenizer, "<bos>a", special_tokens="tokens").tolist().count(begin) == 1
+
+
+def test_the_fingerprint_of_data_says_where_documents_end_though_texts_spell_ends(tmp_path):
+    chat_tokenizer(tmp_path)
+    prints = []
+    for number, texts in enumerate((["the cat", "sat"] * 20, [f"the cat{CLOSE}sat"] * 20)):
+        (tmp_path / str(number)).mkdir()
+        made, ids = prepare_chats(texts, tmp_path / str(number), str(tmp_path / "tokenizer.json"), "tokens")
+        reader = prepared_reader(tmp_path / str(number) / "tokens", special_tokens="tokens")
+        prints.append((reader.fingerprint, made.shards[0].ids_sha256))
+    (one, ids), (other, same) = prints
+    assert ids == same and one != other
 
 
 def test_shards_say_how_they_were_made(tmp_path):

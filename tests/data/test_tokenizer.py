@@ -3,8 +3,9 @@
 import base64
 import hashlib
 import json
+import signal
+import subprocess
 import sys
-import threading
 import time
 
 import hypothesis.strategies as st
@@ -203,16 +204,26 @@ def test_an_unbroken_word_is_learned_from_in_pieces_and_other_texts_as_ever():
     assert [*map(len, _with_long_words_cut(f"a {'b' * 1024} {' ' * 1500}c"))] == [2 + 1024 + 1024, 1501 - 1024 + 1]
 
 
-def test_ctrl_c_does_not_wait_for_a_bpe():
-    """The library hears no signal in the thread in which it learns."""
-    threads = []
-
-    def documents():
-        threads.append(threading.current_thread())
-        yield "some text"
-
-    train_bpe(documents(), vocab=260)
-    assert threads and threads[0] is not threading.main_thread() and threads[0].daemon
+def test_ctrl_c_ends_the_learning_of_a_bpe():
+    """The library hears no signal in the thread in which it learns; left alone it learns for a quarter of a minute."""
+    code = """
+import numpy as np
+from parallax.data.tokenizer import train_bpe
+def documents():
+    draw = np.random.default_rng(0)
+    yield from ("".join(draw.choice([*"ACGT"], 1000)) for _ in range(5000))
+    print("learning", flush=True)
+train_bpe(documents(), vocab=100_000)
+"""
+    learning = [sys.executable, "-c", code]
+    with subprocess.Popen(learning, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "learning\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        said = process.communicate(timeout=60)[1]
+    assert time.monotonic() - sent < 5 and process.returncode == -signal.SIGINT
+    assert said.strip().endswith("KeyboardInterrupt")
 
 
 def test_bpe_has_at_most_the_entries_that_are_asked_for():

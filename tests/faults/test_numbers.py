@@ -22,6 +22,7 @@ from parallax.runtime.run_files import read_metrics
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite
+from parallax.training.folder import RunFolder
 from parallax.training.guard import init_guard, judge
 from parallax.training.loop import TrainingLoop
 from parallax.training.optimizer import make_optimizer
@@ -186,6 +187,12 @@ def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(dive
     assert f"`python -m parallax.replay --workdir={folder} --step=6`" in message
     assert latest_step(folder / "checkpoints") == 5  # the last healthy one
     assert [row["step"] for row in rows] == list(range(1, 9))
+
+
+def test_a_step_of_which_only_its_save_is_recorded_is_compared_with_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "perf/on_disk_secs": 1.5}\n')
+    lines = replay.compare_with_metrics({"loss": 1.5, "grad_norm": 2.0}, RunFolder(tmp_path), 3)
+    assert lines == [f"{name} now, not recorded in metrics.jsonl" for name in ("loss 1.5", "grad_norm 2.0")]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from parallax.cli.command import load_config, read_line, read_line_of_run
 from parallax.config.earlier import RENAMED
 from parallax.config.keys import Section, key
 from parallax.config.sections import SECTIONS
-from parallax.config.settings import NOT_SAVED, default_settings, load_saved, load_settings
+from parallax.config.settings import NOT_SAVED, OF_A_MODEL, default_settings, load_saved, load_settings, tell_saved
 from parallax.inference import run as run_of_inference
 from parallax.interop.export import export_params, import_params
 from parallax.training import run as run_of_training
@@ -60,7 +60,8 @@ def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_
     base = default_settings().to_dict()
     wrong = {name: another(field.default) for name, field in EVERY_KEY.items()}
     path = write(tmp_path / "run", **{name.replace(".", "__"): value for name, value in wrong.items()})
-    found = load_saved(path, uses=NOT_SAVED)
+    found, left_out = load_saved(path)
+    tell_saved(path, default_settings().to_dict(), left_out, NOT_SAVED)
     for name, value in wrong.items():
         section, _, key = name.partition(".")
         assert found[section][key] == (base[section][key] if name in NOT_SAVED else value), name
@@ -70,8 +71,9 @@ def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_
 
 
 def test_nothing_is_said_of_keys_that_have_their_defaults_or_that_nobody_uses(tmp_path, capsys):
-    load_saved(write(tmp_path / "run"), uses=NOT_SAVED)
-    load_saved(write(tmp_path / "run", train__wandb="theirs"), uses=("train.compile_cache",))
+    for changes, reads in (({}, NOT_SAVED), ({"train__wandb": "theirs"}, OF_A_MODEL)):
+        path = write(tmp_path / "run", **changes)
+        tell_saved(path, *load_saved(path), reads)
     assert capsys.readouterr() == ("", "")
 
 
@@ -118,6 +120,9 @@ def from_its_config(run):
 
 
 COMMANDS = {
+    "generate with a mesh": lambda run: generate.main(
+        [f"--workdir={run}", "--prompt=It is", "--tokens=2", "--config.mesh.tp=2"]
+    ),
     "generate": lambda run: generate.main([f"--workdir={run}", "--prompt=It is", "--tokens=2"]),
     "evaluate": lambda run: evaluate.main(["evaluate", f"--workdir={run}"]),
     "replay": lambda run: replay.main(["replay", f"--workdir={run}", "--step=8"]),
@@ -138,10 +143,11 @@ def test_no_command_loads_code_from_where_a_received_run_says_or_writes_there(
     for name in ("compiled", "tensorboard", "profile", "wandb.json"):
         assert not (received / name).exists() and not (tmp_path / "run-2" / name).exists()
     assert not (tmp_path / "victim").exists()
-    assert (f"data.cache='{tmp_path}/victim'" in said) is (command != "generate")
+    assert ("train.wandb=" in said) is command.startswith("train")
+    assert (f"data.cache='{tmp_path}/victim'" in said) is (not command.startswith("generate"))
     # What it reads, it says; `generate` reads none of it.
     named = f"{received}/config.json names files, which are only read, as data: data.path="
-    assert (named in said) is (command != "generate")
+    assert (named in said) is (not command.startswith("generate"))
 
 
 def test_a_loaded_run_says_which_files_its_batches_are_of(received, asked, capsys, tmp_path, corpus):
@@ -152,6 +158,24 @@ def test_a_loaded_run_says_which_files_its_batches_are_of(received, asked, capsy
     said = capsys.readouterr().err
     assert said.count("\n") == 2 and f"does not decide data.cache='{tmp_path}/victim': " in said
     assert f"data.path='{corpus}/*.txt'" in said and not (tmp_path / "victim").exists()
+
+
+def test_complete_data_in_a_cache_that_a_saved_config_names_is_read_and_never_written(
+    whole_run, corpus, tmp_path, capsys
+):
+    shutil.copytree(whole_run, tmp_path / "run")
+    shutil.copytree(corpus / "cache", tmp_path / "cache")
+    shutil.rmtree(tmp_path / "run" / "data", ignore_errors=True)
+    write(tmp_path / "run", data__cache=str(tmp_path / "cache"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    assert evaluate.main(["evaluate", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert run_of_inference.load(tmp_path / "run").batch()["tokens"].size
+    assert not (tmp_path / "run" / "data").exists()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
+    for ids in (tmp_path / "cache").rglob("*.ids"):
+        ids.unlink()
+    assert evaluate.main(["evaluate", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert (tmp_path / "run" / "data").exists() and not [*(tmp_path / "cache").rglob("*.ids")]
 
 
 def test_an_exported_and_imported_run_decides_no_more(received, tmp_path):
@@ -179,7 +203,7 @@ def test_a_config_that_the_user_wrote_decides_everything(tmp_path, capsys):
     line = read_line(["train.py", f"--config={tmp_path / 'mine.py'}"], {})
     assert line.config.train.compile_cache == "/mine" and not capsys.readouterr().err
     path = write(tmp_path / "run", train__compile_cache="/theirs")
-    assert load_config(str(path)).train.compile_cache == "auto"
+    assert load_config(str(path))[0].train.compile_cache == "auto"
 
 
 FILES = {
@@ -206,7 +230,7 @@ def test_every_file_that_a_received_config_names_is_said(tmp_path, capsys):
 @pytest.mark.parametrize("value", [[], {}, None, 7, "\x1b[2J", "x" * 9999], ids=lambda value: str(value)[:5])
 def test_an_odd_value_of_a_key_that_it_does_not_decide_is_one_line(value, tmp_path, capsys):
     path = write(tmp_path / "run", train__compile_cache=value, data__cache=value, train__tensorboard=value)
-    assert load_config(str(path)).train.compile_cache == "auto"
+    assert read_line(["train.py", f"--config={path}"], {}).config.train.compile_cache == "auto"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and len(said) < 1000 and said.strip().isprintable()
 

@@ -26,7 +26,7 @@ from parallax.config.sections import (
 from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.inference.decode import Decoder, Prompts
-from parallax.inference.generate import complete, generate
+from parallax.inference.generate import check_length, complete, generate
 from parallax.model.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -432,6 +432,9 @@ def test_a_text_ends_before_the_first_of_the_texts_to_stop_at(whole_run):
     assert run.generate("It is", stop=[two, one, "nowhere"], **how) == free[: min(stops)]
     with pytest.raises(ConfigError, match="stop=3 is not a text; write it in quotes"):
         run.generate("It is", stop=[3], **how)
+    with pytest.raises(ConfigError, match="there are no prompts; give at least one"):
+        run.generate([], **how)
+    check_length(run.settings.model, [], run.settings.sample)
 
 
 def test_several_prompts_are_generated_together_as_alone(whole_run, capsys):

@@ -401,7 +401,7 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path):
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
     write_bpe(folder)
     assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
-    tuned = load_config(str(tmp_path / "run" / "config.json"))
+    tuned = load_config(str(tmp_path / "run" / "config.json"))[0]
     tuned.data = tiny_config(corpus).data
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
@@ -769,7 +769,7 @@ FORGED = {
 def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
     """Its checksum is right: who hands on a run may have written both. Its names must not lead out of the folder."""
     record = {"config": config_of("LlamaForCausalLM"), "dtypes": {"lm_head.weight": "float32"}, "files": {}}
-    step = SavedStep(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
+    step = SavedStep(0, tmp_path / "run" / "checkpoints" / "0", Bytes(), {}, {RECORD: None})
     step.folder.mkdir(parents=True)
     (step.folder / RECORD).write_text(json.dumps(record))
     assert read_record(step) == record

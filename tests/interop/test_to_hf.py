@@ -5,20 +5,24 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from data_examples import prepare_texts
 from hf_folders import config_of, random_tensors, shapes_of, write_folder
 from own_runs import own_run, own_settings
 from run_examples import first_state, tiny_config
 
 import parallax as px
-from parallax.checkpoint.steps import complete_steps
+from parallax.checkpoint.steps import complete_steps, read_manifest, write_manifest
 from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.inference.ends import ends_of
 from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
+from parallax.runtime.errors import CheckpointError
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -153,7 +157,7 @@ def imported(folder, generation=BESIDE["generation_config.json"], **changes):
 
 def tuned(corpus, folder, *, steps=4, **changes):
     """A run that starts from the import and saves after `steps`; what it learns is not asked."""
-    config = load_config(str(folder / "run" / "config.json"))
+    config = load_config(str(folder / "run" / "config.json"))[0]
     config.data = tiny_config(corpus).data
     config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})
     config.update({"train": {"init_from": str(folder / "run"), "steps": steps}, "optimizer": {"warmup_steps": 1}})
@@ -355,3 +359,71 @@ def test_generation_stops_at_an_end_of_the_import(tmp_path):
 def test_a_run_from_an_import_ends_its_texts_there(corpus, tmp_path):
     imported(tmp_path, generation={"eos_token_id": [3, 271]})
     assert px.load(tuned(corpus, tmp_path)).ends == (*ENDS,)
+
+
+# ---- imports of earlier versions, which chose the end of a document by its usual name
+
+
+def made_earlier(run):
+    """As an earlier version left an import: its files say another end than the one by which it went, and the ends of a
+    text are only in the record."""
+    step = run / "checkpoints" / "0"
+    about = read_manifest(step.parent, 0)
+    about["settings"]["corpus"]["tokenizer"] = load_tokenizer(step).earlier.fingerprint
+    for file in (run / "generation_config.json", step / "generation_config.json", step / "manifest.json"):
+        file.unlink(missing_ok=True)
+    write_manifest(step, about)
+    return load_tokenizer(step).earlier
+
+
+def test_an_import_of_an_earlier_version_keeps_its_end_and_ends_its_texts_as_its_record_says(tmp_path):
+    imported(tmp_path, generation={"eos_token_id": [3, 5]})
+    usual = made_earlier(tmp_path / "run")
+    run = px.load(tmp_path / "run")
+    assert usual.token(usual.end) == "<|endoftext|>" and load_tokenizer(tmp_path / "run").end == 271
+    assert run.tokenizer.end == usual.end and run.ends == (usual.end, 3, 5)
+    (tmp_path / "text.txt").write_text("It is a truth. " * 40)
+    found = evaluate(tmp_path / "run", load_settings(tmp_path / "run"), data=str(tmp_path / "text.txt"))
+    assert found.tokens
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    assert main(["import", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert px.load(tmp_path / "back").ends == (usual.end, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"config": {}, "files": {"generation_config.json": 5}}', '{"files": {}}']
+)
+def test_a_record_that_no_import_wrote_is_named_where_it_says_the_ends(record):
+    with pytest.raises(CheckpointError, match="huggingface.json of the checkpoint cannot be read: "):
+        ends_of(Bytes(), 257, {"huggingface.json": record.encode()})
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("tokenizer", ["its file", "prepared", "auto"])
+def test_a_run_starts_from_an_import_of_an_earlier_version(corpus, tmp_path, tokenizer):
+    imported(tmp_path)
+    usual = made_earlier(tmp_path / "run")
+    file = str(tmp_path / "run" / "tokenizer.json")
+    how = {"data__tokenizer": "auto" if tokenizer == "auto" else file, "data__cache": ""}
+    if tokenizer == "prepared":  # by this version
+        prepare_texts(["It is a truth. " * 60] * 4, tmp_path / "made", tokenizer=file)
+        how |= {"data__source": "prepared", "data__path": str(tmp_path / "made")}
+    run = tuned(corpus, tmp_path, **how)
+    log, differs = (run / "log.txt").read_text(), tokenizer == "prepared"
+    assert ("ended its documents with another token, as an earlier version chose it" in log) == differs
+    assert (px.load(run).tokenizer.end == usual.end) != differs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "write_shards", lambda *_, **__: pytest.fail("text is tokenised again"))
+        assert px.load(run).batch().keys() == {"tokens", "labels", "segments", "positions"}
+
+
+def test_data_of_an_earlier_version_is_prepared_again_as_it_was(tmp_path):
+    published(tmp_path / "theirs")
+    file, made = str(tmp_path / "theirs" / "tokenizer.json"), tmp_path / "made"
+    before = prepare_texts(["It is a truth"] * 20, made, tokenizer=file)
+    for folder in (tmp_path / "theirs", made):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|user|>"}))
+    assert load_tokenizer(file).fingerprint != before.tokenizer_fingerprint
+    assert prepare_texts(["It is a truth"] * 20, made, tokenizer=file) == before
+    (made / "00000.ids").write_bytes(b"")
+    assert prepare_texts(["It is a truth"] * 20, made, tokenizer=file) == before

@@ -38,7 +38,7 @@ def test_an_import_keeps_the_window_and_a_longer_seq_is_refused_there_and_later(
     assert f"sliding_window={WINDOW} does not affect windows that are no longer" in capsys.readouterr().out
     mesh = AbstractMesh((1,) * len(AXES), AXES)
     for seq in (WINDOW, WINDOW + 1):
-        config = load_config(tmp_path / "short" / "run" / "config.json")
+        config = load_config(tmp_path / "short" / "run" / "config.json")[0]
         config.data.seq = seq
         if seq == WINDOW:
             model_and_optimizer(read_settings(config), mesh)
@@ -90,7 +90,7 @@ def test_a_run_of_before_there_were_windows_and_padding_has_neither(tmp_path):
     saved = json.loads(path.read_text())
     del saved["model"]["sliding_window"], saved["model"]["vocab_multiple"]
     path.write_text(json.dumps(saved))
-    for model in (load_settings(tmp_path / "run").model, read_settings(load_config(path)).model):
+    for model in (load_settings(tmp_path / "run").model, read_settings(load_config(path)[0]).model):
         assert (model.sliding_window, model.vocab_multiple) == (0, 1)
     there = read_manifest(tmp_path / "run" / "checkpoints", 0)["settings"]
     assert of_today(there | {"model": saved["model"]})[0]["model"]["vocab_multiple"] == 1

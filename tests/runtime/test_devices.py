@@ -48,6 +48,9 @@ NONE = {"network": ("0x1ae0", "0x0042"), "other": ("0x8086", "0x1237")}
         ([], TPU, {}, False),
         (["dev/accel0"], {}, {}, False),
         (["dev/vfio/0"], {}, {}, False),
+        (["dev/accel3"], {}, {}, False),
+        (["dev/vfio/12"], {}, {}, False),
+        (["dev/vfio/vfio", "dev/accel/accel0"], {}, {}, True),  # of virtual machines, and of other makers
         (["dev/nvidia0"], {}, {}, False),
         ([], {}, {"TPU_WORKER_HOSTNAMES": "a,b"}, False),
         ([], {}, {"JAX_PLATFORMS": "tpu,cpu"}, False),

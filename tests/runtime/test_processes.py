@@ -16,6 +16,7 @@ from run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
+from parallax.config.sections import DistributedConfig
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1, "model.dropout": 0.0}
@@ -75,14 +76,20 @@ def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):
 
 
 def test_processes_with_different_configs_are_refused_with_both_values(corpus, tmp_path):
-    with launched(FAULTY, "config", "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
-        status, text = job.end()
+    text = refusal_of_two(corpus, tmp_path / "run", "config")
     expected = (
         "ConfigError: the processes disagree about config and code: "
         "optimizer.learning_rate is 0.003 in process 0, 0.5 in process 1"
     )
-    assert status == 2 and f"[0] {expected}" in text and f"[1] {expected}" in text
-    assert not (tmp_path / "run").exists()
+    assert f"[0] {expected}" in text and f"[1] {expected}" in text
+
+
+def refusal_of_two(corpus, folder, difference):
+    """What two processes say that are refused, since the second one has this difference."""
+    with launched(FAULTY, difference, "1", "0", *flags_of(corpus, **MESH), f"--workdir={folder}") as job:
+        status, text = job.end()
+    assert status == 2 and not folder.exists(), text
+    return text
 
 
 @pytest.mark.fast(1)
@@ -95,11 +102,9 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     ],
 )
 def test_processes_with_other_settings_of_jax_are_refused_with_both_values(corpus, tmp_path, variable, message):
-    with launched(FAULTY, variable, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
-        status, text = job.end()
+    text = refusal_of_two(corpus, tmp_path / "run", variable)
     said = "ConfigError: the processes disagree about the settings of JAX: "
-    assert status == 2 and all(f"[{rank}] {said}" in text for rank in (0, 1)) and message in text, text
-    assert not (tmp_path / "run").exists()
+    assert all(f"[{rank}] {said}" in text for rank in (0, 1)) and message in text, text
 
 
 @pytest.mark.slow
@@ -131,17 +136,14 @@ def test_processes_that_jax_connects_compare_its_settings_too(corpus, tmp_path, 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("data", "the processes disagree about the run: data manifest is "),
+        ("data", "the processes disagree about the run: data manifest is '[0-9a-f]{12}' in process 0, 'other data' "),
         ("unshared", "the file of process 0 is 'there' in process 0, 'No such file or directory: "),
         ("code", "'an edited checkout' in process 1"),
         ("clock", "the clocks disagree: 2"),
     ],
 )
 def test_processes_with_other_data_code_clock_or_another_folder_are_refused(corpus, tmp_path, fault, message):
-    with launched(FAULTY, fault, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
-        status, text = job.end()
-    assert status == 2 and message in text, text
-    assert not (tmp_path / "run").exists()
+    assert re.search(message, text := refusal_of_two(corpus, tmp_path / "run", fault)), text
 
 
 # ---- slow: more processes, and other ways to end
@@ -520,7 +522,7 @@ def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, exp
     assert [own["CUDA_VISIBLE_DEVICES"] for own in environments] == expected
     for own in environments:
         assert own["NCCL_DEBUG"] == "WARN"
-        assert own["XLA_FLAGS"] == "--xla_gpu_nccl_termination_timeout_seconds=1800 --xla_dump_to=x"
+        assert own["XLA_FLAGS"] == f"--xla_gpu_nccl_termination_timeout_seconds={launch.NCCL_SECS} --xla_dump_to=x"
 
 
 @pytest.mark.parametrize("visible", ["", "0,1,2"])
@@ -685,12 +687,19 @@ def test_the_slurm_example_has_xla_and_nccl_end_and_name_what_hangs(tmp_path):
     """Options that this XLA knows: it ends a process that is told of others."""
     srun_of(tmp_path, 0)
     told = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
-    assert told["NCCL_DEBUG"] == "WARN" and "--xla_gpu_nccl_termination_timeout_seconds=" in told["XLA_FLAGS"]
+    limit = f"--xla_gpu_nccl_termination_timeout_seconds={launch.NCCL_SECS}"
+    assert told["NCCL_DEBUG"] == "WARN" and limit in told["XLA_FLAGS"]
     assert os.environ["XLA_FLAGS"].split()[-1] in told["XLA_FLAGS"]  # the user's own come behind, and win
     start = [sys.executable, "-c", "import jax; jax.devices()"]
     for flags, is_known in ((told["XLA_FLAGS"], True), (told["XLA_FLAGS"].replace("_nccl_t", "_nccl_u"), False)):
         ended = subprocess.run(start, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
         assert (ended.returncode == 0) == is_known, ended.stderr
+
+
+def test_nccl_is_ended_behind_every_limit_of_the_run():
+    """While one process compiles, the others wait in their first collective."""
+    limits = DistributedConfig()
+    assert max(limits.compile_secs, limits.wait_secs) < launch.NCCL_SECS
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -703,9 +712,8 @@ def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
     command = srun_of(tmp_path, 0, ntasks=nodes)[1].split(" process ")[1].split()
     assert command[:3] == [".venv/bin/python", "-u", "train.py"]
     own = [word for word in command[2:] if not word.startswith(("--run-name", "--max-runtime", "--stopped-status"))]
-    assert len(own) == 2
-    microbatches = ["--config.pipeline.microbatches=4"] if nodes > 2 else []  # as the config's header says
-    check_fits_on(own + microbatches, nodes * int(asked["gpus-per-node"]), slices=1)
+    assert len(own) == 2 + (nodes > 2)
+    check_fits_on(own, nodes * int(asked["gpus-per-node"]), slices=1)
 
 
 def test_the_launchers_example_for_gpus_trains_on_as_many_as_it_starts():

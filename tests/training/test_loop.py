@@ -30,6 +30,7 @@ from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
 from parallax.runtime.run_files import COPIED, ON_DISK, read_metrics
 from parallax.training.divergence import SkippedSteps
+from parallax.training.facts import next_commands
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, drop_after
 from parallax.training.loop import Due, TrainingLoop
@@ -104,7 +105,7 @@ def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, whole
     config = json.loads((whole_run / "config.json").read_text())
     del config["train"]["compile_cache"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
+    assert load_config(tmp_path / "config.json")[0].train.compile_cache == "auto"
     settings, said = load_settings(tmp_path), []
     assert settings == load_settings(whole_run)
     config["data"]["cache"] = ""  # which a saved config does not decide
@@ -157,7 +158,7 @@ def test_a_step_that_fails_to_reach_the_disk_is_not_said_to_be_there(corpus, tmp
 def test_the_run_folder_says_what_the_run_is(corpus, whole_run):
     wanted = {"config.json", "metadata.json", "metrics.jsonl", "log.txt", "checkpoints", "tokenizer.json", "lock"}
     assert wanted == {path.name for path in whole_run.iterdir()} - {"data"}  # there if its batches were read again
-    settings = read_settings(load_config(whole_run / "config.json"))
+    settings = read_settings(load_config(whole_run / "config.json")[0])
     assert settings == load_settings(whole_run) and settings.model.vocab == 384
     about = json.loads((whole_run / "metadata.json").read_text())
     assert about["starts"][0]["ended"]["reason"] == "finished"
@@ -173,7 +174,7 @@ def test_metrics_have_the_agreed_names_and_losses_fall(whole_run):
     assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
 
 
-def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(whole_run):
+def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(corpus, whole_run):
     log = (whole_run / "log.txt").read_text()
     says, commands = log[log.index("what to do next:") :].split("\n\n")[:2]
     generates, watches, trains = [shlex.split(line.partition("   ")[2]) for line in commands.splitlines()]
@@ -182,6 +183,17 @@ def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(who
     assert watch.parse(watches[3:]).workdir == [whole_run]
     parsed = command_line.parse(trains[1:])
     assert (parsed.workdir, parsed.config.train.steps) == (whole_run, 16)
+    assert parsed.config.data.cache == str(corpus / "cache")  # which its config.json does not decide
+
+
+def test_what_to_do_next_has_every_key_that_the_saved_config_does_not_decide(corpus, whole_run, capsys):
+    values = {"compile_cache": "/a b", "profile_steps": "3:4", "tensorboard": True, "wandb": "mine"}
+    settings = read_settings(tiny_config(corpus), train=values, data={"cache": "/c"})
+    generates, _, trains = (shlex.split(line.partition("   ")[2]) for line in next_commands(whole_run, settings))
+    assert generates[-1] == "--config.train.compile_cache=/a b"
+    config = command_line.parse(trains[1:]).config
+    assert {name: config.train[name] for name in values} == values and config.data.cache == "/c"
+    assert "does not decide" not in capsys.readouterr().err
 
 
 def test_the_log_shows_the_plan_the_entropy_and_the_steps(whole_run):

@@ -1,9 +1,10 @@
 """What a run says of its settings when it starts; what of a config file goes with fewer steps on the command line."""
 
+import json
 import pathlib
 
 import pytest
-from run_examples import as_flags, stop_at, tiny_config
+from run_examples import as_flags, first_state, stop_at, tiny_config
 
 import train as command_line
 from configs.base import get_config
@@ -41,6 +42,21 @@ def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
     assert max(map(len, every)) <= PRINTED_WIDTH and len(every) < 12
     text = " ".join(every)
     assert text.count(" layers=2") == 1 and "rope_theta" not in text and "d_model=32" in text
+
+
+def test_the_log_says_what_of_the_text_is_left_out_and_spells_special_tokens(tmp_path):
+    """Also when the text was prepared before."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    lines = [json.dumps({"text": f"{number} is one of many<|endoftext|>numbers " * 8}) for number in range(60)]
+    (texts / "a.jsonl").write_text("\n".join(lines))
+    (texts / "README.md").write_text("no text")
+    data = {"data.source": "jsonl", "data.path": str(texts), "data.tokenizer": "bpe", "data.bpe_vocab": 280}
+    for start in ("first", "second"):
+        first_state(tiny_config(tmp_path, **data, **{"model.vocab": 0}), tmp_path / start)
+        log = (tmp_path / start / "log.txt").read_text()
+        assert f"\n{texts}: reading 1 file, leaving out 1: 1 with the ending .md\n" in log
+        assert "\nthe text spells 480 special tokens of the tokenizer, which stay text\n" in log
 
 
 # ---- fewer steps

@@ -439,10 +439,8 @@ class ControlLine:
             missing = _missing(self._places.get(timeout=ANSWER_SECS), doing)
         except queue.Empty:
             missing = "process 0 does not answer"
-        with nothing_in_the_way():
-            tell(thread_stacks(), sys.__stderr__)
-        secs = getattr(self._config, setting)
-        text = f"waited {secs:.0f} s (distributed.{setting}) for {doing!r}; {missing}"
+        show_stacks()
+        text = f"{waited(self._config, setting, doing)}; {missing}"
         self._send({"bye": EXIT_RESTART, "why": text[:LONGEST_REASON]})
         self._end(text, EXIT_RESTART, 0.0)
 
@@ -450,11 +448,7 @@ class ControlLine:
         end_within(grace_secs + LAST_WORDS_SECS, status)
         time.sleep(grace_secs)
         self._is_ending = True
-        hint = "; start the same command again to resume from the last checkpoint" if status == EXIT_RESTART else ""
-        line = f"{LostError.__name__}: {text}{hint}"
-        for write in (say_last, self.log):
-            with nothing_in_the_way():
-                write(line)
+        say_lost(text, status, self.log)
         # The others know it already, so this end is not reported to them.
         self._send({"bye": 0, "why": ""})
         self._go_last()
@@ -463,6 +457,25 @@ class ControlLine:
     def _go_last(self) -> None:
         if self._hub is not None:
             self._hub.wait_for_the_others(GRACE_SECS + ANSWER_SECS)
+
+
+def waited(config: DistributedConfig, setting: str, doing: str) -> str:
+    """That a phase took longer than its limit."""
+    return f"waited {getattr(config, setting):.0f} s (distributed.{setting}) for {doing!r}"
+
+
+def show_stacks() -> None:
+    """Print the stacks of all threads to stderr."""
+    with nothing_in_the_way():
+        tell(thread_stacks(), sys.__stderr__)
+
+
+def say_lost(text: str, status: int, log: Callable[[str], None]) -> None:
+    """Write a process's last line, to stderr and its log, with what to do if a restart helps."""
+    hint = "; start the same command again to resume from the last checkpoint" if status == EXIT_RESTART else ""
+    for write in (say_last, log):
+        with nothing_in_the_way():
+            write(f"{LostError.__name__}: {text}{hint}")
 
 
 def end_now(status: int) -> NoReturn:

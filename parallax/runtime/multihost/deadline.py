@@ -1,20 +1,20 @@
 """The time limits of a process that runs alone: nobody else would end it if a collective of its devices hangs."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import EXIT_RESTART, LostError, tell, thread_stacks
+from parallax.runtime.errors import EXIT_RESTART
 from parallax.runtime.multihost.control_line import (
     CLOCK_SECS,
     LAST_WORDS_SECS,
     NEVER,
     end_now,
     end_within,
-    nothing_in_the_way,
-    say_last,
+    say_lost,
+    show_stacks,
+    waited,
 )
 
 LONGEST_TICK_SECS = 5.0  # of the time between two looks no more counts: a process that was suspended has not waited
@@ -48,16 +48,8 @@ class Deadline:
 
     def _end(self, phase: "_Phase") -> None:
         end_within(LAST_WORDS_SECS, EXIT_RESTART)
-        with nothing_in_the_way():
-            tell(thread_stacks(), sys.__stderr__)
-        secs = getattr(self._config, phase.setting)
-        line = (
-            f"{LostError.__name__}: waited {secs:.0f} s (distributed.{phase.setting}) for {phase.what!r}; "
-            "start the same command again to resume from the last checkpoint"
-        )
-        for write in (say_last, self.log):
-            with nothing_in_the_way():
-                write(line)
+        show_stacks()
+        say_lost(waited(self._config, phase.setting, phase.what), EXIT_RESTART, self.log)
         end_now(EXIT_RESTART)
 
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.config.sections import DistributedConfig
 from parallax.runtime import files
-from parallax.runtime.devices import ROOT, TPU_FILES, simulate_devices
+from parallax.runtime.devices import simulate_devices, tpu_files
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
 from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
@@ -445,5 +445,4 @@ def started_by_scheduler(environment: Mapping[str, str]) -> int:
 def has_tpu(environment: Mapping[str, str]) -> bool:
     """Whether this host has TPU chips and may be part of a pod."""
     wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
-    chips = any((ROOT / name).exists() for name in TPU_FILES)
-    return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
+    return wanted and (bool(tpu_files()) or "TPU_WORKER_HOSTNAMES" in environment)
