@@ -21,7 +21,7 @@ from parallax.config.sections import SECTIONS
 from parallax.config.settings import NOT_SAVED, OF_A_MODEL, default_settings, load_saved, load_settings, tell_saved
 from parallax.inference import run as run_of_inference
 from parallax.interop.export import export_params, import_params
-from parallax.training import run as run_of_training
+from parallax.training import build as build_of_training
 
 ROOT = pathlib.Path(command_line.__file__).parent
 TOLD = {"train.wandb": "a project of theirs", "train.tensorboard": True, "train.profile_steps": "3:4"}
@@ -105,7 +105,7 @@ def received(whole_run, tmp_path):
 def asked(monkeypatch):
     """Folders of compiled programs that JAX was asked to use."""
     found = []
-    for module in (run_of_inference, run_of_training):
+    for module in (run_of_inference, build_of_training):
         monkeypatch.setattr(module, "use_compile_cache", found.append)
     return found
 
