@@ -1,7 +1,7 @@
 """Ways that a reader of the code goes, each call found by "go to definition", and how long they are.
 
     python tests/walks.py            # counts of each way
-    python tests/walks.py labels     # one way, stop by stop
+    python tests/walks.py labels     # a way stop by stop
 
 A way is a list of functions. Each is named in one of those before it, and jedi finds its definition from there. Flax
 calls a module's `__call__`; there a reader looks where the module is.
@@ -32,7 +32,7 @@ WALKS = {
         "model/loss.py chunked_loss_and_grads",
         "model/loss.py cross_entropy",
     ],
-    "a weight": [
+    "weight": [
         *STEP,
         "sharding/plan.py ShardingPlan.load",
         "sharding/plan.py ShardingPlan._load",
@@ -52,7 +52,7 @@ WALKS = {
         "model/mlp.py GatedMLP.__call__",
         "model/dense.py Dense.__call__",
     ],
-    "a gradient": [
+    "gradient": [
         "training/step.py TrainStep.train_step",
         "pipeline/sharded_model.py ShardedModel.loss_and_grad",
         "pipeline/loss_and_grads.py loss_and_grads",
@@ -68,13 +68,33 @@ WALKS = {
         "sharding/plan.py ShardingPlan._sum",
         "training/step.py TrainStep.update",
     ],
+    "mesh.tp": [
+        "../train.py main",
+        "../train.py parse",
+        "cli/command.py read_line",
+        "cli/command.py load_config",
+        "training/run.py train",
+        "config/settings.py read_settings",
+        "training/build.py build",
+        "sharding/mesh.py make_mesh",
+        "training/step.py model_and_optimizer",
+        "training/step.py model_of",
+        "pipeline/model_on_mesh.py ModelOnMesh.parts_on",
+        "model/transformer.py Parts.build",
+        "model/transformer.py Block._mlp",
+        "model/mlp.py GatedMLP.__call__",
+        "model/dense.py Dense.setup",
+        "sharding/parameter.py parameter",
+        "sharding/layout.py Layout.local_shape",
+        "sharding/collectives.py bound_axis_sizes",
+    ],
 }
 FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__", "model/dense.py Dense.__call__"}
 
 
 @cache
 def script(file):
-    return jedi.Script(path=PACKAGE / file, project=jedi.Project(ROOT))
+    return jedi.Script(path=(PACKAGE / file).resolve(), project=jedi.Project(ROOT))
 
 
 @cache
@@ -99,7 +119,7 @@ def names_in(stop):
 def leads_to(stop, other):
     """Whether "go to definition" of a name in a stop leads to another stop."""
     file, _, name = other.partition(" ")
-    wanted = (PACKAGE / file, node_of(other).lineno)
+    wanted = ((PACKAGE / file).resolve(), node_of(other).lineno)
     for found, line, column in names_in(stop):
         if found != name.rpartition(".")[2]:
             continue

@@ -1,0 +1,21 @@
+"""What happens to a value in a step is found by "go to definition", in few functions and without going to and fro."""
+
+import pytest
+import walks
+
+# The most functions of each way.
+STOPS = {"labels": 15, "weight": 24, "gradient": 17, "mesh.tp": 18}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_each_function_of_a_way_is_found_from_one_before_it(name):
+    walk = walks.WALKS[name]
+    stops, _, returns = walks.counts(walk)
+    assert walks.lost(walk) == []
+    assert stops <= STOPS[name] and returns <= 2
+
+
+def test_a_function_that_nothing_leads_to_is_lost():
+    walk = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick", "model/loss.py cross_entropy"]
+    assert walks.lost(walk) == walk[-1:]
+    assert walks.counts([walk[0], walk[2], walk[1]]) == (3, 2, 1)
