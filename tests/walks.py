@@ -3,8 +3,8 @@
     python tests/walks.py            # counts of each way
     python tests/walks.py labels     # a way stop by stop
 
-A way is a list of functions. Each is named in one of those before it, and jedi finds its definition from there. Flax
-calls a module's `__call__`; there a reader looks where the module is.
+A way is a list of functions. Each is named in one of those before it (what makes or calls an object, by its class), and
+jedi finds its definition from there.
 """
 
 import ast
@@ -79,8 +79,11 @@ WALKS = {
         "sharding/mesh.py make_mesh",
         "training/step.py model_and_optimizer",
         "training/step.py model_of",
+        "pipeline/sharded_model.py ShardedModel",
+        "pipeline/model_on_mesh.py ModelOnMesh.__init__",
         "pipeline/model_on_mesh.py ModelOnMesh.parts_on",
         "model/transformer.py Parts.build",
+        "model/transformer.py Block.setup",
         "model/transformer.py Block._mlp",
         "model/mlp.py GatedMLP.__call__",
         "model/dense.py Dense.setup",
@@ -89,7 +92,8 @@ WALKS = {
         "sharding/collectives.py bound_axis_sizes",
     ],
 }
-FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__", "model/dense.py Dense.__call__"}
+CALLED_BY_FLAX = {"model/transformer.py Block.__call__"}  # behind `block.apply`
+OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 
 
 @cache
@@ -119,13 +123,14 @@ def names_in(stop):
 def leads_to(stop, other):
     """Whether "go to definition" of a name in a stop leads to another stop."""
     file, _, name = other.partition(" ")
-    wanted = ((PACKAGE / file).resolve(), node_of(other).lineno)
+    owner, _, last = name.rpartition(".")
+    wanted = f"{file} {owner}" if last in OF_A_CLASS else other
+    place = (PACKAGE / file).resolve(), node_of(wanted).lineno
     for found, line, column in names_in(stop):
-        if found != name.rpartition(".")[2]:
-            continue
-        definitions = script(stop.partition(" ")[0]).goto(line, column, follow_imports=True)
-        if any((each.module_path, each.line) == wanted for each in definitions):
-            return True
+        if found == wanted.replace(".", " ").rpartition(" ")[2]:
+            definitions = script(stop.partition(" ")[0]).goto(line, column, follow_imports=True)
+            if any((each.module_path, each.line) == place for each in definitions):
+                return True
     return False
 
 
@@ -134,7 +139,7 @@ def lost(walk):
     return [
         stop
         for number, stop in enumerate(walk)
-        if number and stop not in FLAX and not any(leads_to(earlier, stop) for earlier in walk[:number])
+        if number and stop not in CALLED_BY_FLAX and not any(leads_to(earlier, stop) for earlier in walk[:number])
     ]
 
 
