@@ -92,7 +92,8 @@ WALKS = {
         "sharding/collectives.py bound_axis_sizes",
     ],
 }
-CALLED_BY_FLAX = {"model/transformer.py Block.__call__"}  # behind `block.apply`
+# Behind `block.apply`, and behind the block's `self.mlp`.
+CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 
 
