@@ -12,59 +12,42 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import AXES, BLOCKS, EMBEDDING, HEAD, LAYER_KINDS, ModelConfig
+from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
-from parallax.model.moe import MIXTURE_PARTS
-from parallax.model.norm import SCALE
-from parallax.model.products import is_amax_name
-from parallax.model.transformer import LAYER_PARTS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import is_simulated
+from parallax.sharding.parameter import MAXIMA, NORM, WEIGHT, declared_leaves
 
-COMPONENTS = (EMBEDDING, *LAYER_PARTS, "norms", HEAD)  # a mixture has MIXTURE_PARTS instead of its "mlp"
+NORMS = "norms"
+COMPONENTS = (EMBEDDING, ATTENTION, MLP, NORMS, HEAD)  # in this order, before other parts of layers
 # Forward takes 2 FLOPs per weight and token, backward twice that: once for weights, once for activations.
 FLOPS_PER_WEIGHT = 6
 
 
-def parameters_by_component(shapes: Any) -> dict[str, int]:
-    """Number of parameters of each of COMPONENTS, and of other components of blocks, over all layers and devices.
-    Scales of 8-bit products are not counted.
+def parameters_by_component(declared: Any) -> dict[str, int]:
+    """Number of parameters of each of COMPONENTS, and of other parts of layers, over all layers and devices; norms are
+    counted together. Scales of 8-bit products are not counted.
 
     >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
+    >>> table = Declared(table, Layout.parse("vocab d_model"), "", ParameterSpec("table", "embedding"))
+    >>> scale = Declared(scale, Layout.parse("d_model"), "", ParameterSpec("norm", "head"))
     >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
     {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
     """
-    counts = dict.fromkeys(COMPONENTS, 0)
-    for path, leaf in named_leaves(shapes).items():
-        if is_amax_name(path):
-            continue
-        component = component_of(path)
-        counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
-    return counts
-
-
-def component_of(path: str) -> str:
-    """Which of COMPONENTS or MIXTURE_PARTS a parameter belongs to, by its path.
-
-    >>> [component_of(f"blocks/{path}") for path in ("attention/norm/scale", "mlp/gate/kernel", "moe/mlp/experts/up")]
-    ['norms', 'mlp', 'experts']
-    """
-    first, *names = path.split("/")
-    if names[-1] == SCALE:
-        return "norms"
-    if first != BLOCKS:
-        return first
-    return next((name for name in MIXTURE_PARTS if name in names), names[names[0] in LAYER_KINDS])
+    counts = Counter(dict.fromkeys(COMPONENTS, 0))
+    for one in declared_leaves(declared):
+        if one.spec.role != MAXIMA:
+            counts[NORMS if one.spec.role == NORM else one.spec.part] += math.prod(one.value.shape)
+    return dict(counts)
 
 
 def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
     """Parameters of layers by component, without norms."""
-    return {name: counts[name] for name in (*LAYER_PARTS, *MIXTURE_PARTS) if name in counts}
+    return {name: count for name, count in counts.items() if name not in (EMBEDDING, NORMS, HEAD)}
 
 
 def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
@@ -74,7 +57,7 @@ def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str
     {'attention': 10, 'experts': 20}
     """
     share = Fraction(model.experts_per_token, model.experts)
-    return {name: int(count * share) if name == "experts" else count for name, count in counts.items()}
+    return {name: int(count * share) if name == EXPERTS else count for name, count in counts.items()}
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -82,20 +65,18 @@ def qk_width(model: ModelConfig) -> int:
     return model.sizes["d_qk"] if model.attention == "mla" else model.d_head
 
 
-def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
-    """Parameters of matrix products for one token: those of blocks without norms and biases, of the experts only those
-    that it is sent to, and the head's table, tied or not, without rows that pad the vocab. No embedding."""
-    return sum(matmul_parameters_by_stack(model, shapes).values()) + model.vocab * model.d_model
+def matmul_parameters(model: ModelConfig, declared: Any) -> int:
+    """Parameters of matrix products for one token: weights of layers, of the experts only those that it is sent to, and
+    the head's table, tied or not, without rows that pad the vocab. No embedding."""
+    return sum(matmul_parameters_by_stack(model, declared).values()) + model.vocab * model.d_model
 
 
-def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int]:
-    """The same for blocks, by the name of their stack, as "blocks" or "blocks/moe"."""
+def matmul_parameters_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
+    """The same for layers, by the name of their stack, as "blocks" or "blocks/moe"."""
     found: dict[str, Counter] = defaultdict(Counter)
-    for path, leaf in named_leaves(shapes).items():
-        first, second, *_ = path.split("/")
-        component = component_of(path)
-        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_amax_name(path)):
-            found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
+    for one in declared_leaves(declared):
+        if one.spec.role == WEIGHT and one.spec.stack:
+            found[one.spec.stack][one.spec.part] += math.prod(one.value.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 
 
@@ -104,13 +85,13 @@ def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
     return model_flops / secs / peak_flops
 
 
-def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
+def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     """Model FLOPs for one token, forward and backward, without recomputation.
 
     6 for each active parameter of a matmul. In causal attention a token reads seq / 2 others on average, in each head
     with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
     """
-    return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + scores_flops(model, seq)
+    return FLOPS_PER_WEIGHT * matmul_parameters(model, declared) + scores_flops(model, seq)
 
 
 def scores_flops(model: ModelConfig, seq: int) -> int:
@@ -235,7 +216,7 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
     alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
     counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
-    useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
+    useful = (flops_per_token(model.model, model.plan.declared, seq=seq) - 6 * counted_twice) * tokens / devices
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
     return Flops(
         model=useful,
@@ -293,7 +274,7 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str
     head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
     share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
     forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
-    kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
+    kernels = matmul_parameters(config, model.plan.declared) - config.vocab * config.d_model
     weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
     backward += mean["recompute"] * share
     weights *= model.schedule.split
@@ -312,7 +293,7 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
     scores = scores_flops(model.model, seq) / model.model.layers
-    stacks = matmul_parameters_by_stack(model.model, model.shapes)
+    stacks = matmul_parameters_by_stack(model.model, model.plan.declared)
     flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
     average = sum(flops.values()) / model.model.layers
     of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]

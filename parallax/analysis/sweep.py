@@ -45,9 +45,9 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
+from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.model.traffic import exchange_of, exchanged_rows
-from parallax.model.transformer import ATTENTION
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError, errors_as
@@ -74,9 +74,9 @@ class LeastWork:
         # For one replica; all do the same.
         self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
-        self.parameters = layer_parameters(parameters_by_component(model.shapes))
+        self.parameters = layer_parameters(parameters_by_component(model.plan.declared))
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
-        self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
+        self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
         self.narrow = {settings.fsdp.gather_dtype, settings.model.matmul} != {"compute"}
         self.hidden = 2 * settings.model.kinds.count("dense") * settings.model.d_ff
         kept = predicted_state(model, settings)
@@ -87,7 +87,7 @@ class LeastWork:
         """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
         bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble, layer_modules=(ATTENTION,))
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 

@@ -18,6 +18,13 @@ AXES = ("pp", "dp", "tp")  # axes of every mesh; a mesh has the others only if t
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
 PARTS = EMBEDDING, BLOCKS, HEAD = ("embedding", "blocks", "head")  # of a model: modules, and entries of its parameters
+LAYER_PARTS = ATTENTION, MLP, ROUTER, EXPERTS, SHARED = (
+    "attention",
+    "mlp",
+    "router",
+    "experts",
+    "shared",
+)  # of a layer
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path

@@ -290,7 +290,7 @@ class ShardedModel:
         block_grads = jax.tree.unflatten(structure, state.grads)
         if self._rounds_kernels:
             weights = jax.tree.unflatten(structure, jax.tree.leaves(executor.weights))
-            block_grads = with_largest_weights(block_grads, weights, self.model.dtype)
+            block_grads = with_largest_weights(block_grads, weights, self.plan.scales(BLOCKS), self.model.dtype)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
         return metrics, self.plan.store(ended.grads | {BLOCKS: block_grads})
 
@@ -394,8 +394,8 @@ class ShardedModel:
         """The collections of a layer, gathered from resident weights; kernels of 8-bit products are sent in 8 bits."""
         if not self._rounds_kernels:
             return {"params": self.plan.use(weights, part)}
-        dtype = self.model.dtype
-        return apart(self.plan.use(rounded_kernels(weights, dtype, self.model.matmul), part), dtype)
+        dtype, scales = self.model.dtype, self.plan.scales(part)
+        return apart(self.plan.use(rounded_kernels(weights, scales, dtype, self.model.matmul), part), scales, dtype)
 
     def _metrics(self, loss_sum: Array, ends: EmbedAndHead, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

@@ -35,7 +35,7 @@ from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import Declared, is_amax, layouts_of
+from parallax.sharding.parameter import MAXIMA, TABLE, Declared, ParameterSpec, layouts_of
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
 WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters
@@ -107,6 +107,7 @@ class ParameterPlan:
     pipeline rank has whole tables.
     """
 
+    spec: ParameterSpec  # what it is
     scope: str  # the module, as "attention/q", which reports name as the sender
     at_rest: Layout
     staged: Layout
@@ -158,7 +159,7 @@ class ParameterPlan:
     def _cast_from_host(self, weight: Array) -> Array:
         """The array that `load` moves, from host memory. Layers are cast one after the other, so that at most one of
         them is on the device in its stored dtype."""
-        if self.at_rest.names[0] != "layers":
+        if not self.spec.stack:
             return self.cast(argument_to_device(weight))
         return lax.map(lambda at: self.cast(argument_to_device(weight, at)[0]), jnp.arange(len(weight)))
 
@@ -200,10 +201,8 @@ class ShardingPlan:
     states_on: str = DEVICE
 
     def __post_init__(self):
-        layouts = named_leaves(layouts_of(self.declared))
-        self.policies.check(layouts)
+        self.policies.check(named_leaves(layouts_of(self.declared)))
         self.shapes = nn.meta.unbox(self.declared)
-        self._scaled = {name.rpartition("/")[0] for name, layout in layouts.items() if is_amax(layout)}
         is_leaf = lambda leaf: isinstance(leaf, Declared)  # noqa: E731
         self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
 
@@ -280,29 +279,34 @@ class ShardingPlan:
         """The tree of 8-bit dtypes to which layers' matrices are rounded wherever they are used; "" for the others."""
         return jax.tree.map(lambda row: row.rounded_to or "", self.rows)
 
+    def scales(self, part: str) -> Any:
+        """For each leaf of a part, the name of its 8-bit product's scales; "" if there is no such product."""
+        return jax.tree.map(lambda row: row.spec.scales, self.rows_of(part))
+
+    @property
+    def layer_modules(self) -> frozenset[str]:
+        """The modules of which a layer consists, as "attention"."""
+        return frozenset(row.scope.split("/")[0] for row in jax.tree.leaves(self.rows) if row.spec.stack)
+
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name, spec, compute = jax.tree_util.keystr(path, simple=True, separator="/"), declared.spec, declared.layout
         # Parameters of layers have the same names for every kind of layer.
-        path = name.rpartition("/")[0]
-        part = next((stack for stack in self.orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
-        module = path.removeprefix(part).strip("/")
-        order, ranks = self.orders.get(part), self.axis_sizes.get("pp", 1) if self.orders else 1
-        compute = declared.layout
+        scope = name.rpartition("/")[0].removeprefix(spec.stack).strip("/")
+        order, ranks = self.orders.get(spec.stack), self.axis_sizes.get("pp", 1) if self.orders else 1
         cut = cut_over_data(compute, declared.at_rest, self.sizes, self.axis_sizes)
         stay = PolicyLayouts(*POLICIES[self.policies.of(name)](compute, cut))
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
             at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
-        elif not part.startswith(BLOCKS) and ranks > 1 and len(compute.names) > 1:
+        elif not spec.stack and ranks > 1 and len(compute.names) > 1:
             at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
-        scope = module if part.startswith(BLOCKS) else "/".join(filter(None, [part, module]))
-        found = ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, None)
+        found = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return found
         found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
-        if path in self._scaled:  # kernels of 8-bit products are rounded with these products' scales
+        if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(found, rounded_for=self.products)
-        narrow = self.gather != "compute" and "vocab" not in compute.names
+        narrow = self.gather != "compute" and spec.role != TABLE
         return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
 
     # ---- the moves
@@ -327,7 +331,7 @@ class ShardingPlan:
 
     def keeps_maximum(self, part: str) -> list[bool]:
         """For each leaf of a part, whether its gradient is the maximum over uses instead of the sum."""
-        return [is_amax(row.compute) for row in jax.tree.leaves(self.rows_of(part))]
+        return [row.spec.role == MAXIMA for row in jax.tree.leaves(self.rows_of(part))]
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -343,7 +347,7 @@ class ShardingPlan:
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
         rows = self.rows[part]
-        stacked = lambda row: int(row.compute.names[0] == "layers")  # noqa: E731
+        stacked = lambda row: int(bool(row.spec.stack))  # noqa: E731
 
         def move(row: ParameterPlan, weight: Array) -> Array:
             return self._scatter(row, row.compute, row.summed, self._gather(row, row.resident, row.compute, weight))
@@ -377,16 +381,15 @@ class ShardingPlan:
     def _store(self, part: str, grads: Any) -> Any:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
-        if part.startswith(BLOCKS):
-            leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
-            leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
-        else:
-            leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
+        leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
+        leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
         return jax.tree.unflatten(structure, leaves)
 
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
-        """Sum a table's gradient, of which each pipeline rank has one summand, and shard it over data axes and pp as
-        the table is at rest."""
+        """Shard a gradient over data axes as the parameter is at rest. A table's, of which each pipeline rank has one
+        summand, is also summed and sharded over pp; layers are on the ranks that ran them."""
+        if row.spec.stack:
+            return self._scatter(row, row.summed, row.staged, grad)
         if row.is_stored_at_once:
             return self._scatter(row, row.summed, row.at_rest, grad)
         grad = self._scatter(row, row.summed, row.staged, grad)
@@ -434,7 +437,7 @@ class ShardingPlan:
             pattern = _pattern(before, after, grad)
             if self.reduce == "float32":
                 return collectives.reduce_scatter(pattern, grad.astype(jnp.float32))
-            if jnp.dtype(row.dtype) == jnp.bfloat16 and "vocab" in before.names:
+            if jnp.dtype(row.dtype) == jnp.bfloat16 and row.spec.role == TABLE:
                 # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
                 grad = lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
             return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
@@ -446,10 +449,10 @@ class ShardingPlan:
         """
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
-        for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
-            axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in layout.used_axes())
+        for at, row in enumerate(jax.tree.leaves(self.rows)):
+            axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
             alone = at if leaves[at].size > SMALL else None
-            combine = collectives.max_over if is_amax(layout) else collectives.sum_over
+            combine = collectives.max_over if row.spec.role == MAXIMA else collectives.sum_over
             messages[combine, axes, alone].append(at)
         for (combine, axes, _), members in messages.items():
             for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
@@ -486,7 +489,7 @@ class _Line(NamedTuple):
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
-        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith(BLOCKS) else "all-gather"
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if row.spec.stack else "all-gather"
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
         cells = name, str(row.at_rest), *cuts, hop, travels, *sizes

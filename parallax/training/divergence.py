@@ -23,7 +23,6 @@ from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
 from parallax.sharding.host import to_device
-from parallax.sharding.parameter import is_trained
 from parallax.training.logger import RunLogger
 from parallax.training.optimizer import global_norm
 
@@ -122,8 +121,8 @@ def _any_not_finite(params: Any) -> dict[str, Array]:
 
 def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
-    layouts = flatten(model.layouts)
-    grads = {name: grad for name, grad in flatten(grads).items() if is_trained(layouts[name])}
+    rows = flatten(model.plan.rows)
+    grads = {name: grad for name, grad in flatten(grads).items() if rows[name].spec.is_trained}
     gradients = {name: _measure(name, grad, norm=True) for name, grad in grads.items()}
     parameters = {
         name: _measure(name, leaf, norm=False) for name, leaf in flatten(jax.tree.map(to_device, params)).items()

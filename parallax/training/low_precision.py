@@ -22,7 +22,7 @@ from jax.extend.random import threefry2x32_p
 
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import stacked_dims
+from parallax.sharding.parameter import TABLE, ParameterSpec
 
 ROUNDING = 0x524F554E  # "ROUN": separates these random bits from those of initial values and dropout
 WEIGHTS_FIELD = "weights"  # used like a name of an optimizer's field
@@ -49,18 +49,18 @@ class Blocks(NamedTuple):
     scales: Array  # float32
 
 
-def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], rows: Any) -> Any:
     """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:
         dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}.
-        layouts: the tree of the parameters' layouts, which determines blocks: see `block_of`. A training step updates
-            states in float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
+        rows: those of the model's plan, which determine blocks: see `block_of`. A training step updates states in
+            float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
     Returns:
         An optax transformation whose `update` takes `noise`, int32 [2], (seed, step), and, if arrays hold only some of
         the layers, `layers`: see `random_bits`.
     """
-    layout_of = named_leaves(layouts)
+    row_of = named_leaves(rows)
     inner = optax.with_extra_args_support(tx)
 
     def narrow(state: Any, before: Any, noise: Array, layers: Array | None = None) -> Any:
@@ -71,7 +71,7 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
                 return x
             if not x.size:  # of layers of another turn: see update_by_layer
                 return before
-            block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
+            block = block_of(row_of[name].spec, row_of[name].at_rest, x.shape) if dtype == "float8" else ()
             block = shape_of_blocks(before) if isinstance(before, Blocks) else block
             if dtype == "float8" and not block:
                 return x
@@ -248,7 +248,7 @@ def _of_block(dims: int) -> tuple[int, ...]:
 # ---- blocks
 
 
-def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+def block_of(spec: ParameterSpec, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Number of entries of a parameter that share a scale, along each dim: up to 32 along one dim. () for scales of
     norms and for shapes that are too small or do not divide, which stay in float32.
 
@@ -256,15 +256,18 @@ def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     suitable: on TPU it is in lanes, where this takes twice as long. In tables it is used always, since data axes shard
     the vocab, often into pieces that blocks do not divide.
 
-    >>> block_of(Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
+    >>> kernel, norm = (ParameterSpec(role, stack="blocks") for role in ("weight", "norm"))
+    >>> block_of(kernel, Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
     (1, 32, 1)
-    >>> block_of(Layout.parse("vocab d_model"), (32000, 768)), block_of(Layout.parse("layers d_model"), (4, 2048))
-    ((1, 32), ())
+    >>> block_of(norm, Layout.parse("layers d_model"), (4, 2048))
+    ()
+    >>> block_of(ParameterSpec("table"), Layout.parse("vocab d_model"), (32000, 768))
+    (1, 32)
     """
-    first, last = stacked_dims(layout), len(shape) - 1
+    first, last = spec.stacked(layout), len(shape) - 1
     if last <= first:
         return ()
-    first += layout.names[first] == "vocab"
+    first += spec.role == TABLE
 
     def entries(dim: int) -> int:
         """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""

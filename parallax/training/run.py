@@ -247,7 +247,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     params, source = state.params, parts.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-            params = load_params(source, wanted.params, checkpoint_settings(parts), say)
+            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say)
     if parts.settings.model.matmul != COMPUTE:
         with waiting("measuring the first scales of 8-bit products"):
             batch = put_batches(parts)(parts.train_data.batch(0))
@@ -324,7 +324,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
-    flops = flops_per_token(settings.model, model.shapes, seq=seq)
+    flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
     peak, origin = peak_flops(settings.model.dtype)
     rate = "peak unknown" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s"
     lines = [
@@ -341,7 +341,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         lines.append(f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids")
     lines += [
         "",
-        *size_tables(settings.model, parameters_by_component(model.shapes), needs),
+        *size_tables(settings.model, parameters_by_component(model.plan.declared), needs),
         "",
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())

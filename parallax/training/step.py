@@ -21,9 +21,9 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
-from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.parameter import is_amax
+from parallax.sharding.parameter import MAXIMA
+from parallax.sharding.plan import ParameterPlan
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
 from parallax.training.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
@@ -93,8 +93,8 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
     """Parameters with the first scales of 8-bit products, from a pass over this batch in which these products are
     computed in the compute dtype; unchanged for a model without such products."""
     leaves, structure = jax.tree.flatten(params)
-    layouts, shardings = jax.tree.leaves(model.layouts), jax.tree.leaves(model.shardings)
-    places = [at for at, layout in enumerate(layouts) if is_amax(layout)]
+    rows, shardings = jax.tree.leaves(model.plan.rows), jax.tree.leaves(model.shardings)
+    places = [at for at, row in enumerate(rows) if row.spec.role == MAXIMA]
     if not places:
         return params
     measuring = model.replace(measures=True)
@@ -161,7 +161,7 @@ class TrainStep:
         if batch is not None:
             params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
             return state._replace(params=params)
-        if any(map(is_amax, jax.tree.leaves(self.model.layouts))):
+        if any(row.spec.role == MAXIMA for row in jax.tree.leaves(self.model.plan.rows)):
             raise ConfigError(
                 f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
                 "call TrainStep.init(batch) with the first one."
@@ -193,9 +193,9 @@ class TrainStep:
 
     def grad_norm(self, grads: Any) -> Array:
         """The norm of the whole gradient, in the local view."""
-        model, norm = self.model, functools.partial(global_norm, layouts=self.model.layouts)
-        specs = map_layouts(lambda layout: layout.spec(model.mesh), model.layouts)
-        return jax.shard_map(norm, mesh=model.mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
+        mesh, norm = self.model.mesh, functools.partial(global_norm, rows=self.model.plan.rows)
+        specs = jax.tree.map(lambda row: row.at_rest.spec(mesh), self.model.plan.rows)
+        return jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
 
     def update(
         self, params: Any, opt_state: Any, grads: Any, grad_norm: Array, noise: Array | None = None
@@ -218,8 +218,12 @@ class TrainStep:
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)
             else:
                 updated, opt_state = update(params, opt_state, grads)
-        latest = lambda layout, new, old, grad: latest_amax(grad, old) if is_amax(layout) else new  # noqa: E731
-        return map_layouts(latest, self.model.layouts, updated, params, grads), opt_state
+        return jax.tree.map(_stored, self.model.plan.rows, updated, params, grads), opt_state
+
+
+def _stored(row: ParameterPlan, new: Array, old: Array, grad: Array) -> Array:
+    """A parameter after the update; scales of 8-bit products follow from this step's maxima."""
+    return latest_amax(grad, old) if row.spec.role == MAXIMA else new
 
 
 def make_train_step(
@@ -263,7 +267,7 @@ def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedMo
     """Model and optimizer; a ParallaxError if they do not fit the mesh, the batch or the steps."""
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
-    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    return model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
 
 
 def step_of(settings: Settings, mesh: Any = None) -> TrainStep:

@@ -21,7 +21,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.host import HOST, argument_to_device, is_on_host, to_host
 from parallax.training.low_precision import Blocks
 
-UNSTACKED, SHARED = "", "shared"  # labels: parameters outside of layers, and states that belong to no parameter
+UNSTACKED, SHARED = "", "shared"  # in place of a stack: parameters outside of layers, states of no parameter
 # `update(params, opt_state, grads, layers)` returns the updated first two; `layers` are the indices of stacked layers.
 Update = Callable[[Any, Any, Any, Array | None], tuple[Any, Any]]
 
@@ -67,7 +67,7 @@ def update_by_layer(
 
     `shardings` are those of the parameters, and so of the gradients, and of the optimizer's state.
     """
-    of_params = jax.tree_util.tree_map_with_path(partial(_stack_of, model.plan.orders), params)
+    of_params = jax.tree.map(lambda row: row.spec.stack, model.plan.rows)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
     labels = of_params, map_kept(labelled, lambda _: SHARED, opt_state, of_params), of_params
     labels = dict(enumerate(jax.tree.leaves(labels)))
@@ -129,12 +129,6 @@ def _write(x: Array, layers: Array, spec: P, number: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(x, layer, number, 0)
 
     return local(x, layers, number)
-
-
-def _stack_of(stacks: Mapping[str, Any], path: Any, leaf: Any) -> str:
-    """The stack of layers to which a parameter belongs."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return next((stack for stack in stacks if name.startswith(f"{stack}/")), UNSTACKED)
 
 
 def _no_rows(x: Array) -> Array:

@@ -41,7 +41,7 @@ SMALL = dict(layers=2, d_model=32, microbatches=2)
 def step_of(mesh, changes, optimizer, memories):
     kept = {key: optimizer[key] for key in ("weights_dtype",) if key in optimizer}
     model = build(mesh, **SHAPE | changes).replace(**kept | memories)
-    tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.plan.rows)
     return make_train_step(model, tx, seed=5)
 
 

@@ -23,7 +23,7 @@ from parallax.config.settings import load_settings
 from parallax.interop.safetensors import read_model
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.sharding.layout import named_leaves
-from parallax.training.load import COUNTS
+from parallax.training.load import EXPERT_COUNTS
 from parallax.training.low_precision import (
     WEIGHTS_FIELD,
     from_float8,
@@ -147,7 +147,7 @@ HELD = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=0
 
 
 def optimizer(model, **dtypes):
-    return make_optimizer(optimizer_config(**HELD | dtypes), 10, model.layouts)
+    return make_optimizer(optimizer_config(**HELD | dtypes), 10, model.plan.rows)
 
 
 def model_of(mesh, changes, dtypes):
@@ -257,7 +257,7 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
         after_updates(mesh, number, False, tuple(dtypes.items()), name, as_written=True) for number in (1, 2)
     )
     model = build((1, 1, 1), **SHAPE)
-    plain, layouts = optimizer(model, name=name), named_leaves(model.layouts)
+    plain, rows = optimizer(model, name=name), named_leaves(model.plan.rows)
     whole = jax.tree.map(np.asarray, before)
     wide = as_float32(whole.opt_state, jax.eval_shape(plain.init, model.shapes))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), whole.params)
@@ -275,14 +275,14 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
     for field, (key, computed, found) in wanted.items():
         assert computed.keys() == found.keys() and computed
         for leaf, x in computed.items():
-            expected = stored(field, leaf, np.asarray(x, np.float32), dtypes[key], layouts[leaf], (5, 1))
+            expected = stored(field, leaf, np.asarray(x, np.float32), dtypes[key], rows[leaf], (5, 1))
             np.testing.assert_array_equal(found[leaf].astype(np.float64), expected, err_msg=f"{field} {leaf}")
 
 
 def test_the_wrapper_takes_any_transformation():
     """Momentum of optax.sgd, whose field is `trace`, in bfloat16."""
     model = build((1, 1, 1), **SHAPE)
-    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
+    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.plan.rows)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes)
     grads, noise = gradients(model, 0), jnp.int32([0, 0])
     _, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=noise))(params, grads)
@@ -327,7 +327,7 @@ def test_losses_of_a_run_are_the_same_on_every_mesh_but_for_rare_roundings(kind)
             batch = jax.device_put(make_batch(rows=32, seed=number % 2), model.batch_sharding)
             state, metrics = step(state, batch)
             losses[mesh].append(float(metrics["loss"]))
-        assert (COUNTS in metrics) == (kind == "experts")
+        assert (EXPERT_COUNTS in metrics) == (kind == "experts")
     first, *others = losses.values()
     assert first[3] < first[1]
     for found in others:
