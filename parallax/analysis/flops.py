@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
+from parallax.config.sections import ATTENTION, AXES, EMBEDDING, HEAD, MLP, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
@@ -20,28 +20,24 @@ from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, t
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.parameter import MAXIMA, NORM, WEIGHT, declared_leaves
+from parallax.sharding.parameter import Role, declared_leaves
 
 NORMS = "norms"
 COMPONENTS = (EMBEDDING, ATTENTION, MLP, NORMS, HEAD)  # in this order, before other parts of layers
-# Forward takes 2 FLOPs per weight and token, backward twice that: once for weights, once for activations.
-FLOPS_PER_WEIGHT = 6
+# For a weight and token: forward and the gradient of the activations take 2 FLOPs each, and that of the weight 2.
+FLOPS_PER_WEIGHT, FLOPS_PER_GRADIENT = 4, 2
 
 
-def parameters_by_component(declared: Any) -> dict[str, int]:
+def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str, int]:
     """Number of parameters of each of COMPONENTS, and of other parts of layers, over all layers and devices; norms are
-    counted together. Scales of 8-bit products are not counted.
-
-    >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
-    >>> table = Declared(table, Layout.parse("vocab d_model"), "", ParameterSpec("table", "embedding"))
-    >>> scale = Declared(scale, Layout.parse("d_model"), "", ParameterSpec("norm", "head"))
-    >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
-    {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
-    """
+    counted together. Scales of 8-bit products are not counted; with `trained`, neither are parameters without a
+    gradient."""
     counts = Counter(dict.fromkeys(COMPONENTS, 0))
     for one in declared_leaves(declared):
-        if one.spec.role != MAXIMA:
-            counts[NORMS if one.spec.role == NORM else one.spec.part] += math.prod(one.value.shape)
+        if trained and not one.spec.has_gradient:
+            continue
+        if one.spec.role != Role.MAXIMA:
+            counts[NORMS if one.spec.role == Role.NORM else one.spec.part] += math.prod(one.value.shape)
     return dict(counts)
 
 
@@ -57,7 +53,7 @@ def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str
     {'attention': 10, 'experts': 20}
     """
     share = Fraction(model.experts_per_token, model.experts)
-    return {name: int(count * share) if name == EXPERTS else count for name, count in counts.items()}
+    return {name: int(count * share) if name == "experts" else count for name, count in counts.items()}
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -71,13 +67,27 @@ def matmul_parameters(model: ModelConfig, declared: Any) -> int:
     return sum(matmul_parameters_by_stack(model, declared).values()) + model.vocab * model.d_model
 
 
-def matmul_parameters_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
-    """The same for layers, by the name of their stack, as "blocks" or "blocks/moe"."""
+def matmul_parameters_by_stack(model: ModelConfig, declared: Any, *, trained: bool = False) -> dict[str, int]:
+    """The same for layers, by the name of their stack, as "blocks" or "blocks/moe"; with `trained`, only weights that
+    are."""
     found: dict[str, Counter] = defaultdict(Counter)
     for one in declared_leaves(declared):
-        if one.spec.role == WEIGHT and one.spec.stack:
-            found[one.spec.stack][one.spec.part] += math.prod(one.value.shape)
+        if one.spec.role == Role.WEIGHT and one.spec.stack:
+            counted = one.spec.is_trained or not trained
+            found[one.spec.stack][one.spec.part] += math.prod(one.value.shape) if counted else 0
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
+
+
+def weight_flops_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
+    """FLOPs of the layers' products with weights for one token, forward and backward, by the name of their stack."""
+    each, trained = (matmul_parameters_by_stack(model, declared, trained=only) for only in (False, True))
+    return {stack: FLOPS_PER_WEIGHT * each[stack] + FLOPS_PER_GRADIENT * trained[stack] for stack in each}
+
+
+def flops_per_head_weight(declared: Any) -> int:
+    """FLOPs of the head for one token and entry of its table, forward and backward."""
+    tables = {one.spec.part: one for one in declared_leaves(declared) if one.spec.role == Role.TABLE}
+    return FLOPS_PER_WEIGHT + FLOPS_PER_GRADIENT * tables.get(HEAD, tables[EMBEDDING]).spec.is_trained
 
 
 def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
@@ -88,10 +98,11 @@ def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
 def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     """Model FLOPs for one token, forward and backward, without recomputation.
 
-    6 for each active parameter of a matmul. In causal attention a token reads seq / 2 others on average, in each head
-    with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    6 for each active parameter of a matmul, 4 if it is not trained. In causal attention a token reads seq / 2 others on
+    average, in each head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
     """
-    return FLOPS_PER_WEIGHT * matmul_parameters(model, declared) + scores_flops(model, seq)
+    layers, head = sum(weight_flops_by_stack(model, declared).values()), model.vocab * model.d_model
+    return layers + flops_per_head_weight(declared) * head + scores_flops(model, seq)
 
 
 def scores_flops(model: ModelConfig, seq: int) -> int:
@@ -215,8 +226,9 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
     (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
     alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
+    per_entry = flops_per_head_weight(model.plan.declared)
     counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
-    useful = (flops_per_token(model.model, model.plan.declared, seq=seq) - 6 * counted_twice) * tokens / devices
+    useful = (flops_per_token(model.model, model.plan.declared, seq=seq) - per_entry * counted_twice) * tokens / devices
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
     return Flops(
         model=useful,
@@ -271,10 +283,10 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str
     """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out, since all
     ranks run them at the same time."""
     config, sizes = model.model, model.axis_sizes
-    head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
-    share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
-    forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
-    kernels = matmul_parameters(config, model.plan.declared) - config.vocab * config.d_model
+    declared, head = model.plan.declared, config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
+    share, of_head = sizes["pp"] / (config.layers * model.pipeline.microbatches), flops_per_head_weight(declared)
+    forward, backward = (mean["forward"] - 2 * head) * share, (mean["backward"] - (of_head - 2) * head) * share
+    kernels = sum(matmul_parameters_by_stack(config, declared, trained=True).values())
     weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
     backward += mean["recompute"] * share
     weights *= model.schedule.split
@@ -293,8 +305,8 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
     scores = scores_flops(model.model, seq) / model.model.layers
-    stacks = matmul_parameters_by_stack(model.model, model.plan.declared)
-    flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
+    stacks = weight_flops_by_stack(model.model, model.plan.declared)
+    flops = {name: stacks[name] + scores * order.layers for name, order in model.orders.items()}
     average = sum(flops.values()) / model.model.layers
     of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
     return sum(of_kind).tolist()

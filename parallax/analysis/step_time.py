@@ -94,6 +94,7 @@ class TracedWork(NamedTuple):
     bubble: float  # share of the ticks in which an average rank is idle
     moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
     layer_modules: Collection[str] = ()  # see ShardingPlan
+    trained: float = 1.0  # share of the parameters that an update reads and writes
 
 
 class CollectiveTime(NamedTuple):
@@ -169,6 +170,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
         dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
         model.plan.layer_modules,
+        model.plan.trained,
     )
 
 
@@ -198,7 +200,7 @@ def estimate(
     exposed = exposed_parts(sent, hidden)
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
-    parameters, states = held.parameters + host.parameters, held.optimizer + host.optimizer
+    parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
     gradients = parameters * FLOAT32_BYTES // jnp.dtype(settings.optimizer.weights_dtype).itemsize
     update = (gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
     passes, once = link_waits(timed, update, traced.moved, host, topology.chip)

@@ -18,13 +18,6 @@ AXES = ("pp", "dp", "tp")  # axes of every mesh; a mesh has the others only if t
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
 PARTS = EMBEDDING, BLOCKS, HEAD = ("embedding", "blocks", "head")  # of a model: modules, and entries of its parameters
-LAYER_PARTS = ATTENTION, MLP, ROUTER, EXPERTS, SHARED = (
-    "attention",
-    "mlp",
-    "router",
-    "experts",
-    "shared",
-)  # of a layer
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
@@ -39,7 +32,8 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
-MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp", "experts")
+MATMULS = ("compute", "int8", "float8")
+MATMUL_PARTS = ATTENTION, MLP, _ = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = ("compute", "8bit")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -556,6 +550,9 @@ class OptimizerConfig(Section, saved=True):
         "device",
         "memory of parameters between steps; host: a step computes with a copy in model.dtype",
         choices=MEMORIES,
+    )
+    frozen: str = key(
+        "", 'names or patterns of parameters that are not trained, as "embedding blocks/attention/*"', saved=True
     )
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ from parallax.model.checks import check_window
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.runtime.run_files import ENDS, RECORD
-from parallax.sharding.parameter import MAXIMA
+from parallax.sharding.parameter import Role
 
 CONFIG = "config.json"
 # Small texts that users expect in such a folder.
@@ -282,7 +282,7 @@ def to_hf(
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.kinds).values():
-            if rows[here.name].spec.role == MAXIMA:
+            if rows[here.name].spec.role == Role.MAXIMA:
                 collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue
             view = views[here.name]

@@ -5,7 +5,7 @@ import jax
 from einops import rearrange
 from jax import Array, lax
 
-from parallax.config.sections import SHARED, ModelConfig
+from parallax.config.sections import ModelConfig
 from parallax.model.exchange import EXCHANGE_FORMS, Beside, ordered
 from parallax.model.experts import Experts, HeldExperts
 from parallax.model.families import Family
@@ -47,7 +47,7 @@ class MoE(nn.Module):
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
         if model.shared_experts:
-            how = dict(width="d_shared", name="shared", part=SHARED, matmul=self.matmul)
+            how = dict(width="d_shared", name="shared", part="shared", matmul=self.matmul)
             self.shared = GatedMLP(self.residual, self.family, model.sizes, model.dtype, self.out_scale, **how)
 
     def __call__(self, x: Array, row_weight: Array | None) -> Array:

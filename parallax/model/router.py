@@ -9,7 +9,7 @@ from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import ROUTER, ModelConfig
+from parallax.config.sections import ModelConfig
 from parallax.sharding.activations import CONTEXT_AXIS, activation
 from parallax.sharding.collectives import is_bound, sum_over, vary_alike
 from parallax.sharding.einsum import einsum
@@ -44,8 +44,8 @@ class Router(nn.Module):
     def setup(self):
         initial = nn.initializers.normal(self.model.d_model**-0.5)
         sizes, zeros = self.model.sizes, nn.initializers.zeros
-        self.kernel = parameter(self, "kernel", "d_model experts", sizes, initial, role="weight", part=ROUTER)
-        self.bias = parameter(self, "bias", "experts", sizes, zeros, role="counts", part=ROUTER)
+        self.kernel = parameter(self, "kernel", "d_model experts", sizes, initial, role="weight", part="router")
+        self.bias = parameter(self, "bias", "experts", sizes, zeros, role="counts", part="router")
 
     def __call__(self, x: Array, row_weight: Array | None) -> tuple[Array, Array]:
         product = f"{activation('d_model')}, d_model experts -> {activation('experts')}"

@@ -201,7 +201,9 @@ class Executor(NamedTuple):
             if kind in outputs and row.ever(name):
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
-                    output = after(output, state.grads[self.stage.last_weight])
+                    # Gradients of parameters that are not trained are empty.
+                    last = state.grads[self.stage.last_weight], *state.grads, outputs["B"]
+                    output = after(output, next(array for array in last if array.size))
                 with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
                     arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
@@ -362,7 +364,7 @@ class Stage:
     @property
     def last_weight(self) -> int:
         """A leaf of the gradients to which the last pass of a tick (W, if there is one) adds."""
-        return self.loop.stacks[0].vjp.backward_split.deferred[0] if self.split else 0
+        return next(iter(self.loop.stacks[0].vjp.backward_split.deferred), 0) if self.split else 0
 
     def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
         """Empty slots for the arrays of `plan`."""

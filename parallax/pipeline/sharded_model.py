@@ -38,6 +38,7 @@ from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS, SHARED_ROWS, TOKENS
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group, relays_what_is_read
+from parallax.sharding.frozen import freeze
 from parallax.sharding.host import DEVICE, MEMORY_KINDS
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
@@ -53,8 +54,8 @@ class ShardedModel:
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, but nothing can run.
     `weights_dtype` is the dtype of parameters between steps, `masters_on` their memory, and `states_on` that of the
-    optimizer states: see OptimizerConfig. A model that `measures` computes 8-bit products in the compute dtype, to
-    find their first scales: see parallax/model/products.py.
+    optimizer states; `frozen` parameters are not trained: see OptimizerConfig. A model that `measures` computes 8-bit
+    products in the compute dtype, to find their first scales: see parallax/model/products.py.
     Raises ConfigError if a size does not divide over its axes.
     """
 
@@ -71,11 +72,12 @@ class ShardedModel:
         masters_on: str = DEVICE,
         states_on: str = DEVICE,
         measures: bool = False,
+        frozen: str = "",
     ):
         if model.kernel == AUTO:  # of rows of any length
             model = dataclasses.replace(model, kernel="xla")
         given = dict(model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss)
-        kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on)
+        kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on, frozen=frozen)
         self._arguments = {**given, "mesh": mesh, "measures": measures, **kept}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
         self.mesh, self.fsdp, self.data_parallel, self.measures = mesh, fsdp, data_parallel, measures
@@ -94,7 +96,7 @@ class ShardedModel:
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
-        declared = stored_as(self.parts.declared(), weights_dtype)
+        declared = freeze(stored_as(self.parts.declared(), weights_dtype), frozen)
         self.plan = ShardingPlan(
             declared,
             Policies(data_parallel.policy, data_parallel.by_name),
@@ -380,7 +382,11 @@ class ShardedModel:
         for block, (name, order) in zip(self.parts.blocks.values(), self.orders.items(), strict=True):
             moves = partial(self._gathered, name), self.plan.add_up(name)
             places = order.stage_layers, order.own_layers(), len(stacks)
-            stacks.append(LayerStack(block.apply, *moves, *places, self.plan.keeps_maximum(name), rounded))
+            stacks.append(
+                LayerStack(
+                    self.plan.without_frozen(block.apply, name), *moves, *places, self.plan.keeps_maximum(name), rounded
+                )
+            )
         order, turns = self.arrangement, self.arrangement.own_turns() if len(stacks) > 1 else None
         loop = LayerLoop(stacks, order.stage_layers, order.repeats, self.fsdp.prefetch == 1, self._simulated, turns)
         pipeline = self.pipeline

@@ -1,6 +1,7 @@
 """Parameters declared in the notation, with the shape of this device's piece."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,17 @@ from parallax.runtime.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
 
-# Statistics have no gradient: the backward pass returns the largest magnitudes of an 8-bit product's operands, or how
-# many tokens each expert got, in its place.
-STATISTICS = MAXIMA, COUNTS = ("maxima", "counts")
-ROLES = WEIGHT, NORM, BIAS, TABLE, *_ = ("weight", "norm", "bias", "table", *STATISTICS)
+
+class Role(enum.StrEnum):
+    """What a parameter does. The last two are statistics: in place of their gradient, the backward pass returns the
+    largest magnitudes of an 8-bit product's operands, or how many tokens each expert got."""
+
+    WEIGHT = "weight"
+    NORM = "norm"
+    BIAS = "bias"
+    TABLE = "table"
+    MAXIMA = "maxima"
+    COUNTS = "counts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,25 +37,31 @@ class ParameterSpec:
     module, with the scales of a weight's 8-bit product.
     """
 
-    role: str  # one of ROLES
+    role: Role
     part: str = ""  # of a layer, as "attention"; outside of layers "embedding" or "head"
     stack: str = ""  # the layers among which it is stacked, as "blocks" or "blocks/moe"; "" outside of layers
     inputs: tuple[str, ...] = ()
     scales: str = ""
+    frozen: bool = False  # never updated: see OptimizerConfig
 
     @property
     def is_statistic(self) -> bool:
-        return self.role in STATISTICS
+        return self.role in (Role.MAXIMA, Role.COUNTS)
 
     @property
     def is_trained(self) -> bool:
         """Whether its gradient updates it."""
-        return not self.is_statistic
+        return not (self.frozen or self.is_statistic)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the backward pass returns a gradient for it, or a statistic in its place."""
+        return not self.frozen or self.is_statistic
 
     def stacked(self, layout: Layout) -> int:
         """The number of leading dims that index layers or matrices.
 
-        >>> expert = ParameterSpec("weight", stack="blocks", inputs=("d_model",))
+        >>> expert = ParameterSpec(Role.WEIGHT, stack="blocks", inputs=("d_model",))
         >>> expert.stacked(Layout.parse("layers/pp experts/ep d_model d_expert/tp"))
         2
         """
@@ -104,9 +118,9 @@ def parameter(
         if jnp.shape(value) != tuple(shape):
             raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
         return value
-    check_choice(f"the role of {'/'.join((*module.path, name))}", role, ROLES)
-    contracted = tuple(inputs.split() or parsed.names[:1]) if role == WEIGHT else ()
-    spec = ParameterSpec(role, part, inputs=contracted, scales=scales)
+    check_choice(f"the role of {'/'.join((*module.path, name))}", role, [*Role])
+    contracted = tuple(inputs.split() or parsed.names[:1]) if role == Role.WEIGHT else ()
+    spec = ParameterSpec(Role(role), part, inputs=contracted, scales=scales)
     return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest, spec))
 
 

@@ -35,7 +35,7 @@ from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import MAXIMA, TABLE, Declared, ParameterSpec, layouts_of
+from parallax.sharding.parameter import Declared, ParameterSpec, Role, layouts_of
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
 WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters
@@ -207,13 +207,13 @@ class ShardingPlan:
         self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
 
     def __repr__(self) -> str:
-        """A line for each parameter, within about 100 columns: the layout at rest, then the data axes that shard it
-        during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the memory
-        of the parameter between steps and of its optimizer states."""
-        lines = [("parameter", "at rest", "in a step", "on a device")]
-        lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
+        """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
+        shard it during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the
+        memory of the parameter between steps and of its optimizer states."""
+        lines = [("parameter", "is", "at rest", "in a step", "on a device")]
+        lines += [(*line.cells[:3], " ".join(line.cells[3:6]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
-        text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]
+        text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>10}" for words in lines]
         if self.uses_host:
             memories = [("memory", "states"), *((line.memory, line.states) for line in self._lines())]
             text = [f"{line}  {memory:6}  {states}" for line, (memory, states) in zip(text, memories)]
@@ -225,9 +225,9 @@ class ShardingPlan:
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
         rows = [
             (
-                escape(line.cells[0]),
+                *map(escape, line.cells[:2]),
                 line.layout._repr_html_(),
-                *line.cells[2:],
+                *line.cells[3:],
                 *(line.memory, line.states) * self.uses_host,
                 bar.format(8 * line.held[0] / most),
             )
@@ -249,8 +249,16 @@ class ShardingPlan:
             f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
             f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
             + "".join(f"; weights travel as {dtype}" for dtype in travels)
+            + self._frozen
             + self._on_host
         )
+
+    @property
+    def _frozen(self) -> str:
+        """A line that says how many parameters are not trained; "" for none."""
+        pairs = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
+        sizes = [leaf.size for row, leaf in pairs if not row.spec.has_gradient]
+        return f"\nnot trained: {sum(sizes):,} parameters, in {len(sizes)} arrays" if sizes else ""
 
     @property
     def _on_host(self) -> str:
@@ -284,6 +292,14 @@ class ShardingPlan:
         return jax.tree.map(lambda row: row.spec.scales, self.rows_of(part))
 
     @property
+    def trained(self) -> float:
+        """The share of the parameters that are updated."""
+        leaves = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
+        sizes = [(leaf.size, leaf.size * row.spec.has_gradient) for row, leaf in leaves]
+        every, updated = map(sum, zip(*sizes))
+        return updated / every
+
+    @property
     def layer_modules(self) -> frozenset[str]:
         """The modules of which a layer consists, as "attention"."""
         return frozenset(row.scope.split("/")[0] for row in jax.tree.leaves(self.rows) if row.spec.stack)
@@ -306,7 +322,7 @@ class ShardingPlan:
         found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
         if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(found, rounded_for=self.products)
-        narrow = self.gather != "compute" and spec.role != TABLE
+        narrow = self.gather != "compute" and spec.role != Role.TABLE
         return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
 
     # ---- the moves
@@ -324,14 +340,32 @@ class ShardingPlan:
         whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
+    def stop_frozen(self, weights: Any, part: str) -> Any:
+        """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
+        backward pass, which saves and computes nothing for them."""
+        rows = jax.tree.leaves(self.rows_of(part))
+        if all(row.spec.has_gradient for row in rows):
+            return weights
+        leaves, structure = jax.tree.flatten(weights)
+        stopped = [x if row.spec.has_gradient else lax.stop_gradient(x) for row, x in zip(rows, leaves, strict=True)]
+        return jax.tree.unflatten(structure, stopped)
+
+    def without_frozen(self, apply: Callable, part: str) -> Callable:
+        """`apply(collections, *args)` with the part's weights as `stop_frozen` has them."""
+        if all(row.spec.has_gradient for row in jax.tree.leaves(self.rows_of(part))):
+            return apply
+        stopped = lambda weights: weights | {"params": self.stop_frozen(weights["params"], part)}  # noqa: E731
+        return lambda weights, *args, **others: apply(stopped(weights), *args, **others)
+
     def add_up(self, part: str) -> list[Callable[[Array], Array]]:
-        """For each leaf of a part, the move of its gradient from compute to summed; float32."""
+        """For each leaf of a part, the move of its gradient from compute to summed; float32. What is not trained has
+        empty arrays in the place of gradients."""
         rows = jax.tree.leaves(self.rows_of(part))
         return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in rows]
 
     def keeps_maximum(self, part: str) -> list[bool]:
         """For each leaf of a part, whether its gradient is the maximum over uses instead of the sum."""
-        return [row.spec.role == MAXIMA for row in jax.tree.leaves(self.rows_of(part))]
+        return [row.spec.role == Role.MAXIMA for row in jax.tree.leaves(self.rows_of(part))]
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -382,7 +416,10 @@ class ShardingPlan:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
         leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
-        leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
+        kept = [at for at, row in enumerate(rows) if row.spec.has_gradient]
+        if order and kept:
+            moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
+            leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, leaves)
 
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
@@ -431,13 +468,15 @@ class ShardingPlan:
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
+        if not row.spec.has_gradient:
+            return jnp.zeros((0,) * grad.ndim, jnp.float32)
         with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
             pattern = _pattern(before, after, grad)
             if self.reduce == "float32":
                 return collectives.reduce_scatter(pattern, grad.astype(jnp.float32))
-            if jnp.dtype(row.dtype) == jnp.bfloat16 and row.spec.role == TABLE:
+            if jnp.dtype(row.dtype) == jnp.bfloat16 and row.spec.role == Role.TABLE:
                 # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
                 grad = lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
             return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
@@ -450,9 +489,12 @@ class ShardingPlan:
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
         for at, row in enumerate(jax.tree.leaves(self.rows)):
+            if not row.spec.has_gradient:
+                leaves[at] = jnp.zeros((0,) * leaves[at].ndim, jnp.float32)  # the same on every rank
+                continue
             axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
             alone = at if leaves[at].size > SMALL else None
-            combine = collectives.max_over if row.spec.role == MAXIMA else collectives.sum_over
+            combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
             messages[combine, axes, alone].append(at)
         for (combine, axes, _), members in messages.items():
             for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
@@ -461,9 +503,20 @@ class ShardingPlan:
 
 
 # After the layout at rest: the data axes that shard the parameter in a step and in a layer, and its summed gradient.
-TABLE_HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+TABLE_HEAD = (
+    "parameter",
+    "is",
+    "at rest",
+    "resident",
+    "compute",
+    "summed",
+    "over pp",
+    "travels",
+    "shape",
+    "on a device",
+)
 FLOAT32_BYTES = 4
-LEFT = 7  # columns that are flush left
+LEFT = 8  # columns that are flush left
 
 
 class _Line(NamedTuple):
@@ -485,14 +538,15 @@ class _Line(NamedTuple):
         held = (
             entries(row.at_rest) * shape.dtype.itemsize * (row.memory == DEVICE),
             entries(row.resident) * width,
-            entries(row.summed) * FLOAT32_BYTES,
+            entries(row.summed) * FLOAT32_BYTES * row.spec.has_gradient,
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
         hop = "-" if row.at_rest == row.staged else "all-to-all" if row.spec.stack else "all-gather"
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
-        cells = name, str(row.at_rest), *cuts, hop, travels, *sizes
+        what = "frozen" if row.spec.frozen and not row.spec.is_statistic else str(row.spec.role)
+        cells = name, what, str(row.at_rest), *cuts, hop, travels, *sizes
         return _Line(cells, row.at_rest, held, row.memory, row.states)
 
 

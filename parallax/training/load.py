@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import COUNTS
+from parallax.sharding.parameter import Role
 
 EXPERT_COUNTS = "expert_counts"  # of a step's metrics
 DIGITS = 5  # decimals of a share in metrics.jsonl
@@ -25,7 +25,7 @@ def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
     """Metrics of a model with experts, empty for others: how often each expert was chosen, float32 [layers with
     experts, experts], in the order of the model, whole on every device. Padding tokens are counted, too."""
     leaves = zip(*map(jax.tree.leaves, (grads, model.plan.rows, model.shapes)), strict=True)
-    found = [_whole(model.mesh, grad, row.at_rest, like) for grad, row, like in leaves if row.spec.role == COUNTS]
+    found = [_whole(model.mesh, grad, row.at_rest, like) for grad, row, like in leaves if row.spec.role == Role.COUNTS]
     return {EXPERT_COUNTS: found[0]} if found else {}  # one stack of layers has experts
 
 

@@ -22,7 +22,7 @@ from jax.extend.random import threefry2x32_p
 
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import TABLE, ParameterSpec
+from parallax.sharding.parameter import ParameterSpec, Role
 
 ROUNDING = 0x524F554E  # "ROUN": separates these random bits from those of initial values and dropout
 WEIGHTS_FIELD = "weights"  # used like a name of an optimizer's field
@@ -256,18 +256,18 @@ def block_of(spec: ParameterSpec, layout: Layout, shape: tuple[int, ...]) -> tup
     suitable: on TPU it is in lanes, where this takes twice as long. In tables it is used always, since data axes shard
     the vocab, often into pieces that blocks do not divide.
 
-    >>> kernel, norm = (ParameterSpec(role, stack="blocks") for role in ("weight", "norm"))
+    >>> kernel, norm = (ParameterSpec(role, stack="blocks") for role in (Role.WEIGHT, Role.NORM))
     >>> block_of(kernel, Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
     (1, 32, 1)
     >>> block_of(norm, Layout.parse("layers d_model"), (4, 2048))
     ()
-    >>> block_of(ParameterSpec("table"), Layout.parse("vocab d_model"), (32000, 768))
+    >>> block_of(ParameterSpec(Role.TABLE), Layout.parse("vocab d_model"), (32000, 768))
     (1, 32)
     """
     first, last = spec.stacked(layout), len(shape) - 1
     if last <= first:
         return ()
-    first += spec.role == TABLE
+    first += spec.role == Role.TABLE
 
     def entries(dim: int) -> int:
         """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""

@@ -17,12 +17,12 @@ from parallax.config.sections import OptimizerConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import COUNTS, MAXIMA, TABLE, WEIGHT, ParameterSpec
+from parallax.sharding.parameter import ParameterSpec, Role
 from parallax.sharding.plan import ParameterPlan
 from parallax.training.low_precision import MOMENT_FIELDS, with_states_in
 
-UPDATE_OF = {COUNTS: "balance", MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
-DECAYED = (WEIGHT, TABLE)  # roles of parameters with weight decay
+UPDATE_OF = {Role.COUNTS: "balance", Role.MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
+DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay
 # Root mean square of the entries of Muon's direction, matched to AdamW's so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2); that of an orthogonal matrix is 1 / root of its longer side.
 MUON_RMS = 0.2
@@ -58,7 +58,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.GradientTransformation:
     """Clip by the norm of the whole gradient, then AdamW or Muon; weight decay skips norms and biases. Routers' biases
-    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed.
+    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed, and neither are
+    frozen parameters, of which it keeps no states.
 
     `rows` are those of the model's plan, which say what each parameter is. If moments are not in float32, `update`
     takes `noise`: see `with_states_in`.
@@ -70,8 +71,8 @@ def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.Grad
     decay = optax.add_decayed_weights(config.weight_decay, decayed)
     update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
     trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
-    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero()}
-    kinds = jax.tree.map(lambda row: UPDATE_OF.get(row.spec.role, "trained"), rows)
+    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero(), "frozen": optax.set_to_zero()}
+    kinds = jax.tree.map(lambda row: "frozen" if row.spec.frozen else UPDATE_OF.get(row.spec.role, "trained"), rows)
     found = {kind: others[kind] for kind in others if kind in jax.tree.leaves(kinds)}
     if found:
         trained = optax.partition({**found, "trained": trained}, kinds)
@@ -95,7 +96,7 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> 
     It replaces optax.contrib.muon, whose Adam would also use Muon's Nesterov momentum, and whose products the compiler
     would shard on its own. States are the same as there.
     """
-    is_matrix = lambda row: muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
+    is_matrix = lambda row: row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
     matrices = jax.tree.map(lambda row: row if is_matrix(row) else optax.MaskedNode(), rows)
     kinds = jax.tree.map(lambda row: "muon" if is_matrix(row) else "adam", rows)
 
@@ -174,7 +175,7 @@ def muon_dims(spec: ParameterSpec, layout: Layout) -> Any:
     """Input and output dims of a hidden matrix, where each layer and each expert has its own matrix; None for
     parameters that AdamW updates.
 
-    >>> query = ParameterSpec("weight", stack="blocks", inputs=("d_model",))
+    >>> query = ParameterSpec(Role.WEIGHT, stack="blocks", inputs=("d_model",))
     >>> muon_dims(query, Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
     """
@@ -195,7 +196,7 @@ def global_norm(grads: Any, rows: Any = None) -> Array:
     squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
     if bound_axis_sizes():
         given = structure.flatten_up_to(rows)
-        kept = [at for at, row in enumerate(given) if row.spec.role != COUNTS]
+        kept = [at for at, row in enumerate(given) if row.spec.role != Role.COUNTS and row.spec.has_gradient]
         squares = [squares[at] if given[at].spec.is_trained else 0 * squares[at] for at in kept]
         cut_by = [given[at].at_rest.used_axes() for at in kept]
         for axes in dict.fromkeys(cut_by):

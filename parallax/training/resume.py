@@ -28,14 +28,14 @@ from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import ENDS, RECORD, RunFiles
-from parallax.sharding.parameter import MAXIMA, map_declared
+from parallax.sharding.parameter import Role, map_declared
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
 # Keys with which a run would silently become another one. For the data it is the corpus, whose fingerprint covers the
 # text and the order of windows; a corpus that was only moved is the same.
 FIXED_SECTIONS = ("model", "corpus")
-FIXED_KEYS = ("optimizer.name", "train.seed")
+FIXED_KEYS = ("optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 # What differs if a fixed key of a section does.
 OF_ANOTHER_RUN = {
@@ -130,7 +130,7 @@ def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, A
     """
     checkpoints = RunFiles(source).checkpoints
     specs = flatten(map_declared(lambda one: one.spec, parts.declared_in_8_bits()))
-    saved = _as_saved(checkpoints, wanted, {name for name, spec in specs.items() if spec.role == MAXIMA})
+    saved = _as_saved(checkpoints, wanted, {name for name, spec in specs.items() if spec.role == Role.MAXIMA})
     own = flatten(wanted)
     step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)

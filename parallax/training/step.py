@@ -22,7 +22,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.parameter import MAXIMA
+from parallax.sharding.parameter import Role
 from parallax.sharding.plan import ParameterPlan
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
@@ -94,7 +94,7 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
     computed in the compute dtype; unchanged for a model without such products."""
     leaves, structure = jax.tree.flatten(params)
     rows, shardings = jax.tree.leaves(model.plan.rows), jax.tree.leaves(model.shardings)
-    places = [at for at, row in enumerate(rows) if row.spec.role == MAXIMA]
+    places = [at for at, row in enumerate(rows) if row.spec.role == Role.MAXIMA]
     if not places:
         return params
     measuring = model.replace(measures=True)
@@ -161,7 +161,7 @@ class TrainStep:
         if batch is not None:
             params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
             return state._replace(params=params)
-        if any(row.spec.role == MAXIMA for row in jax.tree.leaves(self.model.plan.rows)):
+        if any(row.spec.role == Role.MAXIMA for row in jax.tree.leaves(self.model.plan.rows)):
             raise ConfigError(
                 f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
                 "call TrainStep.init(batch) with the first one."
@@ -204,12 +204,14 @@ class TrainStep:
 
         Arrays in fewer bits than float32 are rounded with `noise`, int32 [2], (seed, step).
         """
-        tx = optax.with_extra_args_support(self.tx)
+        tx, rows = optax.with_extra_args_support(self.tx), self.model.plan.rows
 
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
             wide = widened(params)
             updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
-            return narrowed(optax.apply_updates(wide, updates), params, noise, layers), opt_state
+            old, wide, updates = (with_gradients(rows, tree) for tree in (params, wide, updates))
+            new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
+            return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state
 
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
             if self.model.plan.uses_host or has_blocks(opt_state):
@@ -218,12 +220,17 @@ class TrainStep:
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)
             else:
                 updated, opt_state = update(params, opt_state, grads)
-        return jax.tree.map(_stored, self.model.plan.rows, updated, params, grads), opt_state
+        return jax.tree.map(_stored, rows, updated, params, grads), opt_state
+
+
+def with_gradients(rows: Any, tree: Any) -> Any:
+    """A tree of arrays for parameters, without those that have no gradient."""
+    return jax.tree.map(lambda row, x: x if row.spec.has_gradient else None, rows, tree)
 
 
 def _stored(row: ParameterPlan, new: Array, old: Array, grad: Array) -> Array:
     """A parameter after the update; scales of 8-bit products follow from this step's maxima."""
-    return latest_amax(grad, old) if row.spec.role == MAXIMA else new
+    return latest_amax(grad, old) if row.spec.role == Role.MAXIMA else new
 
 
 def make_train_step(
@@ -254,7 +261,8 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
         settings = with_kernel_on(settings, mesh.shape, device.platform, device.device_kind)
     sections = settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss
     optimizer = settings.optimizer
-    return ShardedModel(*sections, mesh, optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on)
+    kept = optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on
+    return ShardedModel(*sections, mesh, *kept, frozen=optimizer.frozen)
 
 
 def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:

@@ -11,7 +11,6 @@ from flax.errors import ScopeParamShapeError
 from jaxprs import equations
 from tiny import HIDDEN_CUT, build, model_config
 
-from parallax.config.sections import LAYER_PARTS
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope, rotate
@@ -259,7 +258,15 @@ def test_every_parameter_says_what_it_is(attention):
         assert bool(spec.inputs) == (spec.role == "weight")
         if spec.scales:
             assert specs["/".join((*modules, spec.scales))].role == "maxima", name
-    assert {spec.part for spec in specs.values()} == {"embedding", "head", *LAYER_PARTS}
+    assert {spec.part for spec in specs.values()} == {
+        "embedding",
+        "head",
+        "attention",
+        "mlp",
+        "router",
+        "experts",
+        "shared",
+    }
     assert sum(bool(spec.scales) for spec in specs.values()) == sum(spec.role == "maxima" for spec in specs.values())
     assert model.plan.layer_modules == {"attention", "attention_norm", "mlp", "mlp_norm"}
 
