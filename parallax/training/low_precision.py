@@ -10,7 +10,7 @@ Written here, since optax keeps a moment in another dtype by rounding to nearest
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -49,23 +49,28 @@ class Blocks(NamedTuple):
     scales: Array  # float32
 
 
-def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], rows: Any) -> Any:
+def with_states_in(
+    tx: optax.GradientTransformation, dtypes: Mapping[str, str], rows: Any, *, roots: Collection[str] = ROOTS
+) -> Any:
     """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:
-        dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}.
+        dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}. A
+            field holds an array for each parameter: in a NamedTuple, or as an entry of a dict or a tuple.
         rows: those of the model's plan, which determine blocks: see `block_of`. A training step updates states in
             float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
+        roots: fields of squares, whose roots are stored in float8.
     Returns:
         An optax transformation whose `update` takes `noise`, int32 [2], (seed, step), and, if arrays hold only some of
-        the layers, `layers`: see `random_bits`.
+        the layers, `layers`: see `random_bits`. Its `init` raises ConfigError if `tx` keeps nothing in a field, or, for
+        float8, arrays of other shapes than the parameters.
     """
     row_of = named_leaves(rows)
     inner = optax.with_extra_args_support(tx)
 
     def narrow(state: Any, before: Any, noise: Array, layers: Array | None = None) -> Any:
         def leaf(path: Any, x: Array, before: Any) -> Any:
-            field, name = _place(path, dtypes)
+            field, name = _place(path, row_of)
             dtype = dtypes.get(field, "float32")
             if dtype == "float32" or x.dtype != jnp.float32:
                 return x
@@ -76,21 +81,23 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
             if dtype == "float8" and not block:
                 return x
             bits = random_bits(noise, field, name, x.shape, layers)
-            return to_float8(x, bits, block, root=field in ROOTS) if block else to_bfloat16(x, bits)
+            return to_float8(x, bits, block, root=field in roots) if block else to_bfloat16(x, bits)
 
         return jax.tree_util.tree_map_with_path(leaf, state, before)
 
     def widen(state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Array:
-            field, _ = _place(path, dtypes)
+            field, _ = _place(path, row_of)
             if isinstance(x, Blocks):
-                return from_float8(x, root=field in ROOTS)
-            return x.astype(jnp.float32) if field and x.dtype == jnp.bfloat16 else x
+                return from_float8(x, root=field in roots)
+            narrow = dtypes.get(field, "float32") != "float32" and x.dtype == jnp.bfloat16
+            return x.astype(jnp.float32) if narrow else x
 
         return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
 
     def init(params: Any) -> Any:
         state = inner.init(params)
+        _check_fields(state, params, dtypes)
         return narrow(state, state, jnp.zeros(2, jnp.int32))
 
     def update(
@@ -102,12 +109,46 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _place(path: Any, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The field among `fields` that contains a leaf of an optimizer's state, and the parameter's name; "" for none."""
-    for at, key in enumerate(path):
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in fields:
-            return key.name, jax.tree_util.keystr(path[at + 1 :], simple=True, separator="/")
+def _place(path: Any, names: Collection[str]) -> tuple[str, str]:
+    """The field that contains a leaf of an optimizer's state, and the parameter's name, one of `names`; "" for a leaf
+    that belongs to no parameter."""
+    for at in range(1, len(path)):
+        if (name := jax.tree_util.keystr(path[at:], simple=True, separator="/")) in names:
+            return jax.tree_util.keystr(path[at - 1 : at], simple=True), name
     return "", ""
+
+
+def _check_fields(state: Any, params: Any, dtypes: Mapping[str, str]) -> None:
+    """Raise ConfigError if a dtype has no effect on a state, or cannot hold its arrays."""
+    shape_of, found = {name: x.shape for name, x in named_leaves(params).items()}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        field, name = _place(path, shape_of)
+        if field and x.dtype == jnp.float32:
+            found.setdefault(field, {})[name] = x.shape
+    fields: dict[str, list[str]] = {}
+    for field in dtypes:
+        fields.setdefault(MOMENT_FIELDS.get(field, field), []).append(field)
+    for names in fields.values():
+        dtype, kept = dtypes[names[0]], [shapes for field, shapes in found.items() if field in names]
+        said = _said(names[0], dtype)
+        if dtype != "float32" and not kept:
+            raise ConfigError(
+                f"{said} has no effect on this optimizer: it keeps nothing in {' or '.join(names)}, but "
+                f"{'in ' + ', '.join(found) if found else 'no array for a parameter'}; use 'float32', or wrap it in "
+                "with_states_in, with the names of its fields."
+            )
+        others = [(name, shape) for shapes in kept for name, shape in shapes.items() if shape != shape_of[name]]
+        if dtype == "float8" and others:
+            name, shape = others[0]
+            raise ConfigError(
+                f"{said} needs arrays of the parameters' shapes, and this optimizer keeps {list(shape)} for {name}, "
+                f"which is {list(shape_of[name])}; use 'bfloat16'."
+            )
+
+
+def _said(field: str, dtype: str) -> str:
+    """The setting, or the argument of `with_states_in`, that gives a field this dtype."""
+    return f"optimizer.{MOMENT_FIELDS[field]}={dtype!r}" if field in MOMENT_FIELDS else f"{field}={dtype!r}"
 
 
 # ---- weights
@@ -298,8 +339,8 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, Blocks)):
         if not isinstance(x, Blocks):
             continue
-        field, name = _place(path, MOMENT_FIELDS)
-        key, sharding = MOMENT_FIELDS[field], sharding_of[name]
+        field, name = _place(path, sharding_of)
+        key, sharding = MOMENT_FIELDS.get(field, field), sharding_of[name]
         pieces = [whole // own for whole, own in zip(x.values.shape, sharding.shard_shape(x.values.shape))]
         for size, blocks, count, cut in zip(
             x.values.shape, x.scales.shape, pieces, [*sharding.spec, *[None] * len(pieces)]
@@ -308,7 +349,7 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
                 axes = cut if isinstance(cut, tuple) else (cut,)
                 over = " x ".join(f"mesh.{axis}={sharding.mesh.shape[axis]}" for axis in axes)
                 raise ConfigError(
-                    f"optimizer.{key}='float8' has blocks of {size // blocks} along a dim of {name} of size {size}, "
+                    f"{_said(field, 'float8')} has blocks of {size // blocks} along a dim of {name} of size {size}, "
                     f"which {over} shards into pieces of {size // count}; use {key}='bfloat16', or a mesh that shards "
                     f"it into {blocks} pieces or a divisor of that."
                 )

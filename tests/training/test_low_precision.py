@@ -27,6 +27,7 @@ from parallax.training.load import EXPERT_COUNTS
 from parallax.training.low_precision import (
     WEIGHTS_FIELD,
     from_float8,
+    has_blocks,
     random_bits,
     to_bfloat16,
     to_e4m3,
@@ -290,6 +291,47 @@ def test_the_wrapper_takes_any_transformation():
         found = kept(state, "trace")[name]
         expected = stored("trace", name, np.asarray(grad), "bfloat16", None, (0, 0))
         np.testing.assert_array_equal(found, expected)
+
+
+def test_fields_of_any_name_are_stored_in_few_bits():
+    """AdaGrad's sums of squares, on a mesh, in float8: blocks of their roots, from which the update is computed."""
+    model = build((1, 2, 1), **SHAPE)
+    plain = optax.adagrad(0.1, initial_accumulator_value=0.0)
+    tx = with_states_in(plain, {"sum_of_squares": "float8"}, model.plan.rows, roots=("sum_of_squares",))
+    params, grads = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes), gradients(model, 0)
+    assert has_blocks(abstract_state(model, tx).opt_state)
+    updates, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=jnp.int32([0, 0])))(params, grads)
+    exact, sums = plain.update(grads, plain.init(params), params)
+    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    found = kept(state, "sum_of_squares")["blocks/mlp/up/kernel"]
+    expected = named_leaves(sums[0].sum_of_squares)["blocks/mlp/up/kernel"]
+    np.testing.assert_allclose(np.sqrt(from_float8(found, root=True)), np.sqrt(expected), rtol=1 / 8, atol=1e-2)
+
+
+REFUSED = {
+    "no such field": (
+        optax.adagrad(0.1),
+        {"mu": "bfloat16", "trace": "bfloat16"},
+        "optimizer.m_dtype='bfloat16' has no effect on this optimizer: it keeps nothing in mu or trace, but in "
+        "sum_of_squares; use 'float32', or wrap it in with_states_in, with the names of its fields.",
+    ),
+    "no states": (optax.sgd(0.1), {"nu": "float8"}, "it keeps nothing in nu, but no array for a parameter"),
+    "other shapes": (
+        optax.adafactor(0.1, min_dim_size_to_factor=8),
+        {"v_row": "float8"},
+        "v_row='float8' needs arrays of the parameters' shapes, and this optimizer keeps ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dtype_without_effect_on_an_optimizer_is_refused(case):
+    tx, dtypes, said = REFUSED[case]
+    model = build((1, 1, 1), **SHAPE)
+    with pytest.raises(ConfigError) as error:
+        abstract_state(model, with_states_in(tx, dtypes, model.plan.rows))
+    assert said in str(error.value)
 
 
 def test_in_float32_nothing_is_wrapped():
