@@ -451,7 +451,7 @@ class ShardingPlan:
         if not any(in_eight_bits):
             return whole
         narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
-        largest, shapes = pack([largest_entry(rows[at].compute, whole[at]) for at in narrow], "*")
+        largest, shapes = pack([largest_entry(rows[at].spec, rows[at].compute, whole[at]) for at in narrow], "*")
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
             with jax.named_scope(row.scope):
@@ -576,9 +576,9 @@ def cut_over_pp(
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
-def largest_entry(layout: Layout, weights: Array) -> Array:
+def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
     """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
-    one = len(layout.names) - (layout.names[0] == "layers")
+    one = len(layout.names) - bool(spec.stack)
     return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
 
 

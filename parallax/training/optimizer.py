@@ -96,9 +96,9 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> 
     It replaces optax.contrib.muon, whose Adam would also use Muon's Nesterov momentum, and whose products the compiler
     would shard on its own. States are the same as there.
     """
-    is_matrix = lambda row: row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
-    matrices = jax.tree.map(lambda row: row if is_matrix(row) else optax.MaskedNode(), rows)
-    kinds = jax.tree.map(lambda row: "muon" if is_matrix(row) else "adam", rows)
+    by_muon = lambda row: row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
+    matrices = jax.tree.map(lambda row: row if by_muon(row) else optax.MaskedNode(), rows)
+    kinds = jax.tree.map(lambda row: "muon" if by_muon(row) else "adam", rows)
 
     def update(grads, state, params=None):
         mean, count = optax.tree.update_moment(grads, state.mu, momentum, 1), optax.safe_increment(state.count)

@@ -209,7 +209,7 @@ class TrainStep:
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
             wide = widened(params)
             updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
-            old, wide, updates = (with_gradients(rows, tree) for tree in (params, wide, updates))
+            old, wide, updates = (_with_gradients(rows, tree) for tree in (params, wide, updates))
             new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
             return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state
 
@@ -223,7 +223,7 @@ class TrainStep:
         return jax.tree.map(_stored, rows, updated, params, grads), opt_state
 
 
-def with_gradients(rows: Any, tree: Any) -> Any:
+def _with_gradients(rows: Any, tree: Any) -> Any:
     """A tree of arrays for parameters, without those that have no gradient."""
     return jax.tree.map(lambda row, x: x if row.spec.has_gradient else None, rows, tree)
 

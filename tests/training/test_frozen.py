@@ -19,8 +19,8 @@ from parallax.runtime.errors import ConfigError
 from parallax.training.step import model_of
 
 ROWS, SEQ = 8, 16
-MODEL = dict(vocab=64, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")
-EXPERTS = dict(layers_of="dense*2 moe*2", experts=4, d_expert=16, experts_per_token=2)
+MODEL = dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")
+EXPERTS = dict(layers_of="dense moe", experts=4, d_expert=16, experts_per_token=2)
 MESH = dict(pp=1, dp=1, tp=1)
 CASES = {
     "a table and kernels": ("embedding blocks/*/kernel", {}),
@@ -37,7 +37,7 @@ CASES = {
         "embedding blocks/mlp/*/kernel",
         dict(
             mesh=MESH | dict(pp=2, dp=2),
-            model=dict(layers=5),
+            model=dict(layers=3),
             pipeline=dict(schedule="one_f_one_b", microbatches=2),
             data_parallel=dict(policy="zero2"),
         ),
@@ -65,7 +65,7 @@ CASES = {
         ),
     ),
 }
-SLOW = ["stages of uneven layers", "host memory", "every layer, where nothing is left for W", "muon"]
+FAST = ["a table and kernels", "the head's own table", "a divided backward pass"]
 
 
 def settings_of(frozen, **changes):
@@ -89,7 +89,7 @@ def arrays(tree):
     return {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FAST)) for c in CASES])
 def test_the_rest_is_trained_as_if_the_frozen_ones_had_zero_updates(case):
     frozen, changes = CASES[case]
     steps = [step_of(settings_of(words, **changes)) for words in ("", frozen)]
@@ -112,8 +112,9 @@ def test_the_rest_is_trained_as_if_the_frozen_ones_had_zero_updates(case):
     after = arrays(state.params)
     norm = np.sqrt(sum(np.square(every[name], dtype=np.float64).sum() for name in specs if specs[name].is_trained))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    unchanged = {name for name in after if np.array_equal(after[name], before[name])}
-    assert unchanged == {name for name, spec in specs.items() if spec.frozen and spec.role != "maxima"}
+    updated = [name for name in after if specs[name].role != "maxima"]  # a scale may be the same again
+    unchanged = {name for name in updated if np.array_equal(after[name], before[name])}
+    assert unchanged == {name for name in updated if specs[name].frozen}
     kept = flatten(state.opt_state)
     assert not any(name.endswith(spec) for name in kept for spec in specs if specs[spec].frozen)
     assert kept
