@@ -59,7 +59,7 @@ def main() -> None:
         step = px.step_of(settings, px.make_mesh(settings.mesh, jax.devices()[:devices]))
         batch = packed_batch(args.rows, args.seq, VOCAB)
         takes[name] = stepper(step.take, step.init(), jax.device_put(batch, step.model.batch_sharding))
-        flops[name] = flops_per_token(settings.model, step.model.shapes, seq=args.seq)
+        flops[name] = flops_per_token(settings.model, step.model.plan.declared, seq=args.seq)
     microbatches = mixture.pipeline.microbatches
     print(f"{args.rows * args.seq // microbatches // sizes['ep']:,} tokens of a microbatch on a device")
     print("step          CPU s   / dense  MFLOP a token")

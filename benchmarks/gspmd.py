@@ -107,7 +107,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
         step = step_of(row, settings, mesh)
         program = step.lower(*shape).compile()
     read = read_step(program, step.model, seq=shape[1])
-    flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
+    flops = flops_per_token(settings.model, step.model.plan.declared, seq=shape[1]) * math.prod(shape) / mesh.size
     return read, step_time(read, chip(topology), flops, kernel_efficiency=1.0)
 
 

@@ -178,7 +178,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
         program = step.lower(*shape).compile(compiler_options=dict(row.told))
     model = step.model
     read = read_step(program, model, seq=shape[1])
-    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
+    flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
     sent = overlaps(read, chip(args.topology))
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)

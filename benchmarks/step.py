@@ -97,7 +97,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
     started = time.perf_counter()
     step = make_train_step(model, tx, 0).lower(rows, seq).compile()
     compile_secs = time.perf_counter() - started
-    flops = flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
+    flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * rows * seq
     return Prepared(step, state, batch, flops, compile_secs)
 
 

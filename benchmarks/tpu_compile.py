@@ -95,7 +95,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     compile_secs = time.perf_counter() - started
     read = read_step(compiled, model, seq=args.seq)
     tokens = config.data.global_batch * args.seq / mesh.size
-    flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
+    flops = flops_per_token(settings.model, model.plan.declared, seq=args.seq) * tokens
     return Step(read, step_time(read, chip(args.topology), flops, kernel_efficiency=1.0), compile_secs)
 
 

@@ -160,6 +160,8 @@ def get_config() -> ConfigDict:
     config.optimizer.states_on = "device"
     # "device" | "host": memory of parameters between steps; host: a step computes with a copy in model.dtype
     config.optimizer.masters_on = "device"
+    # names or patterns of parameters that are not trained, as "embedding blocks/attention/*"
+    config.optimizer.frozen = ""
 
     # Skips updates whose loss or gradient is not finite, and spikes.
     config.guard = ConfigDict()

@@ -220,12 +220,12 @@ def rounded(x, bits, dtype, drawn):
     return np.where(place + (bits >> (32 - drawn)) / 2.0**drawn >= 1, above, below)
 
 
-def stored(field, name, x, dtype, layout, noise):
+def stored(field, name, x, dtype, row, noise):
     """An array as it is stored, in float64, by NumPy; `noise` is (seed, step)."""
     bits = random_bits(*noise, field, name, x.shape)
     if dtype == "bfloat16":
         return rounded(x, bits, ml_dtypes.bfloat16, 16)
-    block = block_of(layout, x.shape) if dtype == "float8" else ()
+    block = block_of(row.spec, row.at_rest, x.shape) if dtype == "float8" else ()
     if not block:
         return x.astype(np.float64)
     x = np.sqrt(x) if field == "nu" else x

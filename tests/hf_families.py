@@ -248,7 +248,7 @@ def our_losses(pair: Pair, model, params) -> list[float]:
     """As train.init_from would begin: with the imported parameters, and an optimizer that has seen nothing."""
     settings = load_settings(pair.run)
     config = dataclasses.replace(settings.optimizer, schedule="constant", warmup_steps=0, **ADAMW)
-    tx = make_optimizer(config, STEPS, model.layouts)
+    tx = make_optimizer(config, STEPS, model.plan.rows)
     step = make_train_step(model, tx, settings.train.seed, settings.guard)
     zeros = jax.tree.map(
         lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract_state(model, tx)

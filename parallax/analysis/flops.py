@@ -12,59 +12,38 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import AXES, BLOCKS, EMBEDDING, HEAD, LAYER_KINDS, ModelConfig
+from parallax.config.sections import ATTENTION, AXES, EMBEDDING, HEAD, MLP, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
-from parallax.model.moe import MIXTURE_PARTS
-from parallax.model.norm import SCALE
-from parallax.model.products import is_amax_name
-from parallax.model.transformer import LAYER_PARTS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import is_simulated
+from parallax.sharding.parameter import Role, declared_leaves
 
-COMPONENTS = (EMBEDDING, *LAYER_PARTS, "norms", HEAD)  # a mixture has MIXTURE_PARTS instead of its "mlp"
-# Forward takes 2 FLOPs per weight and token, backward twice that: once for weights, once for activations.
-FLOPS_PER_WEIGHT = 6
+NORMS = "norms"
+COMPONENTS = (EMBEDDING, ATTENTION, MLP, NORMS, HEAD)  # in this order, before other parts of layers
+# For a weight and token: forward and the gradient of the activations take 2 FLOPs each, and that of the weight 2.
+FLOPS_PER_WEIGHT, FLOPS_PER_GRADIENT = 4, 2
 
 
-def parameters_by_component(shapes: Any) -> dict[str, int]:
-    """Number of parameters of each of COMPONENTS, and of other components of blocks, over all layers and devices.
-    Scales of 8-bit products are not counted.
-
-    >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
-    >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
-    {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
-    """
-    counts = dict.fromkeys(COMPONENTS, 0)
-    for path, leaf in named_leaves(shapes).items():
-        if is_amax_name(path):
+def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str, int]:
+    """Number of parameters of each of COMPONENTS, and of other parts of layers, over all layers and devices; norms are
+    counted together. Scales of 8-bit products are not counted; with `trained`, neither are parameters without a
+    gradient."""
+    counts = Counter(dict.fromkeys(COMPONENTS, 0))
+    for one in declared_leaves(declared):
+        if trained and not one.spec.has_gradient:
             continue
-        component = component_of(path)
-        counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
-    return counts
-
-
-def component_of(path: str) -> str:
-    """Which of COMPONENTS or MIXTURE_PARTS a parameter belongs to, by its path.
-
-    >>> [component_of(f"blocks/{path}") for path in ("attention/norm/scale", "mlp/gate/kernel", "moe/mlp/experts/up")]
-    ['norms', 'mlp', 'experts']
-    """
-    first, *names = path.split("/")
-    if names[-1] == SCALE:
-        return "norms"
-    if first != BLOCKS:
-        return first
-    return next((name for name in MIXTURE_PARTS if name in names), names[names[0] in LAYER_KINDS])
+        if one.spec.role != Role.MAXIMA:
+            counts[NORMS if one.spec.role == Role.NORM else one.spec.part] += math.prod(one.value.shape)
+    return dict(counts)
 
 
 def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
     """Parameters of layers by component, without norms."""
-    return {name: counts[name] for name in (*LAYER_PARTS, *MIXTURE_PARTS) if name in counts}
+    return {name: count for name, count in counts.items() if name not in (EMBEDDING, NORMS, HEAD)}
 
 
 def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
@@ -82,21 +61,33 @@ def qk_width(model: ModelConfig) -> int:
     return model.sizes["d_qk"] if model.attention == "mla" else model.d_head
 
 
-def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
-    """Parameters of matrix products for one token: those of blocks without norms and biases, of the experts only those
-    that it is sent to, and the head's table, tied or not, without rows that pad the vocab. No embedding."""
-    return sum(matmul_parameters_by_stack(model, shapes).values()) + model.vocab * model.d_model
+def matmul_parameters(model: ModelConfig, declared: Any) -> int:
+    """Parameters of matrix products for one token: weights of layers, of the experts only those that it is sent to, and
+    the head's table, tied or not, without rows that pad the vocab. No embedding."""
+    return sum(matmul_parameters_by_stack(model, declared).values()) + model.vocab * model.d_model
 
 
-def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int]:
-    """The same for blocks, by the name of their stack, as "blocks" or "blocks/moe"."""
+def matmul_parameters_by_stack(model: ModelConfig, declared: Any, *, trained: bool = False) -> dict[str, int]:
+    """The same for layers, by the name of their stack, as "blocks" or "blocks/moe"; with `trained`, only weights that
+    are."""
     found: dict[str, Counter] = defaultdict(Counter)
-    for path, leaf in named_leaves(shapes).items():
-        first, second, *_ = path.split("/")
-        component = component_of(path)
-        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_amax_name(path)):
-            found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
+    for one in declared_leaves(declared):
+        if one.spec.role == Role.WEIGHT and one.spec.stack:
+            counted = one.spec.is_trained or not trained
+            found[one.spec.stack][one.spec.part] += math.prod(one.value.shape) if counted else 0
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
+
+
+def weight_flops_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
+    """FLOPs of the layers' products with weights for one token, forward and backward, by the name of their stack."""
+    each, trained = (matmul_parameters_by_stack(model, declared, trained=only) for only in (False, True))
+    return {stack: FLOPS_PER_WEIGHT * each[stack] + FLOPS_PER_GRADIENT * trained[stack] for stack in each}
+
+
+def flops_per_head_weight(declared: Any) -> int:
+    """FLOPs of the head for one token and entry of its table, forward and backward."""
+    tables = {one.spec.part: one for one in declared_leaves(declared) if one.spec.role == Role.TABLE}
+    return FLOPS_PER_WEIGHT + FLOPS_PER_GRADIENT * tables.get(HEAD, tables[EMBEDDING]).spec.is_trained
 
 
 def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
@@ -104,13 +95,14 @@ def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
     return model_flops / secs / peak_flops
 
 
-def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
+def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     """Model FLOPs for one token, forward and backward, without recomputation.
 
-    6 for each active parameter of a matmul. In causal attention a token reads seq / 2 others on average, in each head
-    with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    6 for each active parameter of a matmul, 4 if it is not trained. In causal attention a token reads seq / 2 others on
+    average, in each head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
     """
-    return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + scores_flops(model, seq)
+    layers, head = sum(weight_flops_by_stack(model, declared).values()), model.vocab * model.d_model
+    return layers + flops_per_head_weight(declared) * head + scores_flops(model, seq)
 
 
 def scores_flops(model: ModelConfig, seq: int) -> int:
@@ -234,8 +226,9 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
     (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
     alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
+    per_entry = flops_per_head_weight(model.plan.declared)
     counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
-    useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
+    useful = (flops_per_token(model.model, model.plan.declared, seq=seq) - per_entry * counted_twice) * tokens / devices
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
     return Flops(
         model=useful,
@@ -290,10 +283,10 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str
     """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out, since all
     ranks run them at the same time."""
     config, sizes = model.model, model.axis_sizes
-    head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
-    share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
-    forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
-    kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
+    declared, head = model.plan.declared, config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
+    share, of_head = sizes["pp"] / (config.layers * model.pipeline.microbatches), flops_per_head_weight(declared)
+    forward, backward = (mean["forward"] - 2 * head) * share, (mean["backward"] - (of_head - 2) * head) * share
+    kernels = sum(matmul_parameters_by_stack(config, declared, trained=True).values())
     weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
     backward += mean["recompute"] * share
     weights *= model.schedule.split
@@ -312,8 +305,8 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
     scores = scores_flops(model.model, seq) / model.model.layers
-    stacks = matmul_parameters_by_stack(model.model, model.shapes)
-    flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
+    stacks = weight_flops_by_stack(model.model, model.plan.declared)
+    flops = {name: stacks[name] + scores * order.layers for name, order in model.orders.items()}
     average = sum(flops.values()) / model.model.layers
     of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
     return sum(of_kind).tolist()

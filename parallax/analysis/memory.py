@@ -113,7 +113,7 @@ def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
 
 def predicted_state(model: ShardedModel, settings: Settings) -> TrainState:
     """Shapes and shardings of the state that training these settings would keep."""
-    return abstract_state(model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts))
+    return abstract_state(model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows))
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:

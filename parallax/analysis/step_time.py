@@ -23,7 +23,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,9 +49,8 @@ from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
-from parallax.config.sections import EMBEDDING, HEAD
+from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
 from parallax.config.settings import Settings
-from parallax.model.transformer import ATTENTION, LAYER_PARTS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import KERNEL_EFFICIENCY, Chip
 from parallax.runtime.errors import ConfigError
@@ -68,7 +67,6 @@ REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCT_PRIMITIVES = ("dot_general", *KERNEL_CALLS, *GROUPED)
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}  # dtypes of products, in ModelConfig
-TABLE_MODULES = (EMBEDDING, HEAD)
 GROUPED_PRODUCTS = "grouped"
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # of compiled programs
 
@@ -96,6 +94,8 @@ class TracedWork(NamedTuple):
     model_flops: float  # a device's share of the model FLOPs, without recomputation
     bubble: float  # share of the ticks in which an average rank is idle
     moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
+    layer_modules: Collection[str] = ()  # see ShardingPlan
+    trained: float = 1.0  # share of the parameters that an update reads and writes
 
 
 class CollectiveTime(NamedTuple):
@@ -163,13 +163,15 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     found: dict[type, list[tuple[Any, int]]] = defaultdict(list)
     for what, times in walk(program, at=first, count=count).items():
         found[type(what)].append((what, times))
-    model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
+    model_flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape)
     return TracedWork(
         [product._replace(count=times) for product, times in found[OpCost]],
         sorted(sent._replace(count=times) for sent, times in found[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
         dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
+        model.plan.layer_modules,
+        model.plan.trained,
     )
 
 
@@ -194,12 +196,12 @@ def estimate(
     bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
-    sent = messages(traced.sent, topology, settings)
+    sent = messages(traced.sent, topology, settings, traced.layer_modules)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
     exposed = exposed_parts(sent, hidden)
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
-    parameters, states = held.parameters + host.parameters, held.optimizer + host.optimizer
+    parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
     gradients = parameters * FLOAT32_BYTES // jnp.dtype(settings.optimizer.weights_dtype).itemsize
     update = (gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
     passes, once = link_waits(timed, update, traced.moved, host, topology.chip)
@@ -248,8 +250,10 @@ def link_waits(
     return waits, host.parameters / chip.host_bandwidth + max(0.0, of_update - update)
 
 
-def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
-    """Times of the traced collectives, without those that send nothing."""
+def messages(
+    sent: Iterable[Sent], topology: Topology, settings: Settings, layer_modules: Collection[str] = ()
+) -> list[CollectiveTime]:
+    """Times of the traced collectives, without those that send nothing; `layer_modules` are the plan's."""
     sizes, found = settings.mesh.sizes, []
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
     for one in sent:
@@ -258,12 +262,12 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
         links = topology.route(sizes, one.axes)
         can_hide = one.kind in hiding or settings.fsdp.prefetch > 0
         # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
-        beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
+        beside = not one.module.startswith((EMBEDDING, HEAD)) and _is_per_use(one, settings)
         # In the ring, keys are sent while the previous ones are used.
         ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
         hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
         secs = links.secs(one.kind, one.total_bytes)
-        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
+        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings, layer_modules)))
     return found
 
 
@@ -278,13 +282,13 @@ def _is_per_use(one: Sent, settings: Settings) -> bool:
     return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
 
 
-def _ticks(one: Sent, settings: Settings) -> bool:
+def _ticks(one: Sent, settings: Settings, layer_modules: Collection[str]) -> bool:
     """Whether it is part of the ticks, that is, sent for each microbatch. With one microbatch the count does not tell;
     then collectives of layers are part of the ticks, except for weights that are gathered once a step."""
     if settings.pipeline.microbatches > 1:
         return one.count >= settings.pipeline.microbatches
     of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
-    return one.module.startswith(LAYER_PARTS) and of_passes
+    return one.module.split("/")[0] in layer_modules and of_passes
 
 
 def hidden_secs(work: float, sent: float) -> float:
@@ -501,7 +505,7 @@ def compile_and_read(
     peak = found.peak if topology.is_tpu else found.together
     if found.cycles is None:
         return CompiledStep("", found.arguments, found.temporaries, peak)
-    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
+    flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / topology.devices
     how = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
     time = step_time(found, topology.chip, flops, **how)
     return CompiledStep("", found.arguments, found.temporaries, peak, time, overlaps(found, topology.chip))

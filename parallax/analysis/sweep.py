@@ -22,9 +22,11 @@ import jax.numpy as jnp
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import (
-    FLOPS_PER_WEIGHT,
+    FLOPS_PER_GRADIENT,
+    flops_per_head_weight,
     flops_per_token,
     layer_parameters,
+    matmul_parameters_by_stack,
     parameters_by_component,
     qk_width,
     scores_flops,
@@ -45,9 +47,9 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
+from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.model.traffic import exchange_of, exchanged_rows
-from parallax.model.transformer import ATTENTION
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError, errors_as
@@ -74,9 +76,15 @@ class LeastWork:
         # For one replica; all do the same.
         self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
-        self.parameters = layer_parameters(parameters_by_component(model.shapes))
+        declared = model.plan.declared
+        self.parameters, self.trained = (
+            layer_parameters(parameters_by_component(declared, trained=only)) for only in (False, True)
+        )
+        self.head_flops = flops_per_head_weight(declared) * settings.model.vocab * settings.model.d_model
+        kernels = matmul_parameters_by_stack(settings.model, declared, trained=True)
+        self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
-        self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
+        self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
         self.narrow = {settings.fsdp.gather_dtype, settings.model.matmul} != {"compute"}
         self.hidden = 2 * settings.model.kinds.count("dense") * settings.model.d_ff
         kept = predicted_state(model, settings)
@@ -87,7 +95,7 @@ class LeastWork:
         """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
         bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble, layer_modules=(ATTENTION,))
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
@@ -97,8 +105,8 @@ class LeastWork:
         layers' `gate` and `up` are counted."""
         stay, pieces = layouts_of_policy(choice.policy), choice.pp * choice.tp * choice.ep
         over = lambda layout: choice.data_ranks / choice.ep if layout != stay.compute else 1  # noqa: E731
-        layers = sum(self.parameters.values()) / pieces
-        held = self.state / pieces / over(stay.at_rest) + layers * FLOAT32_BYTES / over(stay.summed)
+        layers, trained = (sum(counts.values()) / pieces for counts in (self.parameters, self.trained))
+        held = self.state / pieces / over(stay.at_rest) + trained * FLOAT32_BYTES / over(stay.summed)
         if stay.at_rest != stay.resident == stay.compute:
             held += layers * (1 if self.narrow else self.itemsize)
         if self.settings.pipeline.residuals_on == DEVICE:
@@ -117,8 +125,8 @@ class LeastWork:
         fastest = max("compute", model.matmul, key=rate)  # some of them are in the compute dtype in any case
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        head = FLOPS_PER_WEIGHT * model.vocab * model.d_model
-        weights = self.flops - attention - head
+        head, gradients = self.head_flops, self.weight_gradient_flops
+        weights = self.flops - attention - head - gradients
         if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
             pairs = model.layers * model.heads * self.settings.data.seq / 2
             attention += 2 * pairs * qk_width(model)
@@ -126,7 +134,7 @@ class LeastWork:
         remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
-        costs = [(head + weights / 3, 0, "compute"), (weights * 2 / 3, 0, fastest), (again, 0, fastest)]
+        costs = [(head + gradients, 0, "compute"), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
         count = self.tokens / self.devices
         return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]
@@ -137,8 +145,13 @@ class LeastWork:
         outputs of a layer's two branches, forward and backward. Over ep: the exchange of a mixture's tokens, there and
         back. Communication of attention over cp and of routers is left out."""
         model, pieces = self.settings.model, choice.pp * choice.tp
-        experts = self.parameters.get("experts", 0) / pieces / choice.ep
-        layers = sum(self.parameters[name] for name in self.parameters if name not in ("experts", "router")) / pieces
+        of_all, of_trained = (
+            (
+                sum(counts[name] for name in counts if name not in ("experts", "router")) / pieces,
+                counts.get("experts", 0) / pieces / choice.ep,
+            )
+            for counts in (self.parameters, self.trained)
+        )
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum sends twice as much as a scatter
@@ -152,8 +165,8 @@ class LeastWork:
         gathers *= 1 / self.itemsize if self.narrow else 1
         calls = [
             (kind, axes, entries, count)
-            for axes, entries in ((data, layers), (of_experts, experts))
-            for kind, count in (("all-gather", gathers), (scatter, sums))
+            for kind, count, both in (("all-gather", gathers, of_all), (scatter, sums, of_trained))
+            for axes, entries in zip((data, of_experts), both)
         ]
         if self.settings.layout.tensor_parallel == "column_row":
             calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))

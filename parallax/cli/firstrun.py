@@ -281,7 +281,7 @@ def compile_step(found: Found) -> None:
     connect(mesh)
     found.options = {name: str(value) for name, value in compiler_options(mesh, settings.model.matmul).items()}
     found.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
-    found.step_flops = flops_per_token(settings.model, found.step.model.shapes, seq=shape[1]) * math.prod(shape)
+    found.step_flops = flops_per_token(settings.model, found.step.model.plan.declared, seq=shape[1]) * math.prod(shape)
     lowered, begun = found.step.lower(*shape), time.perf_counter()
     found.program = lowered.compile()
     found.compile_secs = time.perf_counter() - begun

@@ -25,7 +25,7 @@ ADDED = {
     "data_parallel": "policy exceptions",
     "fsdp": "gather_dtype",
     "loss": "balance_coefficient router_z_coefficient",
-    "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on",
+    "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
     "train": "compile_cache",
     "sample": "special_tokens",

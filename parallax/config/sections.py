@@ -32,7 +32,8 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
-MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp", "experts")
+MATMULS = ("compute", "int8", "float8")
+MATMUL_PARTS = ATTENTION, MLP, _ = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = ("compute", "8bit")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -549,6 +550,9 @@ class OptimizerConfig(Section, saved=True):
         "device",
         "memory of parameters between steps; host: a step computes with a copy in model.dtype",
         choices=MEMORIES,
+    )
+    frozen: str = key(
+        "", 'names or patterns of parameters that are not trained, as "embedding blocks/attention/*"', saved=True
     )
 
     def check(self) -> None:

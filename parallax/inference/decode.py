@@ -42,7 +42,7 @@ from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
-from parallax.sharding.parameter import layouts_of
+from parallax.sharding.parameter import ParameterSpec, layouts_of, map_declared
 from parallax.sharding.plan import DATA_AXES, WITHIN_STAGE, largest_entry
 
 RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
@@ -74,7 +74,8 @@ class Decoder:
         self.model, self.rounded_to = model, rounded_to
         self.layouts = jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
-        self.wanted = layouts_of(self.parts.declared())
+        declared = self.parts.declared()
+        self.wanted, self.specs = layouts_of(declared), map_declared(lambda one: one.spec, declared)
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.kinds)
         self.orders = list(arrangements(placement, model.kinds).values())
@@ -196,12 +197,12 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
         sent."""
 
-        def moved(stored: Layout, wanted: Layout, weight: Array, kind: str) -> Array:
+        def moved(stored: Layout, wanted: Layout, weight: Array, kind: str, spec: ParameterSpec) -> Array:
             # Tables are sharded over pp, too; layers stay on their ranks.
             whole = stored.without(*(axis for axis in (*DATA_AXES, "pp") if axis not in wanted.used_axes()))
             if kind:
                 weight = weight.astype(self.model.dtype)
-                scale = scale_of(max_over(largest_entry(stored, weight), WITHIN_STAGE), kind)
+                scale = scale_of(max_over(largest_entry(spec, stored, weight), WITHIN_STAGE), kind)
                 weight = gather_rounded(f"{stored} -> {whole}", kind, lambda axes: 1, weight, scale)
             elif whole != stored:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
@@ -216,7 +217,7 @@ class Decoder:
         staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to)
+        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to, self.specs)
 
 
 class DecodeState(NamedTuple):

@@ -30,11 +30,11 @@ from parallax.runtime.errors import CheckpointError, first_few, shown, writing
 from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
+from parallax.sharding.plan import ShardingPlan
 from parallax.step.resolve import tokenizer_of_step
 from parallax.training.step import model_of
 
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
-OF_EXPERTS = ".mlp.experts."  # part of names of arrays that also have a dim for experts
 CARRIED = ("config.json", TOKENIZER_FILE)
 CARRIED_IF_THERE = (TOKENIZER_CONFIG, GENERATION_CONFIG)
 
@@ -252,9 +252,11 @@ def make_run(
     with new_folder(workdir) as unfinished:
         step = unfinished / "checkpoints" / "0"
         files.make_folder(step / "params")
+        plan = plan_of(settings)
+        stacked = {name: row.spec.stacked(row.at_rest) or 1 for name, row in flatten(plan.rows).items()}
         arrays = {
-            name: ArrayWriter(step / "params", name, about, stacked=2 if OF_EXPERTS in name else 1)
-            for name, about in param_shapes(settings).items()
+            name: ArrayWriter(step / "params", name, about, stacked=stacked[name])
+            for name, about in flatten(plan.shapes).items()
         }
         for name, here in plain_names(arrays, settings.model.kinds).items():
             for index, pieces in parts(name, here):
@@ -286,10 +288,15 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def param_shapes(settings: Settings) -> dict[str, Any]:
-    """Shapes and dtypes of the model's parameters, on one device."""
+    """Shapes and dtypes of the model's parameters by name."""
+    return flatten(plan_of(settings).shapes)
+
+
+def plan_of(settings: Settings) -> ShardingPlan:
+    """The plan of the model's parameters on one device: their shapes, dtypes, and what they are."""
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), start_devices()[:1])
     settings = read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1})
-    return flatten(model_of(settings, mesh).shapes)
+    return model_of(settings, mesh).plan
 
 
 @contextlib.contextmanager

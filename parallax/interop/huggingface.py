@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from parallax.checkpoint.arrays import PIECE_BYTES
+from parallax.checkpoint.arrays import PIECE_BYTES, flatten
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
@@ -22,10 +22,10 @@ from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import FusedTensor, ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
-from parallax.model.products import is_amax_name
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
+from parallax.sharding.parameter import Role
 
 CONFIG = "config.json"
 # Small texts that users expect in such a folder.
@@ -278,11 +278,12 @@ def to_hf(
         own = {}  # written by the import, for an end that only config.json named
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
+    rows = flatten(export.plan_of(settings).rows)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.kinds).values():
-            if is_amax_name(here.name):
+            if rows[here.name].spec.role == Role.MAXIMA:
                 collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue
             view = views[here.name]

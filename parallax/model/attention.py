@@ -11,6 +11,7 @@ from einops import repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.config.sections import ATTENTION
 from parallax.model.blockwise import WHOLE, blockwise_attention
 from parallax.model.context import Context, causal_mask, segment_mask
 from parallax.model.dense import Dense
@@ -143,13 +144,14 @@ class GQA(nn.Module):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
         wide = activation(f"{self.kv} d_head")
-        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
         how = dict(bias=self.bias, matmul_residuals=self.matmul_residuals)
         self.q = dense(q, x, out, **how)
         self.k = dense(kv, x, wide, **how)
         self.v = dense(kv, x, wide, **how)
         self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
-        norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
+        of_norm = self.sizes, self.norm_eps, ATTENTION
+        norm = lambda layout: RMSNorm(layout, *of_norm) if self.qk_norm else _as_it_is  # noqa: E731
         self.q_norm, self.k_norm = norm(out), norm(wide)
         # Without a norm the backward pass does not read them, since rotation is linear.
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is

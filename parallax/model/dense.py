@@ -52,17 +52,20 @@ class Dense(nn.Module):
     at_rest: str = "d_model"
     matmul: str = COMPUTE
     matmul_residuals: str = COMPUTE
+    part: str = ""  # of the model: see ParameterSpec
 
     def setup(self):
         x, y = Layout.parse(self.x), Layout.parse(self.y)
-        fan_in = math.prod(self.sizes[name] for name in Layout.parse(self.weight).names if name in x.names)
-        initial = nn.initializers.normal(self.scale * fan_in**-0.5)
-        self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, at_rest=self.at_rest)
-        if self.matmul != COMPUTE:
-            self.amax = parameter(self, AMAX, AMAX_LAYOUT, self.sizes, nn.initializers.zeros)
+        inputs = [name for name in Layout.parse(self.weight).names if name in x.names]
+        initial = nn.initializers.normal(self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5)
+        zeros, scales = nn.initializers.zeros, AMAX if self.matmul != COMPUTE else ""
+        of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs), scales=scales)
+        self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, **of_weight)
+        if scales:
+            self.amax = parameter(self, scales, AMAX_LAYOUT, self.sizes, zeros, role="maxima", part=self.part)
         if self.bias:
             layout = " ".join("/".join((name, *y.cut_of(name))) for name in y.names if name not in x.names)
-            self.shift = parameter(self, "bias", layout, self.sizes, nn.initializers.zeros)
+            self.shift = parameter(self, "bias", layout, self.sizes, zeros, role="bias", part=self.part)
 
     def input(self, x: Array, *, part: str = "", before: str = "") -> Array | ProductInput:
         """x in the form that this product reads; other products of the same input can use it, too, so 8-bit inputs are

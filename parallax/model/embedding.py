@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from parallax.config.sections import EMBEDDING, HEAD
 from parallax.model.dropout import Dropout
 from parallax.model.norm import RMSNorm
 from parallax.model.padding import without_padding
@@ -50,8 +51,9 @@ EMBEDDINGS = {
 INITIAL_STD = 0.02
 
 
-def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int) -> Array:
-    """Declare a table as a parameter of `module`; rows after its first `entries` are padding, initialised with zeros.
+def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int, part: str) -> Array:
+    """Declare the table of `part`, a part of the model, as a parameter of `module`; rows after its first `entries` are
+    padding, initialised with zeros.
 
     At rest, data axes shard its rows: shards are contiguous in memory, where shards of d_model would be copied before
     they are sent. The initial values of the entries do not depend on the padding.
@@ -61,7 +63,8 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], en
         table_VD = nn.initializers.normal(INITIAL_STD)(key, shape, jnp.float32)
         return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
 
-    return parameter(module, "table", str(form.table), sizes, initial, at_rest="vocab d_model")
+    layout, at_rest = str(form.table), "vocab d_model"
+    return parameter(module, "table", layout, sizes, initial, role="table", part=part, at_rest=at_rest)
 
 
 class Embedding(nn.Module):
@@ -87,7 +90,7 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
-        table = vocab_table(self, self.form, self.sizes, self.entries)
+        table = vocab_table(self, self.form, self.sizes, self.entries, EMBEDDING)
         ids = cut(f"{self.rows} {SEQ} -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.table, "vocab", table.shape[0])
         # Cast after the lookup, whose gradient is a sum over all occurrences of a token: see `embed_grads`.
@@ -121,8 +124,8 @@ class Head(nn.Module):
     tied: bool
 
     def setup(self):
-        self.norm = RMSNorm(str(with_rows(self.residual, self.rows)), self.sizes, self.norm_eps)
-        self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries)
+        self.norm = RMSNorm(str(with_rows(self.residual, self.rows)), self.sizes, self.norm_eps, HEAD)
+        self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries, HEAD)
 
     def __call__(self, x: Array) -> Array:
         """Normed activations [B, S, D] of the tokens for which this rank computes logits."""

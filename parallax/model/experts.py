@@ -21,6 +21,7 @@ from parallax.model.grouped_kernel import (
     input_gradient_by_group,
 )
 from parallax.model.products import (
+    AMAX,
     AMAX_LAYOUT,
     COMPUTE,
     EIGHT_BIT_PRODUCTS,
@@ -31,7 +32,6 @@ from parallax.model.products import (
     WEIGHT,
     EightBitProduct,
     Operand,
-    amax_of,
     largest,
 )
 from parallax.model.traffic import usual_rows
@@ -73,15 +73,22 @@ class Experts(nn.Module):
         if self.matmul == COMPUTE:
             return ExpertKernels(kernels)
         rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
-        return ExpertKernels(kernels, getattr(self, amax_of(name)), rounded, self.matmul)
+        return ExpertKernels(kernels, getattr(self, _scales_of(name)), rounded, self.matmul)
 
     def _amax(self, name: str) -> Array:
-        return parameter(self, amax_of(name), AMAX_LAYOUT, self.model.sizes, nn.initializers.zeros)
+        zeros, what = nn.initializers.zeros, dict(role="maxima", part="experts")
+        return parameter(self, _scales_of(name), AMAX_LAYOUT, self.model.sizes, zeros, **what)
 
-    def _kernel(self, name: str, layout: str, deviation: float, else_cut: str = "d_model") -> Array:
-        init = nn.initializers.normal(deviation)
+    def _kernel(self, name: str, layout: str, deviation: float, inputs: str = "d_model") -> Array:
+        init, scales = nn.initializers.normal(deviation), _scales_of(name) if self.matmul != COMPUTE else ""
+        what = dict(role="weight", part="experts", inputs=inputs, scales=scales)
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
-        return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {else_cut}")
+        return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
+
+
+def _scales_of(kernels: str) -> str:
+    """The name of the parameter with the scales of these kernels' products."""
+    return f"{kernels}_{AMAX}"
 
 
 class ExpertKernels(struct.PyTreeNode):

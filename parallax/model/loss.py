@@ -67,11 +67,13 @@ def chunked_loss_and_grads(
     earlier_VD: Array | None = None,
     *,
     entries: int | None = None,
-) -> tuple[Array, Array, Array]:
+    trained: bool = True,
+) -> tuple[Array, Array | None, Array]:
     """The sums [2], and `weight` times the gradients of both losses with respect to table (float32) and hidden, chunk
     by chunk.
 
-    The table's gradient is added to `earlier_VD`, if given, to save the memory of a second table.
+    The table's gradient is added to `earlier_VD`, if given, to save the memory of a second table; it is None if the
+    table is not `trained`.
 
     Forward and backward of a chunk run together, so logits are neither saved nor recomputed. `table_VD` must vary over
     every bound axis: its gradient is this device's share, which the caller sums once.
@@ -90,10 +92,10 @@ def chunked_loss_and_grads(
         grad_CV = grad_CV.astype(table_VD.dtype)
         with jax.named_scope(GRADIENTS), jax.named_scope(LOGITS):
             hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
-            table_grad = jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
-        return grad_VD + table_grad, (loss, *pull_hidden(hidden_grad))
+            grad_VD = grad_VD + jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide) if trained else None
+        return grad_VD, (loss, *pull_hidden(hidden_grad))
 
-    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
+    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None and trained else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
     return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
 

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
+from parallax.config.sections import ATTENTION
 from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
@@ -75,11 +76,11 @@ class MLA(nn.Module):
         self.down = self._dense("d_model", "d_latent/tp")
         # Too small to gain from 8 bits. Each tp rank has only its own heads' gradient, which has another scale.
         self.k_rope = self._dense("d_model", "d_rope", matmul="compute")
-        self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps)
+        self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps, ATTENTION)
         heads, seq = activation("heads/tp d_head"), self._seq_of_keys
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
         up = (*up, activation("heads/tp d_head", seq=seq))
-        how = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        how = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
         of_latent = dict(at_rest="d_latent", matmul_residuals=self.matmul_residuals)
         self.up_k = Up(*up, **how, **of_latent)
         self.up_v = Up(*up, **how, **of_latent)
@@ -142,7 +143,7 @@ class MLA(nn.Module):
         narrow = activation("d_latent_q/tp")
         return [
             self._dense("d_model", "d_latent_q/tp"),
-            RMSNorm(narrow, self.sizes, self.norm_eps),
+            RMSNorm(narrow, self.sizes, self.norm_eps, ATTENTION),
             Reshard(narrow, self.family.input("d_latent_q")),
             self._dense("d_latent_q", "heads/tp d_qk", matmul_residuals=self.matmul_residuals),
         ]
@@ -150,7 +151,7 @@ class MLA(nn.Module):
     def _dense(self, dim: str, out: str, **how: str) -> Dense:
         kernel, x = self.family.into(dim, out), self.family.input(dim)
         bias = self.bias and "heads" in out
-        how = dict(at_rest=dim, matmul=self.matmul) | how
+        how = dict(at_rest=dim, matmul=self.matmul, part=ATTENTION) | how
         return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, **how)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:

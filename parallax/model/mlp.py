@@ -8,6 +8,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.config.sections import MLP
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.sharding.activations import activation
@@ -33,13 +34,14 @@ class GatedMLP(nn.Module):
     width: str = "d_ff"
     matmul: str = "compute"
     matmul_residuals: str = "compute"
+    part: str = MLP  # of the layer: see ParameterSpec
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
-        how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals)
+        how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals, part=self.part)
         dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, **how)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")

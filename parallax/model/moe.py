@@ -15,8 +15,6 @@ from parallax.sharding.activations import activation
 from parallax.sharding.collectives import bound_axis_sizes, reshard
 from parallax.sharding.layout import Layout
 
-MIXTURE_PARTS = ("router", "experts", "shared")  # of a mixture: the names of its modules
-
 
 class MoE(nn.Module):
     """Weighted sum of a token's experts, plus the shared experts; input and output have the residual's layout.
@@ -49,7 +47,7 @@ class MoE(nn.Module):
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
         if model.shared_experts:
-            how = dict(width="d_shared", name="shared", matmul=self.matmul)
+            how = dict(width="d_shared", name="shared", part="shared", matmul=self.matmul)
             self.shared = GatedMLP(self.residual, self.family, model.sizes, model.dtype, self.out_scale, **how)
 
     def __call__(self, x: Array, row_weight: Array | None) -> Array:

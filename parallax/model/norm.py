@@ -10,8 +10,6 @@ from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
-SCALE = "scale"  # the parameter of a norm, and of no other module
-
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * scale`, computed in float32.
@@ -24,13 +22,16 @@ class RMSNorm(nn.Module):
     layout: str  # of x
     sizes: Mapping[str, int]
     eps: float
+    part: str = ""  # of the model: see ParameterSpec
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         layout = Layout.parse(self.layout)
         dim, axes = layout.names[-1], layout.axes[-1]
         tokens = Layout(layout.names[:-1], layout.axes[:-1])
-        scale = parameter(self, SCALE, "/".join((dim, *axes)), self.sizes, nn.initializers.ones)
+        scale = parameter(
+            self, "scale", "/".join((dim, *axes)), self.sizes, nn.initializers.ones, role="norm", part=self.part
+        )
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=-1)
         squares = all_reduce(f"{tokens.with_partial(*axes)} -> {tokens}", squares)

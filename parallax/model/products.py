@@ -133,38 +133,39 @@ def scaled_product(
     return _product(einsum_letters(pattern, x, w), form, saves, x, w, amax, Operand(values, unit), most, rounded)
 
 
-def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:
-    """A layer's weights, with kernels of 8-bit products in 8 bits: rounded once for all uses, before the gather."""
+def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str) -> Any:
+    """A layer's weights, with kernels of 8-bit products in 8 bits: rounded once for all uses, before the gather.
+    `scales` is that of its part of the plan."""
     if not isinstance(weights, Mapping):
         return weights
-    inner = {name: rounded_kernels(weight, dtype, form) for name, weight in weights.items()}
-    for name in kernels_of(weights):
+    inner = {name: rounded_kernels(weight, scales[name], dtype, form) for name, weight in weights.items()}
+    for name, amax in _kernels_of(scales):
         kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[name].astype(dtype)
-        inner[name] = Operand.of(kernel, kind, lax.stop_gradient(weights[amax_of(name)])[WEIGHT]).values
+        inner[name] = Operand.of(kernel, kind, lax.stop_gradient(weights[amax])[WEIGHT]).values
     return inner
 
 
-def apart(weights: Any, dtype: str) -> dict[str, Any]:
+def apart(weights: Any, scales: Any, dtype: str) -> dict[str, Any]:
     """Collections of such weights, gathered: ROUNDED, and "params" with zeros in place of 8-bit kernels, for their
     gradients."""
     if not isinstance(weights, Mapping):
         return {"params": weights}
-    of_each = {name: apart(weight, dtype) for name, weight in weights.items()}
+    of_each = {name: apart(weight, scales[name], dtype) for name, weight in weights.items()}
     params = {name: found["params"] for name, found in of_each.items()}
     rounded = {name: found[ROUNDED] for name, found in of_each.items() if found.get(ROUNDED)}
-    for name in kernels_of(weights):
+    for name, _ in _kernels_of(scales):
         values = weights[name]
         params[name], rounded[name] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
     return {"params": params, ROUNDED: rounded}
 
 
-def with_largest_weights(grads: Any, weights: Any, dtype: str) -> Any:
+def with_largest_weights(grads: Any, weights: Any, scales: Any, dtype: str) -> Any:
     """Gradients of layers, completed with the largest magnitudes of rounded kernels, which products do not measure."""
     if not isinstance(grads, Mapping):
         return grads
-    found = {name: with_largest_weights(grad, weights[name], dtype) for name, grad in grads.items()}
-    for name in kernels_of(grads):
-        kernels, amax = weights[name].astype(dtype), amax_of(name)
+    found = {name: with_largest_weights(grad, weights[name], scales[name], dtype) for name, grad in grads.items()}
+    for name, amax in _kernels_of(scales):
+        kernels = weights[name].astype(dtype)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
         most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
@@ -172,27 +173,9 @@ def with_largest_weights(grads: Any, weights: Any, dtype: str) -> Any:
     return found
 
 
-def amax_of(kernel: str) -> str:
-    """The parameter name of the scales of a kernel's product.
-
-    >>> amax_of("kernel"), amax_of("gate")
-    ('amax', 'gate_amax')
-    """
-    return AMAX if kernel == KERNEL else f"{kernel}_{AMAX}"
-
-
-def kernels_of(weights: Mapping[str, Any]) -> list[str]:
-    """The names of a module's kernels with 8-bit products."""
-    return [name for name in weights if amax_of(name) in weights]
-
-
-def is_amax_name(name: str) -> bool:
-    """Whether a parameter of this name in a checkpoint holds the scales of an 8-bit product.
-
-    >>> [is_amax_name(f"blocks.mlp.{name}") for name in ("gate.amax", "gate.kernel", "experts.gate_amax")]
-    [True, False, True]
-    """
-    return name.endswith(AMAX)
+def _kernels_of(scales: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names of a module's kernels with 8-bit products, and of their scales."""
+    return [(name, amax) for name, amax in scales.items() if isinstance(amax, str) and amax]
 
 
 def latest_amax(found: Array, before: Array) -> Array:

@@ -43,8 +43,9 @@ class Router(nn.Module):
 
     def setup(self):
         initial = nn.initializers.normal(self.model.d_model**-0.5)
-        self.kernel = parameter(self, "kernel", "d_model experts", self.model.sizes, initial)
-        self.bias = parameter(self, "bias", "experts", self.model.sizes, nn.initializers.zeros)
+        sizes, zeros = self.model.sizes, nn.initializers.zeros
+        self.kernel = parameter(self, "kernel", "d_model experts", sizes, initial, role="weight", part="router")
+        self.bias = parameter(self, "bias", "experts", sizes, zeros, role="counts", part="router")
 
     def __call__(self, x: Array, row_weight: Array | None) -> tuple[Array, Array]:
         product = f"{activation('d_model')}, d_model experts -> {activation('experts')}"

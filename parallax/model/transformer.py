@@ -15,7 +15,16 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
-from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, LossConfig, ModelConfig
+from parallax.config.sections import (
+    ATTENTION,
+    BLOCKS,
+    EMBEDDING,
+    HEAD,
+    MATMUL_PARTS,
+    MLP,
+    LossConfig,
+    ModelConfig,
+)
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dropout import Dropout
@@ -29,10 +38,7 @@ from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
 from parallax.runtime.jaxprs import needed, part
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import Declared
-
-# The name of each module of a layer must begin with one of these, that of a norm too.
-LAYER_PARTS = ATTENTION, MLP = ("attention", "mlp")
+from parallax.sharding.parameter import Declared, map_declared
 
 
 class Block(nn.Module):
@@ -54,9 +60,9 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        self.attention_norm = RMSNorm(residual, sizes, eps)
+        self.attention_norm = RMSNorm(residual, sizes, eps, ATTENTION)
         self.attention = self._attention()
-        self.mlp_norm = RMSNorm(residual, sizes, eps)
+        self.mlp_norm = RMSNorm(residual, sizes, eps, MLP)
         self.mlp = self._mlp()
         self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
@@ -91,9 +97,9 @@ class Block(nn.Module):
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp"), self._matmul("experts")
+            tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul("experts")
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
-        how = dict(matmul=self._matmul("mlp"), matmul_residuals=self.model.matmul_residuals)
+        how = dict(matmul=self._matmul(MLP), matmul_residuals=self.model.matmul_residuals)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)
 
     def _matmul(self, part: str) -> str:
@@ -105,7 +111,7 @@ class Block(nn.Module):
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
-        shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul("attention")}
+        shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals}
         return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
 
@@ -172,6 +178,16 @@ class Parts(NamedTuple):
         """The shapes of `declare`."""
         return _declared(self.embedding, tuple(self.blocks.items()), self.head)
 
+    def declared_in_8_bits(self) -> dict[str, Any]:
+        """The same with every product in 8 bits that may be: all scales that a checkpoint of this model may have."""
+
+        def in_8_bits(block: Block) -> Block:
+            return block.clone(
+                model=dataclasses.replace(block.model, matmul="int8", matmul_parts=" ".join(MATMUL_PARTS))
+            )
+
+        return self._replace(blocks={kind: in_8_bits(block) for kind, block in self.blocks.items()}).declared()
+
     def declare(self, key: Array) -> dict[str, Any]:
         """All parameters as whole arrays of `Declared`: no axis is bound here, so nothing depends on the mesh."""
         model = next(iter(self.blocks.values())).model
@@ -179,7 +195,9 @@ class Parts(NamedTuple):
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         keys = jax.random.split(blocks, model.layers)
-        stacks = {kind: _stacked(block, keys[np.equal(model.kinds, kind)]) for kind, block in self.blocks.items()}
+        names = {kind: f"{BLOCKS}/{kind}" if len(self.blocks) > 1 else BLOCKS for kind in self.blocks}
+        of_kind = {kind: keys[np.equal(model.kinds, kind)] for kind in self.blocks}
+        stacks = {kind: _stacked(block, of_kind[kind], names[kind]) for kind, block in self.blocks.items()}
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
             BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
@@ -193,11 +211,11 @@ def _declared(embedding: Embedding, blocks: tuple[tuple[str, Block], ...], head:
     return jax.eval_shape(Parts(embedding, dict(blocks), head).declare, jax.random.key(0))
 
 
-def _stacked(block: Block, keys: Array) -> Any:
-    """The parameters of one layer per key, stacked."""
+def _stacked(block: Block, keys: Array, stack: str) -> Any:
+    """The parameters of one layer per key, stacked under this name."""
     draw, structure = _init_of(block, keys.dtype)
     stacked = jax.tree.unflatten(structure, jax.vmap(draw)(keys))
-    return jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared))
+    return map_declared(partial(_in_layers, stack), stacked)
 
 
 @functools.lru_cache(maxsize=32)
@@ -217,6 +235,6 @@ def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array
     return draw, jax.tree.structure(like)
 
 
-def _in_layers(declared: Declared) -> Declared:
-    layout = declared.layout
-    return declared.replace(layout=Layout(("layers", *layout.names), (("pp",), *layout.axes)))
+def _in_layers(stack: str, declared: Declared) -> Declared:
+    layout, spec = declared.layout, dataclasses.replace(declared.spec, stack=stack)
+    return declared.replace(layout=Layout(("layers", *layout.names), (("pp",), *layout.axes)), spec=spec)

@@ -78,16 +78,16 @@ class EmbedAndHead:
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), weight
         row = self.plan.rows[home]["table"]
-        in_place = row.summed == row.compute  # nothing needs to be scattered
-        earlier = totals[home]["table"] if in_place else None
+        in_place, trained = row.summed == row.compute, row.spec.has_gradient  # in place: nothing needs to be scattered
+        earlier = totals[home]["table"] if in_place and trained else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self._form.table, *arrays, earlier, entries=self._entries
+            self.loss, self._form.table, *arrays, earlier, entries=self._entries, trained=trained
         )
         found, dy = pull(d_hidden.reshape(hidden.shape))
         shares = {HEAD: {name: grad for name, grad in found.items() if name != "table"}}
-        if in_place:
+        if in_place and trained:
             totals = totals | {home: totals[home] | {"table": d_table}}
-        else:
+        elif trained:
             shares.setdefault(home, {})["table"] = d_table
         shares = {part: self.plan.added_up(part, share) for part, share in shares.items()}
         return loss, add_gradients(totals, shares), dy
@@ -112,10 +112,11 @@ class EmbedAndHead:
     def _embed(self, weights: Any, ids_BS: Array, rows_B: Array) -> Array:
         # Layers fold in 1, 2, ...: see `one_layer`.
         key = None if self.key is None else jax.random.fold_in(self.key, 0)
+        weights = self.plan.stop_frozen(weights, EMBEDDING)
         return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
 
     def _hidden(self, weights: Any, y: Array) -> Array:
-        return self.parts.head.apply({"params": weights}, y)
+        return self.parts.head.apply({"params": self.plan.stop_frozen(weights, HEAD)}, y)
 
     def _table(self, head_weights: Any) -> Array:
         tied = self.parts.head.tied

@@ -5,6 +5,7 @@ in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from parallax.config.remat import LAYER_INPUT, saved_parts
 from parallax.model.context import Context
-from parallax.model.products import ROUNDED
 from parallax.pipeline.slots import row_major
 from parallax.pipeline.split_program import BackwardSplit, Selection, select, split_backward
 from parallax.runtime.jaxprs import part
@@ -44,16 +44,32 @@ class LayerVjp(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def vjp_of(block: nn.Module, weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
-    """A layer's output, and its vjp in weights and x. Rounded kernels are constants: they get no gradient."""
-    constants = {name: entry for name, entry in weights.items() if name == ROUNDED}
-    trained = {name: entry for name, entry in weights.items() if name != ROUNDED}
-    return jax.vjp(lambda trained, x: block.apply(trained | constants, x, context), trained, x)
+def vjp_of(block: nn.Module, frozen: tuple[bool, ...], weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
+    """A layer's output, and its vjp in x and in the weights that are trained, a list. The others are constants, and so
+    are rounded kernels."""
+    leaves, structure = jax.tree.flatten(weights["params"])
+
+    def run(trained: list[Array], x: Array) -> Array:
+        given = iter(trained)
+        whole = [leaf if still else next(given) for leaf, still in zip(leaves, frozen, strict=True)]
+        return block.apply(weights | {"params": jax.tree.unflatten(structure, whole)}, x, context)
+
+    return jax.vjp(run, [leaf for leaf, still in zip(leaves, frozen, strict=True) if not still], x)
 
 
-def traced_vjp(block: nn.Module, weights: Any, x: Array, context: Context) -> tuple[LayerVjp, ClosedJaxpr]:
+def with_frozen(frozen: tuple[bool, ...], gradients: Iterable[Array | None]) -> list[Array | None]:
+    """The gradients of all weights, None for those that are not trained."""
+    given = iter(gradients)
+    return [None if still else next(given) for still in frozen]
+
+
+def traced_vjp(
+    block: nn.Module, frozen: tuple[bool, ...], weights: Any, x: Array, context: Context
+) -> tuple[LayerVjp, ClosedJaxpr]:
     """The vjp of arguments of these shapes, and the program from (weights, x, context) to (y, *residuals)."""
-    traced, (_, pull) = jax.make_jaxpr(lambda *given: vjp_of(block, *given), return_shape=True)(weights, x, context)
+    traced, (_, pull) = jax.make_jaxpr(lambda *given: vjp_of(block, frozen, *given), return_shape=True)(
+        weights, x, context
+    )
     jaxpr, before = traced.jaxpr, len(jax.tree.leaves(weights))
     places = {var: place for place, var in enumerate([*jaxpr.invars[:before], *jaxpr.invars[before + 1 :]])}
     y, *held = jaxpr.outvars
@@ -68,6 +84,7 @@ class SaveAll:
     """Passes that save all that the backward pass reads."""
 
     block: nn.Module
+    frozen: tuple[bool, ...]  # for each weight, whether it is not trained
     vjp: LayerVjp | None
     saved: Pools  # shapes of a layer's residuals
     names: tuple[str, ...] = ()  # of the first residuals in "FB"
@@ -79,13 +96,14 @@ class SaveAll:
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
-        y, pull = vjp_of(self.block, weights, x, context)
+        y, pull = vjp_of(self.block, self.frozen, weights, x, context)
         return y, {"FB": self.vjp.residuals(pull)}
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
         dw, dx = self.pull(weights, context, saved)(dy)
-        return dx, dw, {}
+        structure = jax.tree.structure(weights["params"])
+        return dx, jax.tree.unflatten(structure, with_frozen(self.frozen, dw)), {}
 
     def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
         """The layer's vjp."""
@@ -123,7 +141,7 @@ class SaveLayerInput(SaveAll):
 
     def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
         (x,) = saved["FB"]
-        return vjp_of(self.block, weights, x, context)[1]
+        return vjp_of(self.block, self.frozen, weights, x, context)[1]
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         return self.vjp.residuals(self.pull(weights, context, saved))
@@ -138,7 +156,7 @@ class Divided:
 
     whole: SaveAll
     halves: BackwardSplit
-    gradients: Any  # the structure of their tree
+    structure: Any  # of the gradients' tree
     later: tuple[int, ...]  # of what `whole` saves, what W reads
     saved: Pools
 
@@ -151,14 +169,14 @@ class Divided:
             return whole.vjp.with_residuals(weights, context, residuals)(dy)
 
         given = weights, context, residuals, y
-        traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)
+        traced = jax.make_jaxpr(backward)(*given)
         known, dx = len(jax.tree.leaves((weights, context))), len(traced.out_avals) - 1
         readable = range(known, known + len(residuals)) if later_is_saved else ()
         halves = split_backward(traced, wanted=[dx], readable=readable)
         later = tuple(place - known for place in halves.reads)
         now = dx + 1 - len(halves.deferred)
         b_residuals = jax.eval_shape(jaxpr_as_fun(halves.first), *jax.tree.leaves(given))[now:]
-        passes = Divided(whole, halves, jax.tree.structure(dw), later, {})
+        passes = Divided(whole, halves, jax.tree.structure(weights["params"]), later, {})
         return dataclasses.replace(passes, saved=passes._by_reader(whole.saved["FB"]) | {"BW": b_residuals})
 
     @property
@@ -167,7 +185,8 @@ class Divided:
 
     @property
     def last_gradient(self) -> int:
-        return self.halves.deferred[0]
+        trained = [place for place, still in enumerate(self.whole.frozen) if not still]
+        return trained[self.halves.deferred[0]] if self.halves.deferred else 0
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         return self.whole.run(weights, x, context)
@@ -182,7 +201,8 @@ class Divided:
         both = [later[at] if at in later else next(rest) for at in range(len(later) + len(saved["FB"]))]
         residuals = self.whole.residuals(weights, context, {"FB": both})
         found = jaxpr_as_fun(self.halves.first)(*jax.tree.leaves((weights, context)), *residuals, dy)
-        now = [at for at in range(self.gradients.num_leaves) if at not in self.halves.deferred]
+        trained = self.whole.frozen.count(False)
+        now = [at for at in range(trained) if at not in self.halves.deferred]
         return found[len(now)], self._tree(now, found[: len(now)]), {"BW": found[len(now) + 1 :]}
 
     def weight_gradients(self, saved: Pools) -> Any:
@@ -194,22 +214,33 @@ class Divided:
         rest = [leaf for at, leaf in enumerate(saved) if at not in self.later]
         return {"FB": rest, "FW": [saved[at] for at in self.later]}
 
-    def _tree(self, places: Any, found: list[Array]) -> Any:
+    def _tree(self, places: Iterable[int], found: list[Array]) -> Any:
         of_place = dict(zip(places, found, strict=True))
-        return jax.tree.unflatten(self.gradients, [of_place.get(at) for at in range(self.gradients.num_leaves)])
+        trained = (of_place.get(place) for place in range(self.whole.frozen.count(False)))
+        return jax.tree.unflatten(self.structure, with_frozen(self.whole.frozen, trained))
 
 
 def layer_passes(
-    block: nn.Module, remat: str, *, split: bool, in_rows: bool, weights: Any, x: Any, context: Context
+    block: nn.Module,
+    remat: str,
+    *,
+    split: bool,
+    in_rows: bool,
+    weights: Any,
+    x: Any,
+    context: Context,
+    frozen: tuple[bool, ...] = (),
 ) -> SaveAll | Divided:
     """The passes of a block for a gathered layer's weights, an input and a context of these shapes.
 
-    With remat="stage" a stage runs its layers again before B, and these passes save all for the time of B. `in_rows` as
-    in `relays_what_is_read`. Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
+    `frozen` says for each weight whether it is not trained; without it, all are. With remat="stage" a stage runs its
+    layers again before B, and these passes save all for the time of B. `in_rows` as in `relays_what_is_read`.
+    Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
+    frozen = frozen or (False,) * len(jax.tree.leaves(weights["params"]))
     if remat == "layer" and not split:
-        return SaveLayerInput(block, None, {"FB": [x]}, (LAYER_INPUT,))
-    vjp, program = traced_vjp(block, weights, x, context)
+        return SaveLayerInput(block, frozen, None, {"FB": [x]}, (LAYER_INPUT,))
+    vjp, program = traced_vjp(block, frozen, weights, x, context)
     given = jax.tree.leaves((weights, x, context))
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
@@ -219,9 +250,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, vjp, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, frozen, vjp, {"FB": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, vjp, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, frozen, vjp, {"FB": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, vjp, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, frozen, vjp, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

@@ -48,7 +48,7 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
     of_layers = model.parts.of_kinds(state.grads)
     if model.rounds_kernels:
         weights = model.parts.of_kinds(pipeline.layers.weights)
-        of_layers = with_largest_weights(of_layers, weights, model.model.dtype)
+        of_layers = with_largest_weights(of_layers, weights, model.plan.scales(BLOCKS), model.model.dtype)
     return _metrics(pipeline, ended.loss), model.plan.store(ended.grads | {BLOCKS: of_layers})
 
 
@@ -157,10 +157,9 @@ def with_passes(pipeline: Pipeline, x: Any) -> Layers:
     context = jax.eval_shape(lambda: model.context(pipeline.tokens, jnp.int32(0)))
     settings = dict(split=model.schedule.split, in_rows=relays_what_is_read(model.mesh), x=x, context=context)
     gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])
-    blocks = model.parts.blocks.values()
-    passes = [
-        layer_passes(b, model.pipeline.remat, weights=w, **settings) for b, w in zip(blocks, gathered, strict=True)
-    ]
+    kinds = zip(layers.passes, gathered, strict=True)
+    remat = model.pipeline.remat
+    passes = [layer_passes(p.block, remat, weights=w, frozen=p.frozen, **settings) for p, w in kinds]
     return layers._replace(passes=passes)
 
 

@@ -33,6 +33,7 @@ from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
+from parallax.sharding.frozen import freeze
 from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.parameter import stored_as
@@ -70,7 +71,7 @@ class ModelOnMesh:
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self.parts_on(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
-        declared = stored_as(self.parts.declared(), optimizer.weights_dtype)
+        declared = freeze(stored_as(self.parts.declared(), optimizer.weights_dtype), optimizer.frozen)
         self.plan = ShardingPlan(
             declared,
             Policies(self.data_parallel.policy, self.data_parallel.by_name),

@@ -40,7 +40,8 @@ class Layers(NamedTuple):
         """The layers of this rank on resident weights, with passes that only run them."""
         numbers = [order.own_layers() for order in model.orders.values()]
         kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-        passes = [SaveAll(block, None, {}) for block in model.parts.blocks.values()]
+        kinds = zip(model.parts.blocks.values(), model.orders, strict=True)
+        passes = [SaveAll(block, model.plan.frozen(stack), None, {}) for block, stack in kinds]
         return Layers(model, [*model.orders], passes, model.parts.by_kind(weights), numbers, kinds)
 
     def per_stage(self, kind: int) -> int:
@@ -220,7 +221,7 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
             y = passes.run(weights, x, context)
             carry = y, with_observation(seen, numbers[on_rank] + 1, y, numbers[on_rank] >= 0)
     if gradients is not None:
-        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients["params"])
+        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
     return vary_all((carry, grads))
 
@@ -240,8 +241,8 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, carry: Any =
         weights = jax.tree.map(lambda weight: functools.reduce(after, earlier, weight), weights)
     if not model.rounds_kernels:
         return {"params": model.plan.use(weights, stack)}
-    dtype, matmul = model.model.dtype, model.model.matmul
-    return apart(model.plan.use(rounded_kernels(weights, dtype, matmul), stack), dtype)
+    dtype, scales = model.model.dtype, model.plan.scales(stack)
+    return apart(model.plan.use(rounded_kernels(weights, scales, dtype, model.model.matmul), stack), scales, dtype)
 
 
 def _places_of_kind(this: Pass, run: LayerRun, kind: int, place: Array | int) -> tuple[Any, Any]:

@@ -158,8 +158,10 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
             continue
         output = outputs[kind]
         if model.is_simulated and "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
-            last = pipeline.layers.passes[0].last_gradient
-            output = after(output, jax.tree.leaves(state.grads)[last])
+            grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
+            # Those of parameters that are not trained are empty.
+            made = next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
+            output = after(output, made)
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot = messages[kind], row[name]

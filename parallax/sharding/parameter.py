@@ -1,6 +1,7 @@
 """Parameters declared in the notation, with the shape of this device's piece."""
 
-import itertools
+import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,19 +12,70 @@ from flax import struct
 from flax.errors import ScopeParamShapeError
 from jax import Array
 
+from parallax.runtime.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
 
-MATRIX_NUMBERS = ("layers", "experts")  # leading dims of arrays that hold many matrices
+
+class Role(enum.StrEnum):
+    """What a parameter does. The last two are statistics: in place of their gradient, the backward pass returns the
+    largest magnitudes of an 8-bit product's operands, or how many tokens each expert got."""
+
+    WEIGHT = "weight"
+    NORM = "norm"
+    BIAS = "bias"
+    TABLE = "table"
+    MAXIMA = "maxima"
+    COUNTS = "counts"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is: what it does, and to which part of the model it belongs.
+
+    `inputs` are the dims that the product with a weight contracts, `scales` is the name of the parameter, in the same
+    module, with the scales of a weight's 8-bit product.
+    """
+
+    role: Role
+    part: str = ""  # of a layer, as "attention"; outside of layers "embedding" or "head"
+    stack: str = ""  # the layers among which it is stacked, as "blocks" or "blocks/moe"; "" outside of layers
+    inputs: tuple[str, ...] = ()
+    scales: str = ""
+    frozen: bool = False  # never updated: see OptimizerConfig
+
+    @property
+    def is_statistic(self) -> bool:
+        return self.role in (Role.MAXIMA, Role.COUNTS)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its gradient updates it."""
+        return not (self.frozen or self.is_statistic)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the backward pass returns a gradient for it, or a statistic in its place."""
+        return not self.frozen or self.is_statistic
+
+    def stacked(self, layout: Layout) -> int:
+        """The number of leading dims that index layers or matrices.
+
+        >>> expert = ParameterSpec(Role.WEIGHT, stack="blocks", inputs=("d_model",))
+        >>> expert.stacked(Layout.parse("layers/pp experts/ep d_model d_expert/tp"))
+        2
+        """
+        return layout.index(self.inputs[0]) if self.inputs else int(bool(self.stack))
 
 
 class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter as `init` returns it: the value, the layout that its module computes with, and the dims that data
-    axes may shard at rest. They shard one of them; the best comes first, and "" means none."""
+    """A parameter as `init` returns it: the value, the layout that its module computes with, the dims that data axes
+    may shard at rest, and what it is. They shard one of the dims; the best comes first, and "" means none."""
 
     value: Any
     layout: Layout = struct.field(pytree_node=False)
     at_rest: str = struct.field(pytree_node=False)
+    spec: ParameterSpec = struct.field(pytree_node=False)
 
     def unbox(self) -> Any:
         return self.value
@@ -39,13 +91,24 @@ class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
 
 
 def parameter(
-    module: nn.Module, name: str, layout: str, sizes: Mapping[str, int], init: Callable, *, at_rest: str = ""
+    module: nn.Module,
+    name: str,
+    layout: str,
+    sizes: Mapping[str, int],
+    init: Callable,
+    *,
+    role: str,
+    part: str = "",
+    at_rest: str = "",
+    inputs: str = "",
+    scales: str = "",
 ) -> Array:
     """Declare a float32 parameter of `module`: the whole array outside shard_map, this device's piece inside.
 
-    `init(key, shape)` returns the values. `at_rest` are the dims of which data axes may shard one, the best first.
-    `module.init` returns each parameter as `Declared`. Raises Flax's ScopeParamShapeError if a given value has another
-    shape.
+    `init(key, shape)` returns the values. `at_rest` are the dims of which data axes may shard one, the best first. For
+    `role` and `part` see ParameterSpec; a weight's `inputs` are its first dim if they are left out.
+    `module.init` returns each parameter as `Declared`. Raises ConfigError for an unknown role, and Flax's
+    ScopeParamShapeError if a given value has another shape.
     """
     parsed = Layout.parse(layout)
     shape = parsed.local_shape(sizes, bound_axis_sizes())
@@ -55,7 +118,10 @@ def parameter(
         if jnp.shape(value) != tuple(shape):
             raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
         return value
-    return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest))
+    check_choice(f"the role of {'/'.join((*module.path, name))}", role, [*Role])
+    contracted = tuple(inputs.split() or parsed.names[:1]) if role == Role.WEIGHT else ()
+    spec = ParameterSpec(Role(role), part, inputs=contracted, scales=scales)
+    return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest, spec))
 
 
 def _drawn(init: Callable, key: Array, shape: Sequence[int]) -> Array:
@@ -66,48 +132,24 @@ def _drawn(init: Callable, key: Array, shape: Sequence[int]) -> Array:
 
 def layouts_of(declared: Any) -> Any:
     """The tree of layouts of a tree of `Declared`."""
-    return jax.tree.map(lambda leaf: leaf.layout, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+    return map_declared(lambda leaf: leaf.layout, declared)
+
+
+def map_declared(function: Callable[[Declared], Any], declared: Any) -> Any:
+    """Map over a tree of `Declared`."""
+    return jax.tree.map(function, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+
+
+def declared_leaves(declared: Any) -> list[Declared]:
+    """The leaves of a tree of `Declared`."""
+    return jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
 
 
 def stored_as(declared: Any, dtype: str) -> Any:
-    """A tree of `Declared` shapes with the dtype that parameters have between steps. Parameters without a gradient stay
-    in float32."""
+    """A tree of `Declared` shapes with the dtype that parameters have between steps. Statistics stay in float32."""
 
     def cast(leaf: Declared) -> Declared:
-        kept = dtype if is_trained(leaf.layout) else "float32"
+        kept = "float32" if leaf.spec.is_statistic else dtype
         return leaf.replace(value=jax.ShapeDtypeStruct(leaf.value.shape, jnp.dtype(kept)))
 
-    return jax.tree.map(cast, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
-
-
-def is_trained(layout: Layout) -> bool:
-    """Whether a parameter is updated by its gradient. Routers' biases and scales of 8-bit products are not: they follow
-    from counts and maxima, which the backward pass returns in place of gradients."""
-    return not (is_load(layout) or is_amax(layout))
-
-
-def is_amax(layout: Layout) -> bool:
-    """Whether a parameter holds the scales of an 8-bit product; its gradient is the largest magnitude of each operand.
-
-    >>> is_amax(Layout.parse("layers/pp operands"))
-    True
-    """
-    return layout.names[-1:] == ("operands",)
-
-
-def is_load(layout: Layout) -> bool:
-    """Whether a parameter is a router's bias; its gradient is the load of the experts.
-
-    >>> is_load(Layout.parse("layers/pp experts"))
-    True
-    """
-    return layout.names[-1:] == ("experts",) and stacked_dims(layout) == len(layout.names)
-
-
-def stacked_dims(layout: Layout) -> int:
-    """Number of leading dims that index matrices.
-
-    >>> stacked_dims(Layout.parse("layers/pp experts/ep d_model d_expert/tp"))
-    2
-    """
-    return sum(1 for _ in itertools.takewhile(MATRIX_NUMBERS.__contains__, layout.names))
+    return map_declared(cast, declared)

@@ -35,7 +35,7 @@ from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import Declared, is_amax, layouts_of
+from parallax.sharding.parameter import Declared, ParameterSpec, Role, layouts_of
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
 WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters
@@ -107,6 +107,7 @@ class ParameterPlan:
     pipeline rank has whole tables.
     """
 
+    spec: ParameterSpec  # what it is
     scope: str  # the module, as "attention/q", which reports name as the sender
     at_rest: Layout
     staged: Layout
@@ -158,7 +159,7 @@ class ParameterPlan:
     def _cast_from_host(self, weight: Array) -> Array:
         """The array that `load` moves, from host memory. Layers are cast one after the other, so that at most one of
         them is on the device in its stored dtype."""
-        if self.at_rest.names[0] != "layers":
+        if not self.spec.stack:
             return self.cast(argument_to_device(weight))
         return lax.map(lambda at: self.cast(argument_to_device(weight, at)[0]), jnp.arange(len(weight)))
 
@@ -200,21 +201,19 @@ class ShardingPlan:
     states_on: str = DEVICE
 
     def __post_init__(self):
-        layouts = named_leaves(layouts_of(self.declared))
-        self.policies.check(layouts)
+        self.policies.check(named_leaves(layouts_of(self.declared)))
         self.shapes = nn.meta.unbox(self.declared)
-        self._scaled = {name.rpartition("/")[0] for name, layout in layouts.items() if is_amax(layout)}
         is_leaf = lambda leaf: isinstance(leaf, Declared)  # noqa: E731
         self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
 
     def __repr__(self) -> str:
-        """A line for each parameter, within about 100 columns: the layout at rest, then the data axes that shard it
-        during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the memory
-        of the parameter between steps and of its optimizer states."""
-        lines = [("parameter", "at rest", "in a step", "on a device")]
-        lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
+        """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
+        shard it during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the
+        memory of the parameter between steps and of its optimizer states."""
+        lines = [("parameter", "is", "at rest", "in a step", "on a device")]
+        lines += [(*line.cells[:3], " ".join(line.cells[3:6]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
-        text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]
+        text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>10}" for words in lines]
         if self.uses_host:
             memories = [("memory", "states"), *((line.memory, line.states) for line in self._lines())]
             text = [f"{line}  {memory:6}  {states}" for line, (memory, states) in zip(text, memories)]
@@ -226,9 +225,9 @@ class ShardingPlan:
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
         rows = [
             (
-                escape(line.cells[0]),
+                *map(escape, line.cells[:2]),
                 line.layout._repr_html_(),
-                *line.cells[2:],
+                *line.cells[3:],
                 *(line.memory, line.states) * self.uses_host,
                 bar.format(8 * line.held[0] / most),
             )
@@ -250,8 +249,16 @@ class ShardingPlan:
             f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
             f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
             + "".join(f"; weights travel as {dtype}" for dtype in travels)
+            + self._frozen
             + self._on_host
         )
+
+    @property
+    def _frozen(self) -> str:
+        """A line that says how many parameters are not trained; "" for none."""
+        pairs = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
+        sizes = [leaf.size for row, leaf in pairs if not row.spec.has_gradient]
+        return f"\nnot trained: {sum(sizes):,} parameters, in {len(sizes)} arrays" if sizes else ""
 
     @property
     def _on_host(self) -> str:
@@ -280,29 +287,42 @@ class ShardingPlan:
         """The tree of 8-bit dtypes to which layers' matrices are rounded wherever they are used; "" for the others."""
         return jax.tree.map(lambda row: row.rounded_to or "", self.rows)
 
+    def scales(self, part: str) -> Any:
+        """For each leaf of a part, the name of its 8-bit product's scales; "" if there is no such product."""
+        return jax.tree.map(lambda row: row.spec.scales, self.rows_of(part))
+
+    @property
+    def trained(self) -> float:
+        """The share of the parameters that are updated."""
+        leaves = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
+        sizes = [(leaf.size, leaf.size * row.spec.has_gradient) for row, leaf in leaves]
+        every, updated = map(sum, zip(*sizes))
+        return updated / every
+
+    @property
+    def layer_modules(self) -> frozenset[str]:
+        """The modules of which a layer consists, as "attention"."""
+        return frozenset(row.scope.split("/")[0] for row in jax.tree.leaves(self.rows) if row.spec.stack)
+
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name, spec, compute = jax.tree_util.keystr(path, simple=True, separator="/"), declared.spec, declared.layout
         # Parameters of layers have the same names for every kind of layer.
-        path = name.rpartition("/")[0]
-        part = next((stack for stack in self.orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
-        module = path.removeprefix(part).strip("/")
-        order, ranks = self.orders.get(part), self.axis_sizes.get("pp", 1) if self.orders else 1
-        compute = declared.layout
+        scope = name.rpartition("/")[0].removeprefix(spec.stack).strip("/")
+        order, ranks = self.orders.get(spec.stack), self.axis_sizes.get("pp", 1) if self.orders else 1
         cut = cut_over_data(compute, declared.at_rest, self.sizes, self.axis_sizes)
         stay = PolicyLayouts(*POLICIES[self.policies.of(name)](compute, cut))
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
             at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
-        elif not part.startswith(BLOCKS) and ranks > 1 and len(compute.names) > 1:
+        elif not spec.stack and ranks > 1 and len(compute.names) > 1:
             at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
-        scope = module if part.startswith(BLOCKS) else "/".join(filter(None, [part, module]))
-        found = ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, None)
+        found = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return found
         found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
-        if path in self._scaled:  # kernels of 8-bit products are rounded with these products' scales
+        if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(found, rounded_for=self.products)
-        narrow = self.gather != "compute" and "vocab" not in compute.names
+        narrow = self.gather != "compute" and spec.role != Role.TABLE
         return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
 
     # ---- the moves
@@ -320,15 +340,29 @@ class ShardingPlan:
         whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
+    def frozen(self, part: str) -> tuple[bool, ...]:
+        """For each leaf of a part, whether it gets no gradient."""
+        return tuple(not row.spec.has_gradient for row in jax.tree.leaves(self.rows_of(part)))
+
+    def stop_frozen(self, weights: Any, part: str) -> Any:
+        """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
+        backward pass, which saves and computes nothing for them."""
+        rows = jax.tree.leaves(self.rows_of(part))
+        if all(row.spec.has_gradient for row in rows):
+            return weights
+        leaves, structure = jax.tree.flatten(weights)
+        stopped = [x if row.spec.has_gradient else lax.stop_gradient(x) for row, x in zip(rows, leaves, strict=True)]
+        return jax.tree.unflatten(structure, stopped)
+
     def add_up(self, stack: str, totals: Any, place: Array, grads: Any) -> Any:
         """Add a layer's gradients to summed gradients of the layers in a stack; where they are maxima, the maximum is
-        taken. A gradient that is None is not there."""
+        taken. A gradient that is None is not there: another pass adds it, or the parameter is not trained."""
 
         def added(row: ParameterPlan, total: Array, grad: Array | None) -> Array:
             if grad is None:
                 return total
             share = self._scatter(row, row.compute, row.summed, grad).astype(total.dtype)
-            return total.at[place].max(share) if is_amax(row.compute) else total.at[place].add(share)
+            return total.at[place].max(share) if row.spec.role == Role.MAXIMA else total.at[place].add(share)
 
         return jax.tree.map(added, self.rows_of(stack), totals, grads)
 
@@ -346,7 +380,7 @@ class ShardingPlan:
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
         rows = self.rows[part]
-        stacked = lambda row: int(row.compute.names[0] == "layers")  # noqa: E731
+        stacked = lambda row: int(bool(row.spec.stack))  # noqa: E731
 
         def move(row: ParameterPlan, weight: Array) -> Array:
             return self._scatter(row, row.compute, row.summed, self._gather(row, row.resident, row.compute, weight))
@@ -380,16 +414,18 @@ class ShardingPlan:
     def _store(self, part: str, grads: Any) -> Any:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
-        if part.startswith(BLOCKS):
-            leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
-            leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
-        else:
-            leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
+        leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
+        kept = [at for at, row in enumerate(rows) if row.spec.has_gradient]
+        if order and kept:
+            moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
+            leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, leaves)
 
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
-        """Sum a table's gradient, of which each pipeline rank has one summand, and shard it over data axes and pp as
-        the table is at rest."""
+        """Shard a gradient over data axes as the parameter is at rest. A table's, of which each pipeline rank has one
+        summand, is also summed and sharded over pp; layers are on the ranks that ran them."""
+        if row.spec.stack:
+            return self._scatter(row, row.summed, row.staged, grad)
         if row.is_stored_at_once:
             return self._scatter(row, row.summed, row.at_rest, grad)
         grad = self._scatter(row, row.summed, row.staged, grad)
@@ -414,7 +450,7 @@ class ShardingPlan:
         if not any(in_eight_bits):
             return whole
         narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
-        largest, shapes = pack([largest_entry(rows[at].compute, whole[at]) for at in narrow], "*")
+        largest, shapes = pack([largest_entry(rows[at].spec, rows[at].compute, whole[at]) for at in narrow], "*")
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
             with jax.named_scope(row.scope):
@@ -431,13 +467,15 @@ class ShardingPlan:
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
+        if not row.spec.has_gradient:
+            return jnp.zeros((0,) * grad.ndim, jnp.float32)
         with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
             pattern = _pattern(before, after, grad)
             if self.reduce == "float32":
                 return collectives.reduce_scatter(pattern, grad.astype(jnp.float32))
-            if jnp.dtype(row.dtype) == jnp.bfloat16 and "vocab" in before.names:
+            if jnp.dtype(row.dtype) == jnp.bfloat16 and row.spec.role == Role.TABLE:
                 # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
                 grad = lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
             return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
@@ -449,10 +487,13 @@ class ShardingPlan:
         """
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
-        for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
-            axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in layout.used_axes())
+        for at, row in enumerate(jax.tree.leaves(self.rows)):
+            if not row.spec.has_gradient:
+                leaves[at] = jnp.zeros((0,) * leaves[at].ndim, jnp.float32)  # the same on every rank
+                continue
+            axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
             alone = at if leaves[at].size > SMALL else None
-            combine = collectives.max_over if is_amax(layout) else collectives.sum_over
+            combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
             messages[combine, axes, alone].append(at)
         for (combine, axes, _), members in messages.items():
             for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
@@ -461,9 +502,20 @@ class ShardingPlan:
 
 
 # After the layout at rest: the data axes that shard the parameter in a step and in a layer, and its summed gradient.
-TABLE_HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+TABLE_HEAD = (
+    "parameter",
+    "is",
+    "at rest",
+    "resident",
+    "compute",
+    "summed",
+    "over pp",
+    "travels",
+    "shape",
+    "on a device",
+)
 FLOAT32_BYTES = 4
-LEFT = 7  # columns that are flush left
+LEFT = 8  # columns that are flush left
 
 
 class _Line(NamedTuple):
@@ -485,14 +537,15 @@ class _Line(NamedTuple):
         held = (
             entries(row.at_rest) * shape.dtype.itemsize * (row.memory == DEVICE),
             entries(row.resident) * width,
-            entries(row.summed) * FLOAT32_BYTES,
+            entries(row.summed) * FLOAT32_BYTES * row.spec.has_gradient,
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
-        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith(BLOCKS) else "all-gather"
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if row.spec.stack else "all-gather"
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
-        cells = name, str(row.at_rest), *cuts, hop, travels, *sizes
+        what = "frozen" if row.spec.frozen and not row.spec.is_statistic else str(row.spec.role)
+        cells = name, what, str(row.at_rest), *cuts, hop, travels, *sizes
         return _Line(cells, row.at_rest, held, row.memory, row.states)
 
 
@@ -522,9 +575,9 @@ def cut_over_pp(
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
-def largest_entry(layout: Layout, weights: Array) -> Array:
+def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
     """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
-    one = len(layout.names) - (layout.names[0] == "layers")
+    one = len(layout.names) - bool(spec.stack)
     return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
 
 

@@ -23,7 +23,7 @@ from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
 from parallax.sharding.host import to_device
-from parallax.sharding.parameter import is_trained
+from parallax.sharding.plan import ParameterPlan
 from parallax.training.logger import RunLogger
 from parallax.training.optimizer import global_norm
 
@@ -89,7 +89,7 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
     `loss_and_grad`.
     """
     whole = NamedSharding(model.mesh, P())  # so that every process can read it
-    observe = jax.jit(model.activations)
+    observe, rows = jax.jit(model.activations), flatten(model.plan.rows)
     measure = jax.jit(functools.partial(_measured, model), out_shardings=whole)
 
     def diagnose(params: Any, batch: dict[str, Array], noise: Array) -> Diagnosis:
@@ -100,8 +100,8 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
 
     def of_model(name: str, value: np.ndarray) -> np.ndarray:
         """Measurements of a stack of layers, at the layers' positions in the model."""
-        stack = next((key for key in model.orders if name.startswith(f"{key.replace('/', '.')}.")), None)
-        if stack is None:
+        stack = rows[name].spec.stack
+        if not stack:
             return value
         found = np.zeros((model.model.layers, *value.shape[1:]), value.dtype)
         found[model.orders[stack].members] = value
@@ -122,17 +122,17 @@ def _any_not_finite(params: Any) -> dict[str, Array]:
 
 def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
-    layouts = flatten(model.layouts)
-    grads = {name: grad for name, grad in flatten(grads).items() if is_trained(layouts[name])}
-    gradients = {name: _measure(name, grad, norm=True) for name, grad in grads.items()}
+    rows = flatten(model.plan.rows)
+    grads = {name: grad for name, grad in flatten(grads).items() if rows[name].spec.is_trained}
+    gradients = {name: _measure(rows[name], grad, norm=True) for name, grad in grads.items()}
     parameters = {
-        name: _measure(name, leaf, norm=False) for name, leaf in flatten(jax.tree.map(to_device, params)).items()
+        name: _measure(rows[name], leaf, norm=False) for name, leaf in flatten(jax.tree.map(to_device, params)).items()
     }
     return metrics["loss"], global_norm(grads), gradients, parameters
 
 
-def _measure(name: str, x: Array, *, norm: bool) -> Array:
-    axes = tuple(range(1 if _part(name) == BLOCKS else 0, x.ndim))
+def _measure(row: ParameterPlan, x: Array, *, norm: bool) -> Array:
+    axes = tuple(range(bool(row.spec.stack), x.ndim))
     finite = jnp.isfinite(x)
     size = jnp.where(finite, jnp.abs(x), 0).astype(jnp.float32)
     size = jnp.sqrt(jnp.sum(size**2, axis=axes)) if norm else jnp.max(size, axis=axes)

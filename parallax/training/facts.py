@@ -40,7 +40,7 @@ def step_costs(parts: RunComponents) -> StepCosts:
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
-    flops = flops_per_token(settings.model, model.shapes, seq=seq)
+    flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
     return StepCosts(flops, *peak_flops(settings.model.dtype), needs)
 
 
@@ -65,7 +65,7 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
         yield f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids"
     yield ""
-    yield from size_tables(settings.model, parameters_by_component(model.shapes), costs.memory)
+    yield from size_tables(settings.model, parameters_by_component(model.plan.declared), costs.memory)
     yield ""
     sizes = ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
     yield f"{jax.device_count()} x {jax.devices()[0].device_kind} as {sizes}; {str(model.schedule).splitlines()[0]}"

@@ -15,19 +15,18 @@ from jax.sharding import PartitionSpec as P
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import is_load
+from parallax.sharding.parameter import Role
 
-COUNTS = "expert_counts"  # of a step's metrics
+EXPERT_COUNTS = "expert_counts"  # of a step's metrics
 DIGITS = 5  # decimals of a share in metrics.jsonl
 
 
 def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
     """Metrics of a model with experts, empty for others: how often each expert was chosen, float32 [layers with
     experts, experts], in the order of the model, whole on every device. Padding tokens are counted, too."""
-    layouts = jax.tree.leaves(model.layouts)
-    leaves = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
-    found = [_whole(model.mesh, grad, layout, like) for grad, layout, like in leaves if is_load(layout)]
-    return {COUNTS: found[0]} if found else {}  # one stack of layers has experts
+    leaves = zip(*map(jax.tree.leaves, (grads, model.plan.rows, model.shapes)), strict=True)
+    found = [_whole(model.mesh, grad, row.at_rest, like) for grad, row, like in leaves if row.spec.role == Role.COUNTS]
+    return {EXPERT_COUNTS: found[0]} if found else {}  # one stack of layers has experts
 
 
 def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:

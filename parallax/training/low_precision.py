@@ -10,7 +10,7 @@ Written here, since optax keeps a moment in another dtype by rounding to nearest
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax.extend.random import threefry2x32_p
 
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import stacked_dims
+from parallax.sharding.parameter import ParameterSpec, Role
 
 ROUNDING = 0x524F554E  # "ROUN": separates these random bits from those of initial values and dropout
 WEIGHTS_FIELD = "weights"  # used like a name of an optimizer's field
@@ -49,48 +49,55 @@ class Blocks(NamedTuple):
     scales: Array  # float32
 
 
-def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+def with_states_in(
+    tx: optax.GradientTransformation, dtypes: Mapping[str, str], rows: Any, *, roots: Collection[str] = ROOTS
+) -> Any:
     """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:
-        dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}.
-        layouts: the tree of the parameters' layouts, which determines blocks: see `block_of`. A training step updates
-            states in float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
+        dtypes: "float32", "bfloat16" or "float8", by field of the states, as {"mu": "bfloat16", "nu": "float8"}. A
+            field holds an array for each parameter: in a NamedTuple, or as an entry of a dict or a tuple.
+        rows: those of the model's plan, which determine blocks: see `block_of`. A training step updates states in
+            float8 layer by layer, so `tx` must work by entry or by a layer's matrix.
+        roots: fields of squares, whose roots are stored in float8.
     Returns:
         An optax transformation whose `update` takes `noise`, int32 [2], (seed, step), and, if arrays hold only some of
-        the layers, `layers`: see `random_bits`.
+        the layers, `layers`: see `random_bits`. Its `init` raises ConfigError if `tx` keeps nothing in a field, or, for
+        float8, arrays of other shapes than the parameters.
     """
-    layout_of = named_leaves(layouts)
+    row_of = named_leaves(rows)
     inner = optax.with_extra_args_support(tx)
 
     def narrow(state: Any, before: Any, noise: Array, layers: Array | None = None) -> Any:
         def leaf(path: Any, x: Array, before: Any) -> Any:
-            field, name = _place(path, dtypes)
+            field, name = _place(path, row_of)
             dtype = dtypes.get(field, "float32")
             if dtype == "float32" or x.dtype != jnp.float32:
                 return x
             if not x.size:  # of layers of another turn: see update_by_layer
                 return before
-            block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
+            block = block_of(row_of[name].spec, row_of[name].at_rest, x.shape) if dtype == "float8" else ()
             block = shape_of_blocks(before) if isinstance(before, Blocks) else block
             if dtype == "float8" and not block:
                 return x
             bits = random_bits(noise, field, name, x.shape, layers)
-            return to_float8(x, bits, block, root=field in ROOTS) if block else to_bfloat16(x, bits)
+            return to_float8(x, bits, block, root=field in roots) if block else to_bfloat16(x, bits)
 
         return jax.tree_util.tree_map_with_path(leaf, state, before)
 
     def widen(state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Array:
-            field, _ = _place(path, dtypes)
+            field, _ = _place(path, row_of)
             if isinstance(x, Blocks):
-                return from_float8(x, root=field in ROOTS)
-            return x.astype(jnp.float32) if field and x.dtype == jnp.bfloat16 else x
+                return from_float8(x, root=field in roots)
+            narrow = dtypes.get(field, "float32") != "float32" and x.dtype == jnp.bfloat16
+            return x.astype(jnp.float32) if narrow else x
 
         return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
 
     def init(params: Any) -> Any:
         state = inner.init(params)
+        _check_fields(state, params, dtypes)
         return narrow(state, state, jnp.zeros(2, jnp.int32))
 
     def update(
@@ -102,12 +109,46 @@ def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _place(path: Any, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The field among `fields` that contains a leaf of an optimizer's state, and the parameter's name; "" for none."""
-    for at, key in enumerate(path):
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in fields:
-            return key.name, jax.tree_util.keystr(path[at + 1 :], simple=True, separator="/")
+def _place(path: Any, names: Collection[str]) -> tuple[str, str]:
+    """The field that contains a leaf of an optimizer's state, and the parameter's name, one of `names`; "" for a leaf
+    that belongs to no parameter."""
+    for at in range(1, len(path)):
+        if (name := jax.tree_util.keystr(path[at:], simple=True, separator="/")) in names:
+            return jax.tree_util.keystr(path[at - 1 : at], simple=True), name
     return "", ""
+
+
+def _check_fields(state: Any, params: Any, dtypes: Mapping[str, str]) -> None:
+    """Raise ConfigError if a dtype has no effect on a state, or cannot hold its arrays."""
+    shape_of, found = {name: x.shape for name, x in named_leaves(params).items()}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        field, name = _place(path, shape_of)
+        if field and x.dtype == jnp.float32:
+            found.setdefault(field, {})[name] = x.shape
+    fields: dict[str, list[str]] = {}
+    for field in dtypes:
+        fields.setdefault(MOMENT_FIELDS.get(field, field), []).append(field)
+    for names in fields.values():
+        dtype, kept = dtypes[names[0]], [shapes for field, shapes in found.items() if field in names]
+        said = _said(names[0], dtype)
+        if dtype != "float32" and not kept:
+            raise ConfigError(
+                f"{said} has no effect on this optimizer: it keeps nothing in {' or '.join(names)}, but "
+                f"{'in ' + ', '.join(found) if found else 'no array for a parameter'}; use 'float32', or wrap it in "
+                "with_states_in, with the names of its fields."
+            )
+        others = [(name, shape) for shapes in kept for name, shape in shapes.items() if shape != shape_of[name]]
+        if dtype == "float8" and others:
+            name, shape = others[0]
+            raise ConfigError(
+                f"{said} needs arrays of the parameters' shapes, and this optimizer keeps {list(shape)} for {name}, "
+                f"which is {list(shape_of[name])}; use 'bfloat16'."
+            )
+
+
+def _said(field: str, dtype: str) -> str:
+    """The setting, or the argument of `with_states_in`, that gives a field this dtype."""
+    return f"optimizer.{MOMENT_FIELDS[field]}={dtype!r}" if field in MOMENT_FIELDS else f"{field}={dtype!r}"
 
 
 # ---- weights
@@ -248,7 +289,7 @@ def _of_block(dims: int) -> tuple[int, ...]:
 # ---- blocks
 
 
-def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+def block_of(spec: ParameterSpec, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Number of entries of a parameter that share a scale, along each dim: up to 32 along one dim. () for scales of
     norms and for shapes that are too small or do not divide, which stay in float32.
 
@@ -256,15 +297,18 @@ def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     suitable: on TPU it is in lanes, where this takes twice as long. In tables it is used always, since data axes shard
     the vocab, often into pieces that blocks do not divide.
 
-    >>> block_of(Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
+    >>> kernel, norm = (ParameterSpec(role, stack="blocks") for role in (Role.WEIGHT, Role.NORM))
+    >>> block_of(kernel, Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
     (1, 32, 1)
-    >>> block_of(Layout.parse("vocab d_model"), (32000, 768)), block_of(Layout.parse("layers d_model"), (4, 2048))
-    ((1, 32), ())
+    >>> block_of(norm, Layout.parse("layers d_model"), (4, 2048))
+    ()
+    >>> block_of(ParameterSpec(Role.TABLE), Layout.parse("vocab d_model"), (32000, 768))
+    (1, 32)
     """
-    first, last = stacked_dims(layout), len(shape) - 1
+    first, last = spec.stacked(layout), len(shape) - 1
     if last <= first:
         return ()
-    first += layout.names[first] == "vocab"
+    first += spec.role == Role.TABLE
 
     def entries(dim: int) -> int:
         """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""
@@ -295,8 +339,8 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, Blocks)):
         if not isinstance(x, Blocks):
             continue
-        field, name = _place(path, MOMENT_FIELDS)
-        key, sharding = MOMENT_FIELDS[field], sharding_of[name]
+        field, name = _place(path, sharding_of)
+        key, sharding = MOMENT_FIELDS.get(field, field), sharding_of[name]
         pieces = [whole // own for whole, own in zip(x.values.shape, sharding.shard_shape(x.values.shape))]
         for size, blocks, count, cut in zip(
             x.values.shape, x.scales.shape, pieces, [*sharding.spec, *[None] * len(pieces)]
@@ -305,7 +349,7 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
                 axes = cut if isinstance(cut, tuple) else (cut,)
                 over = " x ".join(f"mesh.{axis}={sharding.mesh.shape[axis]}" for axis in axes)
                 raise ConfigError(
-                    f"optimizer.{key}='float8' has blocks of {size // blocks} along a dim of {name} of size {size}, "
+                    f"{_said(field, 'float8')} has blocks of {size // blocks} along a dim of {name} of size {size}, "
                     f"which {over} shards into pieces of {size // count}; use {key}='bfloat16', or a mesh that shards "
                     f"it into {blocks} pieces or a divisor of that."
                 )

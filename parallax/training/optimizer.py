@@ -17,12 +17,13 @@ from parallax.config.sections import OptimizerConfig
 from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
-from parallax.sharding.layout import Layout, map_layouts
-from parallax.sharding.parameter import is_load, is_trained, stacked_dims
+from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import ParameterSpec, Role
+from parallax.sharding.plan import ParameterPlan
 from parallax.training.low_precision import MOMENT_FIELDS, with_states_in
 
-# Dims that a kernel contracts if they come first.
-INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
+UPDATE_OF = {Role.COUNTS: "balance", Role.MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
+DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay
 # Root mean square of the entries of Muon's direction, matched to AdamW's so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2); that of an orthogonal matrix is 1 / root of its longer side.
 MUON_RMS = 0.2
@@ -56,30 +57,28 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return in_32_bits()(optax.join_schedules([rising, after], [top]))
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.GradientTransformation:
     """Clip by the norm of the whole gradient, then AdamW or Muon; weight decay skips norms and biases. Routers' biases
-    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed.
+    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed, and neither are
+    frozen parameters, of which it keeps no states.
 
-    `layouts` is the tree of the parameters' layouts, whose dims say which leaves are matrices. If moments are not in
-    float32, `update` takes `noise`: see `with_states_in`.
+    `rows` are those of the model's plan, which say what each parameter is. If moments are not in float32, `update`
+    takes `noise`: see `with_states_in`.
     """
     direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     if config.name == "muon":
-        direction = muon_and(direction, config.muon_momentum, layouts)
-    decay = optax.add_decayed_weights(config.weight_decay, map_layouts(is_matrix, layouts))
+        direction = muon_and(direction, config.muon_momentum, rows)
+    decayed = jax.tree.map(lambda row: row.spec.role in DECAYED, rows)
+    decay = optax.add_decayed_weights(config.weight_decay, decayed)
     update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
     trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
-    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero()}
-    kinds = map_layouts(_kind_of_update, layouts)
+    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero(), "frozen": optax.set_to_zero()}
+    kinds = jax.tree.map(lambda row: "frozen" if row.spec.frozen else UPDATE_OF.get(row.spec.role, "trained"), rows)
     found = {kind: others[kind] for kind in others if kind in jax.tree.leaves(kinds)}
     if found:
         trained = optax.partition({**found, "trained": trained}, kinds)
     dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
-    return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, layouts)
-
-
-def _kind_of_update(layout: Layout) -> str:
-    return "trained" if is_trained(layout) else "balance" if is_load(layout) else "scale"
+    return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, rows)
 
 
 def balance(rate: float) -> optax.GradientTransformation:
@@ -92,14 +91,15 @@ def balance(rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) -> optax.GradientTransformation:
+def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> optax.GradientTransformation:
     """Muon's direction for hidden matrices, and `adam`'s for all other leaves.
 
     It replaces optax.contrib.muon, whose Adam would also use Muon's Nesterov momentum, and whose products the compiler
     would shard on its own. States are the same as there.
     """
-    matrices = map_layouts(lambda layout: optax.MaskedNode() if muon_dims(layout) is None else layout, layouts)
-    kinds = map_layouts(lambda layout: "adam" if muon_dims(layout) is None else "muon", layouts)
+    by_muon = lambda row: row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
+    matrices = jax.tree.map(lambda row: row if by_muon(row) else optax.MaskedNode(), rows)
+    kinds = jax.tree.map(lambda row: "muon" if by_muon(row) else "adam", rows)
 
     def update(grads, state, params=None):
         mean, count = optax.tree.update_moment(grads, state.mu, momentum, 1), optax.safe_increment(state.count)
@@ -115,7 +115,7 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) 
     return optax.partition({"muon": optax.chain(muon), "adam": optax.chain(adam)}, kinds)
 
 
-def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> Array:
+def orthogonalized(path: Any, x: Array, row: ParameterPlan, coefficients: Array) -> Array:
     """Orthogonalize each matrix of stacked layers by Newton-Schulz iterations, scaled to the size of AdamW's entries.
 
     It runs in the local view of the current mesh, so that it sends what `newton_schulz` says; without a mesh, on whole
@@ -123,8 +123,9 @@ def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> 
     """
     if not x.size:  # updated in another turn: see update_by_layer
         return x
-    inputs, outputs = (math.prod(x.shape[at] for at in dims) for dims in muon_dims(layout))
-    rounds = functools.partial(newton_schulz, layout=layout, tall=inputs > outputs)
+    layout, dims = row.at_rest, muon_dims(row.spec, row.at_rest)
+    inputs, outputs = (math.prod(x.shape[at] for at in group) for group in dims)
+    rounds = functools.partial(newton_schulz, layout=layout, dims=dims, tall=inputs > outputs)
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         spec = layout.spec(mesh)
         rounds = jax.shard_map(rounds, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=True)
@@ -133,15 +134,15 @@ def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> 
         return MUON_RMS * math.sqrt(max(inputs, outputs)) * rounds(x, coefficients)
 
 
-def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, tall: bool) -> Array:
+def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, dims: Any, tall: bool) -> Array:
     """Five rounds of `a X + (b G + c G²) X` with `G = X Xᵀ` for each matrix X, which is first scaled to norm 1. A
-    `tall` matrix is transposed, so that G is small. Each device computes its own rows of G and X.
+    `tall` matrix is transposed, so that G is small. Each device computes its own rows of G and X. `dims` are those of
+    `muon_dims`.
 
     Communication:
         forward   all_reduce of the squares' sum over the axes of x; in each round all_gather of X over the axes that
                   cut rows, all_reduce of G over the axes that cut columns, all_gather of G over the axes of rows
     """
-    dims = muon_dims(layout)
     row_axes, column_axes = (tuple(axis for at in group for axis in layout.axes[at]) for group in dims)
     own = x.reshape(-1, *(math.prod(x.shape[at] for at in group) for group in dims))
     if tall:
@@ -171,44 +172,34 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def is_matrix(layout: Layout) -> bool:
-    """Whether a parameter is a matrix; scales of norms and biases are not.
-
-    >>> [is_matrix(Layout.parse(text)) for text in ("layers/pp d_model/tp", "layers/pp d_model/dp d_ff/tp")]
-    [False, True]
-    """
-    dims = layout.names[stacked_dims(layout) :]
-    return len(dims) > 1 and any(name in INPUT_DIMS for name in dims)
-
-
-def muon_dims(layout: Layout) -> Any:
+def muon_dims(spec: ParameterSpec, layout: Layout) -> Any:
     """Input and output dims of a hidden matrix, where each layer and each expert has its own matrix; None for
     parameters that AdamW updates.
 
-    >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
+    >>> query = ParameterSpec(Role.WEIGHT, stack="blocks", inputs=("d_model",))
+    >>> muon_dims(query, Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
     """
-    if not is_matrix(layout) or "vocab" in layout.names:
-        return None
-    first = stacked_dims(layout)
-    dims = tuple(range(first, len(layout.names)))
-    inputs = dims[:1] if layout.names[first] in INPUT_DIMS else dims[:-1]
-    return optax.contrib.MuonDimensionNumbers(inputs, tuple(d for d in dims if d not in inputs))
+    first = spec.stacked(layout)
+    inputs = tuple(range(first, first + len(spec.inputs)))
+    outputs = tuple(range(first + len(spec.inputs), len(layout.names)))
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs) if inputs and outputs else None
 
 
-def global_norm(grads: Any, layouts: Any = None) -> Array:
-    """Global gradient norm in float32, over the whole mesh; in the local view for pieces with these layouts. Loads of
-    experts and maxima are excluded, but make it non-finite if they are: rounding to 8 bits can hide non-finite values.
+def global_norm(grads: Any, rows: Any = None) -> Array:
+    """Global gradient norm in float32, over the whole mesh; in the local view for pieces, with the plan's rows of their
+    parameters. Loads of experts and maxima are excluded, but make it non-finite if they are: rounding to 8 bits can
+    hide non-finite values.
 
     Communication:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
     """
     squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
     if bound_axis_sizes():
-        given = structure.flatten_up_to(layouts)
-        kept = [at for at, layout in enumerate(given) if not is_load(layout)]
-        squares = [squares[at] if is_trained(given[at]) else 0 * squares[at] for at in kept]
-        cut_by = [given[at].used_axes() for at in kept]
+        given = structure.flatten_up_to(rows)
+        kept = [at for at, row in enumerate(given) if row.spec.role != Role.COUNTS and row.spec.has_gradient]
+        squares = [squares[at] if given[at].spec.is_trained else 0 * squares[at] for at in kept]
+        cut_by = [given[at].at_rest.used_axes() for at in kept]
         for axes in dict.fromkeys(cut_by):
             members = [at for at, own in enumerate(cut_by) if own == axes]
             for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):

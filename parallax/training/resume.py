@@ -1,7 +1,7 @@
 """Whether a run starts or resumes, and whether its settings still fit its checkpoints."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,19 @@ from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings, difference_text
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
-from parallax.model.products import is_amax_name
+from parallax.model.transformer import Parts
 from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import GENERATION_CONFIG, RECORD, RunFiles
+from parallax.sharding.parameter import Role, map_declared
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
 # Keys with which a run would silently become another one. For the data it is the corpus, whose fingerprint covers the
 # text and the order of windows; a corpus that was only moved is the same.
 FIXED_SECTIONS = ("model", "corpus")
-FIXED_KEYS = ("optimizer.name", "train.seed")
+FIXED_KEYS = ("optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 # What differs if a fixed key of a section does.
 OF_ANOTHER_RUN = {
@@ -121,14 +122,16 @@ def load_newest(
     return step, parts
 
 
-def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
-    """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`; float32 is rounded
-    to the nearest bfloat16.
+def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
+    """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`, those of the model
+    of `parts`; float32 is rounded to the nearest bfloat16. Scales of 8-bit products that one of the two lacks are left
+    out, or are zeros.
 
     CheckpointError if it was trained with another tokenizer.
     """
     checkpoints = RunFiles(source).checkpoints
-    saved = _as_saved(checkpoints, wanted)
+    specs = flatten(map_declared(lambda one: one.spec, parts.declared_in_8_bits()))
+    saved = _as_saved(checkpoints, wanted, {name for name, spec in specs.items() if spec.role == Role.MAXIMA})
     own = flatten(wanted)
     step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
@@ -164,9 +167,9 @@ def _as_wanted(x: Any, like: Any) -> Any:
     return jax.device_put(x.astype(like.dtype), like.sharding)
 
 
-def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
-    """Shapes of parameters by name, with the dtypes of the newest checkpoint if these are allowed for parameters.
-    Scales of 8-bit products are included if it has them."""
+def _as_saved(checkpoints: Path, wanted: Any, scales: Collection[str]) -> dict[str, Any]:
+    """Shapes of parameters by name, with the dtypes of the newest checkpoint if these are allowed for parameters. Those
+    of `scales` are included if it has them."""
     stored: Mapping[str, Any] = {}
     for step in sorted(complete_steps(checkpoints)):
         with contextlib.suppress(CheckpointError):  # restoring reports the error
@@ -175,11 +178,11 @@ def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
     found = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
         for name, leaf in flatten(wanted).items()
-        if not is_amax_name(name)
+        if name not in scales
     }
     whole = NamedSharding(next(iter(found.values())).sharding.mesh, PartitionSpec())
     for name, about in stored.items():
-        if is_amax_name(name):
+        if name in scales:
             found[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
     return found
 

@@ -193,7 +193,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     params, source = state.params, parts.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-            params = load_params(source, wanted.params, checkpoint_settings(parts), say)
+            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say)
     if parts.settings.model.matmul != COMPUTE:
         with waiting("measuring the first scales of 8-bit products"):
             batch = put_batches(parts)(parts.train_data.batch(0))

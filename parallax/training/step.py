@@ -21,9 +21,9 @@ from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
-from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.parameter import is_amax
+from parallax.sharding.parameter import Role
+from parallax.sharding.plan import ParameterPlan
 from parallax.step.resolve import with_kernel_on
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
@@ -94,8 +94,8 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
     """Parameters with the first scales of 8-bit products, from a pass over this batch in which these products are
     computed in the compute dtype; unchanged for a model without such products."""
     leaves, structure = jax.tree.flatten(params)
-    layouts, shardings = jax.tree.leaves(model.layouts), jax.tree.leaves(model.shardings)
-    places = [at for at, layout in enumerate(layouts) if is_amax(layout)]
+    rows, shardings = jax.tree.leaves(model.plan.rows), jax.tree.leaves(model.shardings)
+    places = [at for at, row in enumerate(rows) if row.spec.role == Role.MAXIMA]
     if not places:
         return params
     measuring = model.replace(measures=True)
@@ -165,7 +165,7 @@ class TrainStep:
         if batch is not None:
             params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
             return state._replace(params=params)
-        if any(map(is_amax, jax.tree.leaves(self.model.layouts))):
+        if any(row.spec.role == Role.MAXIMA for row in jax.tree.leaves(self.model.plan.rows)):
             raise ConfigError(
                 f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
                 "call TrainStep.init(batch) with the first one."
@@ -196,9 +196,9 @@ class TrainStep:
 
     def grad_norm(self, grads: Any) -> Array:
         """The norm of the whole gradient, in the local view."""
-        model, norm = self.model, functools.partial(global_norm, layouts=self.model.layouts)
-        specs = map_layouts(lambda layout: layout.spec(model.mesh), model.layouts)
-        return jax.shard_map(norm, mesh=model.mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
+        mesh, norm = self.model.mesh, functools.partial(global_norm, rows=self.model.plan.rows)
+        specs = jax.tree.map(lambda row: row.at_rest.spec(mesh), self.model.plan.rows)
+        return jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
 
     def update(
         self, params: Any, opt_state: Any, grads: Any, grad_norm: Array, noise: Array | None = None
@@ -207,12 +207,14 @@ class TrainStep:
 
         Arrays in fewer bits than float32 are rounded with `noise`, int32 [2], (seed, step).
         """
-        tx = optax.with_extra_args_support(self.tx)
+        tx, rows = optax.with_extra_args_support(self.tx), self.model.plan.rows
 
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
             wide = widened(params)
             updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
-            return narrowed(optax.apply_updates(wide, updates), params, noise, layers), opt_state
+            old, wide, updates = (_with_gradients(rows, tree) for tree in (params, wide, updates))
+            new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
+            return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state
 
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
             if self.model.plan.uses_host or has_blocks(opt_state):
@@ -221,8 +223,17 @@ class TrainStep:
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)
             else:
                 updated, opt_state = update(params, opt_state, grads)
-        latest = lambda layout, new, old, grad: latest_amax(grad, old) if is_amax(layout) else new  # noqa: E731
-        return map_layouts(latest, self.model.layouts, updated, params, grads), opt_state
+        return jax.tree.map(_stored, rows, updated, params, grads), opt_state
+
+
+def _with_gradients(rows: Any, tree: Any) -> Any:
+    """A tree of arrays for parameters, without those that have no gradient."""
+    return jax.tree.map(lambda row, x: x if row.spec.has_gradient else None, rows, tree)
+
+
+def _stored(row: ParameterPlan, new: Array, old: Array, grad: Array) -> Array:
+    """A parameter after the update; scales of 8-bit products follow from this step's maxima."""
+    return latest_amax(grad, old) if row.spec.role == Role.MAXIMA else new
 
 
 def make_train_step(
@@ -262,7 +273,7 @@ def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedMo
     """Model and optimizer; a ParallaxError if they do not fit the mesh, the batch or the steps."""
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
-    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    return model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
 
 
 def step_of(settings: Settings, mesh: Any = None) -> TrainStep:

@@ -14,7 +14,7 @@ from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.runtime.progress import FIRST_SECS, waiting
 from parallax.training.divergence import SkippedSteps
-from parallax.training.load import COUNTS, load_values
+from parallax.training.load import EXPERT_COUNTS, load_values
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
 from parallax.training.optimizer import learning_rate
@@ -76,7 +76,7 @@ class StepReports:
         first = ended.step == self.first
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
             metrics = jax.device_get(ended.metrics)
-        counts = metrics.pop(COUNTS, None)
+        counts = metrics.pop(EXPERT_COUNTS, None)
         metrics = {name: float(value) for name, value in metrics.items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}

@@ -21,7 +21,8 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.host import HOST, argument_to_device, is_on_host, to_host
 from parallax.training.low_precision import Blocks
 
-UNSTACKED, SHARED = "", "shared"  # labels: parameters outside of layers, and states that belong to no parameter
+# In place of a stack: parameters outside of layers, states of no parameter, parameters that stay as they are.
+UNSTACKED, WITHOUT_PARAMETER, FROZEN = "", "none", "frozen"
 # `update(params, opt_state, grads, layers)` returns the updated first two; `layers` are the indices of stacked layers.
 Update = Callable[[Any, Any, Any, Array | None], tuple[Any, Any]]
 
@@ -67,9 +68,9 @@ def update_by_layer(
 
     `shardings` are those of the parameters, and so of the gradients, and of the optimizer's state.
     """
-    of_params = jax.tree_util.tree_map_with_path(partial(_stack_of, model.plan.orders), params)
+    of_params = jax.tree.map(lambda row: row.spec.stack if row.spec.has_gradient else FROZEN, model.plan.rows)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
-    labels = of_params, map_kept(labelled, lambda _: SHARED, opt_state, of_params), of_params
+    labels = of_params, map_kept(labelled, lambda _: WITHOUT_PARAMETER, opt_state, of_params), of_params
     labels = dict(enumerate(jax.tree.leaves(labels)))
     specs = [sharding.spec for sharding in jax.tree.leaves((*shardings, shardings[0]))]
     leaves, structure = jax.tree.flatten((params, opt_state, grads))
@@ -77,16 +78,19 @@ def update_by_layer(
 
     def updated(at_hand: Mapping[int, Array], layers: Array | None = None) -> list[Array]:
         """All leaves except gradients after an update in which the leaves `at_hand` have rows."""
-        given = [at_hand.get(at, x if labels[at] == SHARED else _no_rows(x)) for at, x in enumerate(leaves)]
+        given = [at_hand.get(at, x if labels[at] == WITHOUT_PARAMETER else _no_rows(x)) for at, x in enumerate(leaves)]
         return jax.tree.leaves(update(*jax.tree.unflatten(structure, given), layers))
 
     unstacked = updated({at: _fetch(x, specs[at]) for at, x in enumerate(leaves) if labels[at] == UNSTACKED})
     results = [to_host(x) if is_on_host(leaf) else x for leaf, x in zip(leaves, unstacked)]
+    results = [leaves[at] if labels[at] == FROZEN else x for at, x in enumerate(results)]
     for stack in model.plan.orders:
+        stacked = {at: x for at, x in enumerate(leaves) if labels[at] == stack}
+        if not stacked:
+            continue
         cut = {row.at_rest.cut_of("layers") for row in jax.tree.leaves(model.plan.rows_of(stack))}
         assert len(cut) == 1, f"layers of {stack} are cut in different ways: {cut}"
         pieces = math.prod(model.axis_sizes.get(axis, 1) for axis in cut.pop())
-        stacked = {at: x for at, x in enumerate(leaves) if labels[at] == stack}
         changed = _layers_in_turn(updated, stacked, specs, written, pieces)
         results = [changed.get(at, x) for at, x in enumerate(results)]
     return jax.tree.unflatten(jax.tree.structure((params, opt_state)), results)
@@ -129,12 +133,6 @@ def _write(x: Array, layers: Array, spec: P, number: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(x, layer, number, 0)
 
     return local(x, layers, number)
-
-
-def _stack_of(stacks: Mapping[str, Any], path: Any, leaf: Any) -> str:
-    """The stack of layers to which a parameter belongs."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return next((stack for stack in stacks if name.startswith(f"{stack}/")), UNSTACKED)
 
 
 def _no_rows(x: Array) -> Array:

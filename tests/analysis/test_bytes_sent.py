@@ -329,7 +329,7 @@ def test_totals_add_up_over_every_field():
 )
 def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
     model = build(mesh, layers=2, **changes)
-    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.plan.rows)
     step = make_train_step(model, tx, seed=0)
     state = abstract_state(model, tx)
     update = jax.jit(lambda state, grads: step.update(state.params, state.opt_state, grads, step.grad_norm(grads)))
@@ -354,7 +354,7 @@ def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
 def test_muon_sends_the_rows_and_products_of_its_matrices():
     """A matrix of d_model=32 rows over dp, 64 columns over tp, in each of 2 layers: G has 32 x 32 entries."""
     model = build((1, 2, 2), attention="gqa", layers=2, d_model=32, d_ff=64)
-    tx = make_optimizer(optimizer_config(name="muon", warmup_steps=0), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(name="muon", warmup_steps=0), 10, model.plan.rows)
     found = [one for one in update_collectives(make_train_step(model, tx, seed=0)) if one.module == "mlp/gate"]
     entries = {
         ("all-gather", ("dp",)): 5 * 2 * (16 * 32 + 16 * 32),  # own rows of X, and of G

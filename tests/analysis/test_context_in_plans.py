@@ -38,7 +38,7 @@ def build(mesh, **changes):
 
 
 def adamw(model):
-    return make_optimizer(tiny.optimizer_config(), 1000, model.layouts)
+    return make_optimizer(tiny.optimizer_config(), 1000, model.plan.rows)
 
 
 def over_cp(model):

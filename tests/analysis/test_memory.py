@@ -25,7 +25,7 @@ def build(pp=2, dp=2, tp=2, **changes):
     )
     mesh = make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
     model = model_of(settings, mesh)
-    return settings, model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    return settings, model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
 
 
 def held(tree):
@@ -56,7 +56,7 @@ def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
     for policy in ("zero3", "zero1"):
         _, model, tx = build(1, 8, 1, **{"data_parallel.policy": policy})
         plans[policy] = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
-    parts = parameters_by_component(model.shapes)
+    parts = parameters_by_component(model.plan.declared)
     layers = parts["attention"] + parts["mlp"] + parts["norms"] - model.model.d_model
     other_layers = 4 * layers * (model.model.layers - 1) // model.model.layers
     assert plans["zero1"].gathered_weights == 4 * (sum(parts.values()) - parts["norms"])  # those are not cut over dp
@@ -130,8 +130,8 @@ def test_recomputing_costs_a_layer_or_a_stage_for_as_long_as_it_lasts():
 
 def test_an_untied_head_costs_parameters_but_no_flops():
     tied, untied = (build(1, 1, 1, **{"model.tied": tied})[1] for tied in (True, False))
-    flops = [flops_per_token(model.model, model.shapes, seq=32) for model in (tied, untied)]
-    counts = [sum(parameters_by_component(model.shapes).values()) for model in (tied, untied)]
+    flops = [flops_per_token(model.model, model.plan.declared, seq=32) for model in (tied, untied)]
+    counts = [sum(parameters_by_component(model.plan.declared).values()) for model in (tied, untied)]
     assert flops[0] == flops[1] and counts[1] - counts[0] == 384 * 32
     longer = dataclasses.replace(tied.model, layers=4)
-    assert flops_per_token(longer, tied.shapes, seq=32) > flops[0]
+    assert flops_per_token(longer, tied.plan.declared, seq=32) > flops[0]

@@ -78,25 +78,25 @@ def settings(**changes):
 def test_a_token_meets_its_experts_alone():
     """By hand: mla's kernels as of dense layers, three matrices an expert, of which two of eight count."""
     model = on({})
-    moe, counts = 6 * 3 * 32 * 24, parameters_by_component(model.shapes)
+    moe, counts = 6 * 3 * 32 * 24, parameters_by_component(model.plan.declared)
     router = 6 * (32 * 8 + 8)  # its bias as well
     assert (counts["experts"], counts["shared"], counts["router"]) == (8 * moe, moe, router)
     assert counts["mlp"] == 2 * 3 * 32 * 64
     active = active_parameters(model.model, counts)
     assert active == counts | {"experts": 2 * moe}
     dense = tiny.build((1, 1, 1), microbatches=1)
-    other = flops_per_token(dense.model, dense.shapes, seq=SEQ)
-    found = flops_per_token(model.model, model.shapes, seq=SEQ)
+    other = flops_per_token(dense.model, dense.plan.declared, seq=SEQ)
+    found = flops_per_token(model.model, model.plan.declared, seq=SEQ)
     assert found - other == 6 * (3 * moe + 6 * 32 * 8 - 6 * 3 * 32 * 64)
-    assert set(matmul_parameters_by_stack(model.model, model.shapes)) == {"blocks/dense", "blocks/moe"}
+    assert set(matmul_parameters_by_stack(model.model, model.plan.declared)) == {"blocks/dense", "blocks/moe"}
 
 
 def test_all_parameters_and_active_ones_are_said_when_a_run_begins():
     model = on({})
     nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
-    lines = list(size_tables(model.model, parameters_by_component(model.shapes), nothing_held))
+    lines = list(size_tables(model.model, parameters_by_component(model.plan.declared), nothing_held))
     (active,) = (line for line in lines if line.startswith("active for a token"))
-    total = sum(active_parameters(model.model, parameters_by_component(model.shapes)).values())
+    total = sum(active_parameters(model.model, parameters_by_component(model.plan.declared)).values())
     assert f"{total:,}" in active and any(line.startswith("experts") for line in lines)
 
 
@@ -407,6 +407,6 @@ def test_the_kernel_multiplies_rows_by_their_group_s_matrix_transposed(widths):
 
 def test_a_model_of_one_kind_has_one_stack():
     model = on({}, layers_of="moe*8")
-    assert set(matmul_parameters_by_stack(model.model, model.shapes)) == {"blocks"}
-    assert parameters_by_component(model.shapes)["mlp"] == 0
+    assert set(matmul_parameters_by_stack(model.model, model.plan.declared)) == {"blocks"}
+    assert parameters_by_component(model.plan.declared)["mlp"] == 0
     assert dataclasses.replace(model.layout, exchange="ragged").exchange == "ragged" and jax.device_count() >= 4

@@ -187,7 +187,8 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
             data_parallel_policy=policy,
         )
         eight = read_topology("v5e:2x4")
-        sent = messages(traced_work(model_on_topology(settings, eight), settings).sent, eight, settings)
+        traced = traced_work(model_on_topology(settings, eight), settings)
+        sent = messages(traced.sent, eight, settings, traced.layer_modules)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)

@@ -27,7 +27,7 @@ ROWS, SEQ = 64, 128
 
 def build(mesh, optimizer="adamw", **changes):
     model = tiny.build(mesh, **(WIDE | changes))
-    return model, make_optimizer(tiny.optimizer_config(name=optimizer), 1000, model.layouts)
+    return model, make_optimizer(tiny.optimizer_config(name=optimizer), 1000, model.plan.rows)
 
 
 def compiled_step(model, tx, step=None, rows=ROWS):

@@ -54,11 +54,11 @@ def build(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     settings, model = build(name)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
     data = settings.data
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
     assert plan.peak > plan.parameters + plan.optimizer > 0 and plan.working_activations > 0
-    assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
+    assert flops_per_token(settings.model, model.plan.declared, seq=data.seq) > 0
 
 
 @pytest.mark.fast(1)
@@ -67,8 +67,8 @@ def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chi
     devices, billions = AT_SCALE[name]
     settings, model = build(name)
     assert math.prod(model.axis_sizes.values()) == devices
-    assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    assert sum(parameters_by_component(model.plan.declared).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
     data = settings.data
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
     chip = 16e9 if name.startswith("llama_1b") else 95e9
@@ -95,7 +95,7 @@ def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name)
         settings = resolve(read_settings(get_config(name)), topology.as_devices)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
         model = model_on_topology(settings, topology)
-        assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+        assert sum(parameters_by_component(model.plan.declared).values()) / 1e9 == pytest.approx(billions, rel=0.02)
         peak = predicted_memory(model, settings).peak
         assert peak < 0.9 * JAX_TAKES * topology.chip.usable_bytes
         # The header has what the plan says of the first.
@@ -141,5 +141,5 @@ def test_the_benchmark_is_the_agreed_work():
     assert (m.d_model, m.layers, m.heads, m.d_head, m.d_ff, m.vocab) == (256, 8, 8, 32, 704, 8192)
     assert (data.seq, data.global_batch, m.dtype) == (256, 32, "float32")
     kernels = 8 * (4 * 256 * 256 + 3 * 256 * 704) + 8192 * 256
-    assert flops_per_token(m, model.shapes, seq=256) == 6 * kernels + 6 * 8 * 256 * 8 * 32
+    assert flops_per_token(m, model.plan.declared, seq=256) == 6 * kernels + 6 * 8 * 256 * 8 * 32
     assert jax.tree.leaves(model.shapes)[0].dtype == "float32"

@@ -75,7 +75,7 @@ BAD = {
 @functools.cache
 def tiny_step(mesh):
     model = build(mesh)
-    tx = make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts)
+    tx = make_optimizer(optimizer_config(warmup_steps=2), 20, model.plan.rows)
     return model, init_state(model, tx, 0), make_train_step(model, tx, 0, GuardConfig(**NOTHING))
 
 
@@ -392,7 +392,7 @@ def flip(array, device, bit=3):
 def test_a_flipped_bit_of_one_copy_is_found_and_named(bit):
     model, initial, step = tiny_step((2, 2, 2))
     recheck = SilentCorruptionCheck(
-        state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts))
+        state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.plan.rows))
     )
     recheck.compare_copies(recheck.bits(initial), 0)
     params = jax.tree.map(lambda x: x, initial.params)

@@ -9,7 +9,7 @@ from published import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 from configs.base import get_config
 from parallax.analysis.flops import active_parameters, parameters_by_component
 from parallax.config.settings import read_settings
-from parallax.interop.export import param_shapes, plain_names
+from parallax.interop.export import param_shapes, plain_names, plan_of
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.hf_weights import weight_views
 from parallax.model.checks import check_divides, check_window
@@ -64,8 +64,7 @@ def test_the_tensors_of_a_published_mixture_have_its_number_of_parameters(name):
 def test_a_published_mixture_has_as_many_parameters_and_active_ones_as_its_authors_say(name):
     config, _ = MIXTURES[name]
     settings = read_settings(get_config(), model=read_config(config).model)
-    shapes = {name.replace(".", "/"): about for name, about in param_shapes(settings).items()}
-    counts = parameters_by_component(shapes)
+    counts = parameters_by_component(plan_of(settings).declared)
     active = active_parameters(settings.model, counts)
     if config["architectures"][0].startswith("Deepseek"):
         del active["embedding"]

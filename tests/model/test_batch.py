@@ -116,7 +116,7 @@ def test_what_is_no_batch_is_refused_with_a_line(change, message, traced):
 
 def entry_points(model):
     """Whatever takes a batch, by name: nothing of it compiles before the batch is looked at."""
-    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
     step = make_train_step(model, tx, 0)
     return {
         "loss": lambda batch: model.loss(model.shapes, batch),
@@ -213,7 +213,7 @@ def test_an_id_out_of_range_that_nobody_can_look_at_makes_loss_and_gradient_nan(
 @pytest.mark.slow
 def test_the_guard_refuses_a_step_on_an_id_out_of_range():
     model = build((1, 2, 2), **BUILT)
-    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
     guard = GuardConfig(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
     state, step = init_state(model, tx, 0), make_train_step(model, tx, 0, guard)
     before = jax.device_get(state.params)

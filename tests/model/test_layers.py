@@ -1,5 +1,6 @@
 """Each layer alone computes what a few lines of NumPy at float64 compute."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +11,12 @@ from flax.errors import ScopeParamShapeError
 from jaxprs import equations
 from tiny import HIDDEN_CUT, build, model_config
 
-from parallax.analysis.flops import component_of
-from parallax.config.sections import BLOCKS, PARTS
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
-from parallax.model.moe import MIXTURE_PARTS
 from parallax.model.rope import Rope, rotate
-from parallax.model.transformer import LAYER_PARTS, MLP
+from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
+from parallax.sharding.parameter import parameter
 
 EPS = 1e-6
 # float32 against float64: outputs of size 1 to 100, sums of up to 64 terms.
@@ -239,15 +238,44 @@ def test_branches_of_the_residual_add_up_to_its_size():
     assert std("down") == pytest.approx(0.5 * SIZES["d_ff"] ** -0.5, rel=0.1)
 
 
+OF_LEAF = {"kernel": "weight", "gate": "weight", "up": "weight", "down": "weight", "scale": "norm", "bias": "bias"}
+OF_LEAF |= {"table": "table", "amax": "maxima", "gate_amax": "maxima", "up_amax": "maxima", "down_amax": "maxima"}
+
+
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
-def test_modules_have_the_names_by_which_reports_know_them(attention):
-    """PARTS, LAYER_PARTS, MIXTURE_PARTS and the norms are found by the names that the modules have."""
-    kinds = dict(layers_of="dense*4 moe*4", experts=8, shared_experts=1, d_expert=8)
-    model = build((1, 1, 1), attention=attention, d_latent_q=8, qk_norm=attention == "gqa", **kinds)
-    paths = [tuple(path.split("/")) for path in named_leaves(model.shapes)]
-    assert {first for first, *_ in paths} == {*PARTS}
-    of_layers = [names for first, _, *names in paths if first == BLOCKS]
-    assert all(first.startswith(LAYER_PARTS) for first, *_ in of_layers)
-    assert {name for first, name, *_ in of_layers if first == MLP} - {"gate", "up", "down"} == {*MIXTURE_PARTS}
-    norms = [name for name in map("/".join, paths) if component_of(name) == "norms"]
-    assert len(norms) == 1 + 2 * 4 and all(name.endswith("/scale") for name in norms)
+def test_every_parameter_says_what_it_is(attention):
+    kinds = dict(layers_of="dense*4 moe*4", experts=8, shared_experts=1, d_expert=8, matmul="int8")
+    model = build((1, 1, 1), attention=attention, d_latent_q=8, qk_norm=attention == "gqa", qkv_bias=True, **kinds)
+    specs = {name: row.spec for name, row in named_leaves(model.plan.rows).items()}
+    for name, spec in specs.items():
+        *modules, leaf = name.split("/")
+        assert spec.role == ("counts" if modules[-1] == "router" and leaf == "bias" else OF_LEAF[leaf]), name
+        assert spec.is_trained == (spec.role not in ("counts", "maxima"))
+        assert spec.stack == ("/".join(modules[:2]) if modules[0] == "blocks" else ""), name
+        of_mixture = next((word for word in ("router", "experts", "shared") if word in modules), "")
+        of_layer = of_mixture or ("attention" if "/attention" in name else "mlp")
+        assert spec.part == (of_layer if spec.stack else modules[0]), name
+        assert bool(spec.inputs) == (spec.role == "weight")
+        if spec.scales:
+            assert specs["/".join((*modules, spec.scales))].role == "maxima", name
+    assert {spec.part for spec in specs.values()} == {
+        "embedding",
+        "head",
+        "attention",
+        "mlp",
+        "router",
+        "experts",
+        "shared",
+    }
+    assert sum(bool(spec.scales) for spec in specs.values()) == sum(spec.role == "maxima" for spec in specs.values())
+    assert model.plan.layer_modules == {"attention", "attention_norm", "mlp", "mlp_norm"}
+
+
+def test_a_parameter_of_an_unknown_role_is_refused():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return parameter(self, "w", "d_model", SIZES, nn.initializers.zeros, role="wieght")
+
+    with pytest.raises(ConfigError, match="the role of w='wieght' is unknown; did you mean 'weight'"):
+        Layer().init(jax.random.key(0))

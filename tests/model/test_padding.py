@@ -125,7 +125,7 @@ def test_loss_and_gradients_are_those_without_padding_on_every_mesh(mesh, change
 def test_padding_stays_zero_whatever_the_optimizer_adds(name):
     model = padded_model((1, 2, 2), tied=False)
     config = optimizer_config(name=name, weight_decay=0.5, warmup_steps=0, learning_rate=0.1)
-    tx = make_optimizer(config, 4, model.layouts)
+    tx = make_optimizer(config, 4, model.plan.rows)
 
     @jax.jit
     def step(params, state):

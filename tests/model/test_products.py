@@ -33,6 +33,7 @@ LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57
 # What an operand as large as its scale becomes.
 FULL = {np.int8: 127, ml_dtypes.float8_e4m3fn: 256, ml_dtypes.float8_e5m2: 32768}
 FORMS_OF_8_BITS = [*DTYPES]
+SCALES = {"kernel": "amax", "amax": ""}  # of a Dense with 8-bit products
 
 
 def rounded(x, amax, dtype):
@@ -155,7 +156,9 @@ def test_a_kernel_rounded_before_gives_the_same_bits(form):
     _, x, w, dy = operands(pattern)
     amax = jnp.float32([2.0, 1.5, 2e-3])
     y, dx, dw, found = product_and_gradients(pattern, x, w, amax, dy, form)
-    collections = apart(rounded_kernels({"kernel": jnp.asarray(w), "amax": amax}, "float32", form), "float32")
+    collections = apart(
+        rounded_kernels({"kernel": jnp.asarray(w), "amax": amax}, SCALES, "float32", form), SCALES, "float32"
+    )
     values, place = collections[ROUNDED]["kernel"], collections["params"]["kernel"]
     assert values.dtype == EIGHT_BIT_DTYPES[EIGHT_BIT_PRODUCTS[form].operand] and not place.any()
     multiply = lambda x, w, amax: scaled_product(pattern, x, w, amax, form=form, rounded=values)  # noqa: E731
@@ -165,7 +168,7 @@ def test_a_kernel_rounded_before_gives_the_same_bits(form):
         np.testing.assert_array_equal(one, other)
     weights = {"kernel": jnp.asarray(w)[None], "amax": amax[None]}
     grads = {"kernel": of_w[None], "amax": of_amax[None]}
-    np.testing.assert_array_equal(with_largest_weights(grads, weights, "float32")["amax"][0], found)
+    np.testing.assert_array_equal(with_largest_weights(grads, weights, SCALES, "float32")["amax"][0], found)
 
 
 def test_operands_in_bfloat16_give_bfloat16():

@@ -99,7 +99,7 @@ def test_a_run_with_dropout_has_the_losses_of_one_device(mesh, changes):
 
 def parts_of(mesh, **changes):
     model = build(mesh, **changes)
-    return model, make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.layouts)
+    return model, make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.plan.rows)
 
 
 @pytest.mark.slow

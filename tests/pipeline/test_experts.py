@@ -157,16 +157,16 @@ def batch_of(name):
     raise AssertionError("each batch has a close choice")
 
 
-def optimizer(layouts):
+def optimizer(rows):
     changes = dict(learning_rate=LEARNING_RATE, eps=EPS, schedule="constant", warmup_steps=0, clip_norm=1.0)
-    return make_optimizer(optimizer_config(balance_rate=BALANCE_RATE, **changes), steps=10, layouts=layouts)
+    return make_optimizer(optimizer_config(balance_rate=BALANCE_RATE, **changes), steps=10, rows=rows)
 
 
 def expected_of(name, params, batch):
     """(losses, gradients, updated parameters) of the plain model, with the load as the biases' gradient."""
     model = mixture((1, 1, 1), name)
     losses, grads = plain_losses_and_grad(model.model, params, batch, Z_COEFFICIENT, model.loss_config)
-    update = functools.partial(one_update, optimizer(model.layouts))
+    update = functools.partial(one_update, optimizer(model.plan.rows))
     updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
 
@@ -186,7 +186,7 @@ def router(tree):
 
 def step_on(model):
     """(losses, gradients, updated parameters) of parameters and a batch, as one program."""
-    tx = optimizer(model.layouts)
+    tx = optimizer(model.plan.rows)
 
     def step(params, batch):
         metrics, grads = model.loss_and_grad(params, batch)

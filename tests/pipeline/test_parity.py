@@ -81,9 +81,9 @@ def batch(seq):
     return make_batch(seq=seq)
 
 
-def optimizer(layouts):
+def optimizer(rows):
     changes = dict(learning_rate=LEARNING_RATE, eps=EPS, schedule="constant", warmup_steps=0, clip_norm=1.0)
-    return make_optimizer(optimizer_config(**changes), steps=10, layouts=layouts)
+    return make_optimizer(optimizer_config(**changes), steps=10, rows=rows)
 
 
 def one_update(tx, params, grads):
@@ -100,7 +100,7 @@ def reference(seq, **changes):
     model = build((1, 1, 1), **changes)
     params = params_of(model)
     losses, grads = plain_losses_and_grad(model.model, params, batch(seq), Z_COEFFICIENT)
-    update = functools.partial(one_update, optimizer(model.layouts))
+    update = functools.partial(one_update, optimizer(model.plan.rows))
     # Compiled as one program: else each of the optimizer's operations is compiled for itself, two seconds of them.
     updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
@@ -108,7 +108,7 @@ def reference(seq, **changes):
 
 def check_parity(case, record_property, seq=SEQ):
     model = build(z_coefficient=Z_COEFFICIENT, **case)
-    tx = optimizer(model.layouts)
+    tx = optimizer(model.plan.rows)
 
     def step(params, batch):
         metrics, grads = model.loss_and_grad(params, batch)

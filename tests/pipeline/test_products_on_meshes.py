@@ -15,7 +15,7 @@ from tiny import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
 from parallax.analysis.memory import memory
 from parallax.analysis.recompute import part_costs
 from parallax.checkpoint.arrays import flatten
-from parallax.model.products import is_amax_name, latest_amax
+from parallax.model.products import latest_amax
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.jaxprs import within
 from parallax.sharding.layout import named_leaves
@@ -107,7 +107,7 @@ def found_of(mesh, name, form, *, seed=0, **how):
     model = build(mesh, matmul=form, **MODELS[name] | how)
     params = with_first_scales(model, params_of(model), batch(seed), seed=0)
     metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch(seed)))
-    scales = {name: np.asarray(leaf) for name, leaf in flatten(params).items() if is_amax_name(name)}
+    scales = {name: np.asarray(leaf) for name, leaf in flatten(params).items() if name.endswith("amax")}
     grads = flatten(grads)
     found = {name: grads.pop(name) for name in scales}
     return metrics["loss"], grads, scales, {name: np.asarray(latest_amax(x, scales[name])) for name, x in found.items()}

@@ -83,7 +83,7 @@ SOME_SETS = ["norm", "norm swiglu", "ffn q swiglu", "norm swiglu ffn qkv core", 
 def saved_bytes(remat, schedule, microbatches, **changes):
     """Of the slots that ticks carry, and of the plan; saved activations of the first rank."""
     model = build((2, 1, 1), remat=remat, schedule=schedule, microbatches=microbatches, **WIDE | changes)
-    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
     carried = carried_by_ticks(model, ROWS, SEQ)
     sizes = [np.prod(shape) * 4 for shape, component in carried if component == "saved_activations"]
@@ -182,7 +182,7 @@ def test_the_step_makes_the_products_of_its_set_again(remat):
 )
 def test_parts_and_the_last_product_are_all_products_of_a_forward_pass(changes):
     built = build((1, 1, 1), **changes)
-    layers = matmul_parameters(built.model, built.shapes) - built.model.vocab * built.model.d_model
+    layers = matmul_parameters(built.model, built.plan.declared) - built.model.vocab * built.model.d_model
     core = part_costs(built.model, seq=SEQ)["core"].flops
     assert forward_flops(built.model, seq=SEQ) - core == 2 * layers
     assert costs_of(built.model, "none", seq=SEQ).backward == 2

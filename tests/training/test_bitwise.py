@@ -61,7 +61,7 @@ def ten_steps(name="adamw", states_on="device", **changes):
     """(losses, norms of gradients, parameters after them)."""
     model = build((2, 2, 1), **NONE | changes)
     model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, states_on=states_on))
-    tx = make_optimizer(optimizer_config(name=name, warmup_steps=1, eps=1e-3), STEPS, model.layouts)
+    tx = make_optimizer(optimizer_config(name=name, warmup_steps=1, eps=1e-3), STEPS, model.plan.rows)
     step = make_train_step(model, tx, seed=0)
     batches = [jax.device_put(make_batch(32, seed=seed), model.batch_sharding) for seed in range(STEPS)]
     state = step.init()

@@ -11,7 +11,6 @@ from test_low_precision import ALL, EXPERTS, HALF, MIXED, SHAPE, model_of, optim
 from tiny import build, make_batch
 
 from parallax.sharding.layout import named_leaves
-from parallax.sharding.parameter import is_amax
 from parallax.training.low_precision import WEIGHTS_FIELD
 from parallax.training.step import make_train_step
 
@@ -40,7 +39,7 @@ LOSS_ERROR, STATE_ERROR, OTHER_BITS = 1e-5, 0.05, 0.01
 def emulated_step(case, dtypes):
     """A function of (state, batch, step): the loss, and arrays as they are stored by field and name, float64."""
     one = build((1, 1, 1), **case)
-    plain, layouts, form = optimizer(one), named_leaves(one.layouts), Form(case["matmul"], one.fsdp.gather_dtype)
+    plain, rows, form = optimizer(one), named_leaves(one.plan.rows), Form(case["matmul"], one.fsdp.gather_dtype)
     like = jax.eval_shape(plain.init, one.shapes)
 
     @jax.jit
@@ -58,16 +57,16 @@ def emulated_step(case, dtypes):
             dtype = before[name].dtype.name
             found[WEIGHTS_FIELD, name] = (
                 next_scale(named_leaves(grads)[name], before[name])
-                if is_amax(layouts[name])
-                else stored(WEIGHTS_FIELD, name, np.asarray(x), dtype, layouts[name], (seed, number))
+                if name.endswith("amax")
+                else stored(WEIGHTS_FIELD, name, np.asarray(x), dtype, rows[name], (seed, number))
             )
         for field in ("mu", "nu"):
             for name, x in kept(opt_state, field).items():
                 dtype = dtypes[KEYS[field]]
-                found[field, name] = stored(field, name, np.float32(x), dtype, layouts[name], (seed, number))
+                found[field, name] = stored(field, name, np.float32(x), dtype, rows[name], (seed, number))
         return float(loss), found
 
-    return run, {name for name, layout in layouts.items() if is_amax(layout)}
+    return run, {name for name in rows if name.endswith("amax")}
 
 
 def arrays(state):

@@ -43,7 +43,7 @@ def step_of(mesh, changes, optimizer, memories):
     kept = {key: optimizer[key] for key in ("weights_dtype",) if key in optimizer}
     model = build(mesh, **SHAPE | changes)
     model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, **kept | memories))
-    tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.plan.rows)
     return make_train_step(model, tx, seed=5)
 
 

@@ -274,6 +274,7 @@ def test_the_console_has_the_date_too_where_the_log_had_a_line_before_it(tmp_pat
         ({"data.global_batch": 16}, "data.global_batch=8 there, 16 here"),
         ({"data.seq": 16}, "data.seq=32 there, 16 here"),
         ({"optimizer.name": "muon"}, "optimizer.name='adamw' there, 'muon' here"),
+        ({"optimizer.frozen": "embedding"}, "optimizer.frozen='' there, 'embedding' here"),
         ({"train.seed": 3}, "train.seed=0 there, 3 here"),
     ],
     ids=str,

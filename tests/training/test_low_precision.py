@@ -24,10 +24,11 @@ from parallax.config.settings import load_settings
 from parallax.interop.safetensors import read_model
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.sharding.layout import named_leaves
-from parallax.training.load import COUNTS
+from parallax.training.load import EXPERT_COUNTS
 from parallax.training.low_precision import (
     WEIGHTS_FIELD,
     from_float8,
+    has_blocks,
     random_bits,
     to_bfloat16,
     to_e4m3,
@@ -148,7 +149,7 @@ HELD = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=0
 
 
 def optimizer(model, **dtypes):
-    return make_optimizer(optimizer_config(**HELD | dtypes), 10, model.layouts)
+    return make_optimizer(optimizer_config(**HELD | dtypes), 10, model.plan.rows)
 
 
 def with_weights(model, dtype):
@@ -263,7 +264,7 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
         after_updates(mesh, number, False, tuple(dtypes.items()), name, as_written=True) for number in (1, 2)
     )
     model = build((1, 1, 1), **SHAPE)
-    plain, layouts = optimizer(model, name=name), named_leaves(model.layouts)
+    plain, rows = optimizer(model, name=name), named_leaves(model.plan.rows)
     whole = jax.tree.map(np.asarray, before)
     wide = as_float32(whole.opt_state, jax.eval_shape(plain.init, model.shapes))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), whole.params)
@@ -281,14 +282,14 @@ def test_states_and_weights_are_those_of_float32_rounded(name, dtypes):
     for field, (key, computed, found) in wanted.items():
         assert computed.keys() == found.keys() and computed
         for leaf, x in computed.items():
-            expected = stored(field, leaf, np.asarray(x, np.float32), dtypes[key], layouts[leaf], (5, 1))
+            expected = stored(field, leaf, np.asarray(x, np.float32), dtypes[key], rows[leaf], (5, 1))
             np.testing.assert_array_equal(found[leaf].astype(np.float64), expected, err_msg=f"{field} {leaf}")
 
 
 def test_the_wrapper_takes_any_transformation():
     """Momentum of optax.sgd, whose field is `trace`, in bfloat16."""
     model = build((1, 1, 1), **SHAPE)
-    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
+    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.plan.rows)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes)
     grads, noise = gradients(model, 0), jnp.int32([0, 0])
     _, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=noise))(params, grads)
@@ -296,6 +297,47 @@ def test_the_wrapper_takes_any_transformation():
         found = kept(state, "trace")[name]
         expected = stored("trace", name, np.asarray(grad), "bfloat16", None, (0, 0))
         np.testing.assert_array_equal(found, expected)
+
+
+def test_fields_of_any_name_are_stored_in_few_bits():
+    """AdaGrad's sums of squares, on a mesh, in float8: blocks of their roots, from which the update is computed."""
+    model = build((1, 2, 1), **SHAPE)
+    plain = optax.adagrad(0.1, initial_accumulator_value=0.0)
+    tx = with_states_in(plain, {"sum_of_squares": "float8"}, model.plan.rows, roots=("sum_of_squares",))
+    params, grads = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes), gradients(model, 0)
+    assert has_blocks(abstract_state(model, tx).opt_state)
+    updates, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=jnp.int32([0, 0])))(params, grads)
+    exact, sums = plain.update(grads, plain.init(params), params)
+    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    found = kept(state, "sum_of_squares")["blocks/mlp/up/kernel"]
+    expected = named_leaves(sums[0].sum_of_squares)["blocks/mlp/up/kernel"]
+    np.testing.assert_allclose(np.sqrt(from_float8(found, root=True)), np.sqrt(expected), rtol=1 / 8, atol=1e-2)
+
+
+REFUSED = {
+    "no such field": (
+        optax.adagrad(0.1),
+        {"mu": "bfloat16", "trace": "bfloat16"},
+        "optimizer.m_dtype='bfloat16' has no effect on this optimizer: it keeps nothing in mu or trace, but in "
+        "sum_of_squares; use 'float32', or wrap it in with_states_in, with the names of its fields.",
+    ),
+    "no states": (optax.sgd(0.1), {"nu": "float8"}, "it keeps nothing in nu, but no array for a parameter"),
+    "other shapes": (
+        optax.adafactor(0.1, min_dim_size_to_factor=8),
+        {"v_row": "float8"},
+        "v_row='float8' needs arrays of the parameters' shapes, and this optimizer keeps ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dtype_without_effect_on_an_optimizer_is_refused(case):
+    tx, dtypes, said = REFUSED[case]
+    model = build((1, 1, 1), **SHAPE)
+    with pytest.raises(ConfigError) as error:
+        abstract_state(model, with_states_in(tx, dtypes, model.plan.rows))
+    assert said in str(error.value)
 
 
 def test_in_float32_nothing_is_wrapped():
@@ -333,7 +375,7 @@ def test_losses_of_a_run_are_the_same_on_every_mesh_but_for_rare_roundings(kind)
             batch = jax.device_put(make_batch(rows=32, seed=number % 2), model.batch_sharding)
             state, metrics = step(state, batch)
             losses[mesh].append(float(metrics["loss"]))
-        assert (COUNTS in metrics) == (kind == "experts")
+        assert (EXPERT_COUNTS in metrics) == (kind == "experts")
     first, *others = losses.values()
     assert first[3] < first[1]
     for found in others:

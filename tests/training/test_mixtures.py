@@ -19,7 +19,7 @@ from parallax.inference.run import load
 from parallax.model.router import Router
 from parallax.runtime.run_files import read_metrics
 from parallax.training.guard import init_guard
-from parallax.training.load import COUNTS, load_values
+from parallax.training.load import EXPERT_COUNTS, load_values
 from parallax.training.loop import checkpoint_parts, state_from
 from parallax.training.optimizer import make_optimizer
 from parallax.training.run import train
@@ -48,7 +48,7 @@ MESHES = {
 def on(name):
     """(model, optimizer, step, evaluation) on a mesh."""
     model = build(MESHES[name], **MIXTURE)
-    tx = make_optimizer(optimizer_config(**OPTIMIZER), STEPS, model.layouts)
+    tx = make_optimizer(optimizer_config(**OPTIMIZER), STEPS, model.plan.rows)
     return model, tx, make_train_step(model, tx, 0, GuardConfig()), make_eval_step(model)
 
 
@@ -95,7 +95,7 @@ def test_twenty_steps_are_the_same_on_every_mesh(name):
     assert evaluated == pytest.approx(expected_evaluated, rel=5e-3) and losses[-1] < losses[0]
     # A token that lies between two experts, as far as float32 knows, may choose otherwise; where an expert has the mean
     # number of tokens, its bias then moves otherwise, too.
-    counts, others = (np.array([row[COUNTS] for row in of]) for of in (rows, expected))
+    counts, others = (np.array([row[EXPERT_COUNTS] for row in of]) for of in (rows, expected))
     np.testing.assert_array_equal(counts[0], others[0])
     np.testing.assert_array_equal(seen[1], expected_biases[1])
     assert np.abs(counts - others).sum() / 2 <= 1e-3 * others.sum()
@@ -126,7 +126,7 @@ def test_twenty_steps_of_tiny_moe_are_the_same_on_meshes_of_different_axes(tmp_p
 
 @pytest.mark.slow
 def test_counts_are_of_every_choice_of_the_batch_by_layer_of_the_model():
-    counts = np.array([row[COUNTS] for row in trained("one device")[0]])
+    counts = np.array([row[EXPERT_COUNTS] for row in trained("one device")[0]])
     assert counts.shape == (STEPS, KINDS.count("moe"), EXPERTS)
     assert (counts.sum(axis=-1) == ROWS * SEQ * model_config(**MIXTURE).experts_per_token).all()
     values = load_values(counts[0], KINDS, table=True)
@@ -145,7 +145,7 @@ def test_a_bias_moves_by_the_rate_towards_experts_with_few_tokens_and_by_nothing
     rows, seen, _, _ = trained("one device")
     assert all(row["grad_norm"] > OPTIMIZER["clip_norm"] for row in rows)
     for row, before, after in zip(rows, seen, seen[1:]):
-        few = np.sign(row[COUNTS].mean(axis=-1, keepdims=True) - row[COUNTS])
+        few = np.sign(row[EXPERT_COUNTS].mean(axis=-1, keepdims=True) - row[EXPERT_COUNTS])
         np.testing.assert_array_equal(after, before + np.float32(RATE) * few)
 
 
@@ -156,7 +156,7 @@ def test_a_step_that_is_skipped_moves_no_bias():
     state.params["blocks"]["moe"]["mlp_norm"]["scale"] *= np.nan
     before = biases(state.params)
     state, metrics = step(state, batch_of(0))
-    assert metrics["skipped"] == 1 and metrics[COUNTS].any()
+    assert metrics["skipped"] == 1 and metrics[EXPERT_COUNTS].any()
     np.testing.assert_array_equal(biases(state.params), before)
 
 

@@ -17,7 +17,7 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
-from parallax.training.optimizer import clip_by_norm, global_norm, is_matrix, learning_rate, make_optimizer, muon_dims
+from parallax.training.optimizer import DECAYED, clip_by_norm, global_norm, learning_rate, make_optimizer, muon_dims
 from parallax.training.step import abstract_state, init_state, make_train_step, state_shardings
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
@@ -144,18 +144,18 @@ def test_muon_knows_inputs_and_outputs_of_every_kernel(attention, family):
     expected = {f"blocks.attention.{name}": dims for name, dims in MUON[attention].items()}
     expected |= {f"blocks.mlp.{name}": dims for name, dims in MLP.items()}
     found = {}
-    for name, layout in names(model, layout_leaves(model)).items():
-        if (dims := muon_dims(layout)) is not None:
-            words = [tuple(layout.names[at] for at in axes) for axes in (dims.reduction_axis, dims.output_axis)]
+    for name, row in names(model, jax.tree.leaves(model.plan.rows)).items():
+        if (dims := muon_dims(row.spec, row.at_rest)) is not None:
+            words = [tuple(row.at_rest.names[at] for at in axes) for axes in (dims.reduction_axis, dims.output_axis)]
             found[name] = tuple(words)
     assert found == expected
 
 
 @pytest.mark.parametrize("attention", MUON)
-def test_norms_and_biases_are_no_matrices(attention):
+def test_norms_and_biases_do_not_decay(attention):
     model = build((1, 1, 1), attention=attention, d_latent_q=16, tied=False, qkv_bias=True)
-    for name, layout in names(model, layout_leaves(model)).items():
-        assert is_matrix(layout) == name.endswith(("kernel", "table")), name
+    for name, row in names(model, jax.tree.leaves(model.plan.rows)).items():
+        assert (row.spec.role in DECAYED) == name.endswith(("kernel", "table")), name
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -164,7 +164,7 @@ def test_decay_skips_norms_and_biases(attention, optimizer):
     model = build((1, 1, 1), attention=attention, tied=False, qkv_bias=True, layers=1)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), model.shapes)
     config = optimizer_config(name=optimizer, learning_rate=0.5, weight_decay=0.1, warmup_steps=0, schedule="constant")
-    tx = make_optimizer(config, 10, model.layouts)
+    tx = make_optimizer(config, 10, model.plan.rows)
     nothing = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(lambda params: tx.update(nothing, tx.init(params), params))(params)
     for name, update in names(model, jax.tree.leaves(updates)).items():
@@ -181,7 +181,7 @@ def gradients(scale):
 def one_step(mesh, config, scale):
     """(parameters after a step, norm of the gradient), computed on arrays cut over the mesh."""
     model = build(mesh)
-    tx = make_optimizer(config, 10, model.layouts)
+    tx = make_optimizer(config, 10, model.plan.rows)
 
     def step(params, grads):
         updates, _ = tx.update(grads, tx.init(params), params)
@@ -339,7 +339,7 @@ def assert_moved_alike(found, expected, before):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_leaf_is_updated_as_plain_numpy_does(optimizer, attention):
     model, config = optimizer_model(attention), optimizer_config(name=optimizer, **HELD)
-    step = make_train_step(model, make_optimizer(config, len(SIZES), model.layouts), seed=0)
+    step = make_train_step(model, make_optimizer(config, len(SIZES), model.plan.rows), seed=0)
     params = random_leaves(model, 1.0, seed=99)
     opt_state = first_state(model, step.tx, params)
     plain = PlainOptimizer(config, len(SIZES), parameters_by_name(params))
@@ -361,7 +361,7 @@ def as_runs_were_begun(config, model):
     """The optimizers of optax: its Muon gives Nesterov's momentum to its Adam, too."""
     if config.name == "adamw":
         return optax.chain(clip_by_norm(1.0), optax.adamw(lambda count: 0.1))
-    dims = jax.tree.map(muon_dims, model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    dims = jax.tree.map(lambda row: muon_dims(row.spec, row.at_rest), model.plan.rows)
     betas = dict(beta=config.muon_momentum, adam_b1=config.b1, adam_b2=config.b2)
     direction = optax.contrib.muon(-1.0, **betas, muon_weight_dimension_numbers=dims, consistent_rms=0.2)
     update = optax.chain(direction, optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(lambda count: 0.1))
@@ -374,7 +374,7 @@ def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attent
     model, config = optimizer_model(attention), optimizer_config(name=optimizer, warmup_steps=0)
     old, new = (
         {name: shape_and_dtype(leaf) for name, leaf in flatten(jax.eval_shape(tx.init, model.shapes)).items()}
-        for tx in (as_runs_were_begun(config, model), make_optimizer(config, 10, model.layouts))
+        for tx in (as_runs_were_begun(config, model), make_optimizer(config, 10, model.plan.rows))
     )
     assert new == old
     adam = {"adamw": "1.0", "muon": "1.0.inner_states.adam.inner_state.0"}[optimizer]
@@ -385,7 +385,7 @@ def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attent
 def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_right_update(tmp_path):
     model, config = optimizer_model("mla"), optimizer_config(name="muon", **HELD)
     old, params = as_runs_were_begun(config, model), random_leaves(model, 1.0, seed=99)
-    step = make_train_step(model, make_optimizer(config, 10, model.layouts), seed=0)
+    step = make_train_step(model, make_optimizer(config, 10, model.plan.rows), seed=0)
     like, grads = abstract_state(model, step.tx), random_leaves(model, 0.1, seed=0)
     _, state = jax.jit(old.update)(grads, first_state(model, old, params), params)
     with CheckpointWriter(
@@ -408,7 +408,7 @@ def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_righ
 def test_muon_treats_each_stacked_layer_as_a_matrix_of_its_own():
     model = build((1, 1, 1), layers=3)
     config = optimizer_config(name="muon", learning_rate=0.1, warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
-    tx, rng = make_optimizer(config, 10, model.layouts), np.random.default_rng(0)
+    tx, rng = make_optimizer(config, 10, model.plan.rows), np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.shapes)
     grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
     step = jax.jit(lambda grads: tx.update(grads, tx.init(params), params)[0]["blocks"]["mlp"]["up"]["kernel"])
@@ -426,7 +426,7 @@ def test_muon_treats_each_stacked_layer_as_a_matrix_of_its_own():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_optimizer_states_are_cut_as_their_parameters_are(optimizer):
     model = build((2, 2, 2), tied=False)
-    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.layouts)
+    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.plan.rows)
     state = init_state(model, tx, seed=0)
     by_name = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(model.shardings)}
     moments = 0
@@ -435,7 +435,7 @@ def test_optimizer_states_are_cut_as_their_parameters_are(optimizer):
         expected = of[0].spec if of else jax.sharding.PartitionSpec()
         assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(model.mesh, expected), leaf.ndim)
         moments += bool(of)
-    matrices = sum(muon_dims(layout) is not None for layout in layout_leaves(model))
+    matrices = sum(muon_dims(row.spec, row.at_rest) is not None for row in jax.tree.leaves(model.plan.rows))
     # AdamW keeps two moments of each parameter, Muon one of each matrix.
     assert moments == 2 * len(by_name) - (matrices if optimizer == "muon" else 0)
     planned = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))

@@ -56,7 +56,7 @@ def test_another_seed_gives_other_values():
 def losses_of_run(mesh, steps, **changes):
     """Losses of a run from initial values over four batches in turn, each of 16 rows."""
     model = build(mesh, **changes)
-    tx = make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.layouts)
+    tx = make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.plan.rows)
     state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
     losses = []
     for number in range(steps):

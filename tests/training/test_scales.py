@@ -17,7 +17,7 @@ from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.config.settings import read_settings
 from parallax.interop.safetensors import read_model
-from parallax.model.products import is_amax_name, latest_amax
+from parallax.model.products import latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.training.build import build as build_run
 from parallax.training.folder import RunFolder
@@ -33,11 +33,11 @@ EIGHT_BIT = {"model.matmul": "int8", "model.dropout": 0.0, "sample.prompt": "It 
 def make_step(form, mesh=(1, 1, 1), **changes):
     model = build(mesh, matmul=form, **SHAPE)
     how = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant") | changes
-    return make_train_step(model, make_optimizer(optimizer_config(**how), 50, model.layouts), seed=0)
+    return make_train_step(model, make_optimizer(optimizer_config(**how), 50, model.plan.rows), seed=0)
 
 
 def scales(params):
-    return {name: np.asarray(leaf) for name, leaf in flatten(params).items() if is_amax_name(name)}
+    return {name: np.asarray(leaf) for name, leaf in flatten(params).items() if name.endswith("amax")}
 
 
 def with_scales(state, change):
@@ -66,7 +66,7 @@ def test_a_model_learns_as_in_the_compute_dtype(form, off_by):
 def test_scales_are_the_maxima_of_the_step_before_and_have_no_moments():
     step, batch = make_step("int8"), make_batch(rows=16)
     state = step.init(batch)
-    assert not any(is_amax_name(name) for name in flatten(state.opt_state))
+    assert not any(name.endswith("amax") for name in flatten(state.opt_state))
     _, grads = jax.jit(step.model.loss_and_grad)(state.params, batch, jnp.array([0, 0]))
     before, found = scales(state.params), scales(grads)
     after = scales(step(state, batch)[0].params)
@@ -132,7 +132,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_scales(corpus, run_8bit, tmp_
     train(tiny_config(corpus, **constant), tmp_path)
     found = digests(tmp_path)
     assert found == digests(run_8bit)
-    assert sum(is_amax_name(name) for name in found["params"]) == 7
+    assert sum(name.endswith("amax") for name in found["params"]) == 7
 
 
 def test_a_run_does_not_go_on_with_other_products(corpus, whole_run):

@@ -1,0 +1,53 @@
+"""Parameters that are not trained, by name or by pattern."""
+
+import dataclasses
+import fnmatch
+from typing import Any
+
+import jax
+
+from parallax.runtime.errors import ConfigError, nearest, quoted
+from parallax.sharding.layout import named_leaves
+from parallax.sharding.parameter import Declared, map_declared
+
+
+def freeze(declared: Any, frozen: str) -> Any:
+    """A tree of `Declared` in which the parameters that `frozen` names are not trained.
+
+    Its words are names of parts, modules or parameters, or patterns of such names, in which * stands for any letters,
+    "/" too. Statistics of the forward pass are taken in any case; a router's bias that is frozen stays as it is.
+
+    Raises:
+        ConfigError: a word names nothing of this model, or nothing is left to train.
+    """
+    if not frozen.split():
+        return declared
+    specs = named_leaves(map_declared(lambda one: one.spec, declared))
+    chosen = set()
+    for word in frozen.split():
+        found = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in _with_parents(name))}
+        if not found:
+            known = dict.fromkeys(above for name in specs for above in _with_parents(name))
+            raise ConfigError(
+                f"optimizer.frozen names {quoted(word)}, which is no part, module or parameter of this model, and no "
+                f"pattern of one; {nearest(word, known)}"
+            )
+        chosen |= found
+    if not any(spec.is_trained for name, spec in specs.items() if name not in chosen):
+        raise ConfigError(f"optimizer.frozen={quoted(frozen)} leaves no parameter to train; name fewer, or use ''.")
+
+    def mark(path: Any, one: Declared) -> Declared:
+        is_chosen = jax.tree_util.keystr(path, simple=True, separator="/") in chosen
+        return one.replace(spec=dataclasses.replace(one.spec, frozen=is_chosen))
+
+    return jax.tree_util.tree_map_with_path(mark, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+
+
+def _with_parents(name: str) -> list[str]:
+    """The name of a parameter, and those of the modules and the part in which it is, the part first.
+
+    >>> _with_parents("blocks/mlp/up")
+    ['blocks', 'blocks/mlp', 'blocks/mlp/up']
+    """
+    words = name.split("/")
+    return ["/".join(words[:end]) for end in range(1, len(words) + 1)]
