@@ -37,7 +37,7 @@ def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str
         if trained and not one.spec.has_gradient:
             continue
         if one.spec.role != Role.MAXIMA:
-            counts[NORMS if one.spec.role == Role.NORM else one.spec.part] += math.prod(one.value.shape)
+            counts[NORMS if one.spec.role == Role.NORM else one.spec.part or "other"] += math.prod(one.value.shape)
     return dict(counts)
 
 

@@ -310,9 +310,9 @@ def test_fields_of_any_name_are_stored_in_few_bits():
     exact, sums = plain.update(grads, plain.init(params), params)
     for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
-    found = kept(state, "sum_of_squares")["blocks/mlp/up/kernel"]
-    expected = named_leaves(sums[0].sum_of_squares)["blocks/mlp/up/kernel"]
-    np.testing.assert_allclose(np.sqrt(from_float8(found, root=True)), np.sqrt(expected), rtol=1 / 8, atol=1e-2)
+    found = state[0].sum_of_squares["blocks"]["mlp"]["up"]["kernel"]
+    expected = sums[0].sum_of_squares["blocks"]["mlp"]["up"]["kernel"]
+    np.testing.assert_allclose(from_float8(found, root=True), expected, rtol=0.3, atol=1e-4 * expected.max())
 
 
 REFUSED = {
