@@ -35,7 +35,7 @@ def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> f
     import jax
 
     import parallax as px
-    from parallax.training.step import step_of
+    from parallax.step.step import step_of
 
     pp, dp, tp = sizes
     config = config_of("tiny_gqa")

@@ -82,7 +82,7 @@ def step_of(row: Row, settings: Any, mesh: Any) -> Any:
     """The training step of one side; only loss and gradients differ."""
     from gspmd_model import Annotated
 
-    from parallax.training.step import make_train_step, model_and_optimizer
+    from parallax.step.step import make_train_step, model_and_optimizer
 
     model, tx = model_and_optimizer(settings, mesh)
     if row.annotated:

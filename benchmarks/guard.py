@@ -18,7 +18,7 @@ def unguarded(model, tx):
     """The same step, whatever its numbers are."""
     import jax.numpy as jnp
 
-    from parallax.training.step import TrainState, TrainStep
+    from parallax.step.step import TrainState, TrainStep
 
     class Unguarded(TrainStep):
         def train_step(self, state, batch):
@@ -46,7 +46,7 @@ def measure(args: Any) -> None:
     from step import random_batch
 
     import parallax as px
-    from parallax.training.step import TrainStep, init_state, model_and_optimizer
+    from parallax.step.step import TrainStep, init_state, model_and_optimizer
 
     config = config_of(args.config)
     pp, dp, tp = map(int, args.mesh.split(","))

@@ -164,7 +164,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     from parallax.analysis.step_time import overlaps, step_time
     from parallax.runtime.chips import chip
     from parallax.sharding import compiler
-    from parallax.training.step import step_of
+    from parallax.step.step import step_of
 
     config = config_of(args.config)
     config.update_from_flattened_dict(row.changes)

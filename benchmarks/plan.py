@@ -93,7 +93,7 @@ def prepare(settings: Any) -> tuple:
     import jax
 
     import parallax as px
-    from parallax.training.step import init_state, make_train_step, model_and_optimizer
+    from parallax.step.step import init_state, make_train_step, model_and_optimizer
 
     model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
     shape = settings.data.global_batch, settings.data.seq

@@ -72,7 +72,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
-    from parallax.training.step import step_of
+    from parallax.step.step import step_of
 
     config = config_of(args.config)
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))

@@ -61,7 +61,7 @@ def figures(args: Any, dtypes: dict[str, str], *, whole: bool = False) -> tuple[
 
     import parallax as px
     from parallax.analysis.compiled import read_compiled, weight
-    from parallax.training import step as of_step
+    from parallax.step import step as of_step
 
     config, devices = config_of(args.config), absent_devices(args.topology)
     config.mesh.update({axis: 1 for axis in config.mesh} | {"dp": len(devices), "simulate": 0})

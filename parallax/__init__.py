@@ -20,14 +20,14 @@ HOME = {
     "look_inside": "inference.capture",
     "make_mesh": "sharding.mesh",
     "mesh_of": "sharding.mesh",
-    "model_of": "training.step",
+    "model_of": "step.step",
     "named_leaves": "sharding.layout",
     "plan": "analysis.plan",
     "read_settings": "config.settings",
     "report": "analysis.report",
     "sent_by": "analysis.collectives",
     "simulate_devices": "runtime.devices",
-    "step_of": "training.step",
+    "step_of": "step.step",
     "train": "training.run",
 }
 MODULES = {"collectives": "sharding.collectives", "schedules": "schedules"}

@@ -18,7 +18,7 @@ from oracles import frequencies
 from reference import best
 
 from parallax.model.batch import IGNORED
-from parallax.training.low_precision import Blocks, block_of, from_float8
+from parallax.step.low_precision import Blocks, block_of, from_float8
 
 # Largest number, bits of mantissa, exponent of the least normal number, and what the largest magnitude of the step
 # before is mapped to. int8 is a grid of whole numbers.

@@ -25,8 +25,8 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
 from parallax.runtime.multihost import job
+from parallax.step.step import TrainStep
 from parallax.training import run
-from parallax.training.step import TrainStep
 
 
 def raise_error() -> None:

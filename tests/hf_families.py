@@ -28,8 +28,8 @@ from parallax.inference.generate import generate
 from parallax.inference.run import restore_params
 from parallax.model.batch import IGNORED
 from parallax.sharding.mesh import make_mesh
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, make_train_step, model_of
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, make_train_step, model_of
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from configs.tiny_gqa import get_config
 from parallax.data import Reader
 from parallax.runtime.run_files import read_metrics
+from parallax.step.step import TrainState
 from parallax.training import build, facts, run
 from parallax.training.logger import RunLogger
 from parallax.training.loop import TrainingLoop, checkpoint_parts
 from parallax.training.run import train
-from parallax.training.step import TrainState
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
 

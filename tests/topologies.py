@@ -26,13 +26,13 @@ from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
 from parallax.runtime.multihost.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
+from parallax.step.step import init_state
 from parallax.training import build as build_module
 from parallax.training.build import put_batches
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger
 from parallax.training.loop import checkpoint_parts
 from parallax.training.run import begin, open_checkpoints
-from parallax.training.step import init_state
 
 STEP, NEXT_BATCHES = 3, 4
 FOUND = "digests: "  # before what the command prints

@@ -19,7 +19,7 @@ from parallax.config.settings import read_settings
 from parallax.runtime.chips import chip
 from parallax.sharding.host import order_on_tpu
 from parallax.sharding.mesh import make_mesh
-from parallax.training.step import step_of
+from parallax.step.step import step_of
 
 TOPOLOGIES = {"v4:2x2x2": {"chip_config_name": "megacore"}, "v5e:4x4": {}, "v5p:2x2x4": {}, "v6e:4x4": {}}
 LAYERS, ROWS, WIDTH = 12, 1024, 2048

@@ -16,7 +16,7 @@ import jedi
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "parallax"
-STEP = ["training/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_and_grad"]
+STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_and_grad"]
 STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py first_state"]
 TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
 LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]
@@ -53,7 +53,7 @@ WALKS = {
         "model/dense.py Dense.__call__",
     ],
     "gradient": [
-        "training/step.py TrainStep.train_step",
+        "step/step.py TrainStep.train_step",
         "pipeline/sharded_model.py ShardedModel.loss_and_grad",
         "pipeline/loss_and_grads.py loss_and_grads",
         *TICK,
@@ -66,7 +66,7 @@ WALKS = {
         "sharding/plan.py ShardingPlan.store",
         "sharding/plan.py ShardingPlan._store",
         "sharding/plan.py ShardingPlan._sum",
-        "training/step.py TrainStep.update",
+        "step/step.py TrainStep.update",
     ],
     "mesh.tp": [
         "../train.py main",
@@ -77,8 +77,8 @@ WALKS = {
         "config/settings.py read_settings",
         "training/build.py build",
         "sharding/mesh.py make_mesh",
-        "training/step.py model_and_optimizer",
-        "training/step.py model_of",
+        "step/step.py model_and_optimizer",
+        "step/step.py model_of",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
         "pipeline/model_on_mesh.py ModelOnMesh.parts_on",

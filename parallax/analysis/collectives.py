@@ -16,7 +16,7 @@ from parallax.model.traffic import ROOM_OVER_EVEN
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.training.step import TrainStep
+from parallax.step.step import TrainStep
 
 PLAN = "parallax/sharding/plan.py"  # moves what layers use, for each under the layer's name
 RAGGED_PRIMITIVE = "ragged_all_to_all"

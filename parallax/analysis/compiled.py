@@ -39,7 +39,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
-from parallax.training.step import UPDATE, TrainStep
+from parallax.step.step import UPDATE, TrainStep
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 

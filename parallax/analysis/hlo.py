@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallax.training.step import UPDATE
+from parallax.step.step import UPDATE
 
 RAGGED_EXCHANGE = "ragged-all-to-all"
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED_EXCHANGE)

@@ -18,7 +18,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.training.step import abstract_state, model_and_optimizer
+from parallax.step.step import abstract_state, model_and_optimizer
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages per rank that are tried with "interleaved"; more stages send more and gain little.

@@ -25,8 +25,8 @@ from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel, first_state
 from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import TrainState, abstract_state
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import TrainState, abstract_state
 
 # fmt: off
 SAME_BYTES = {

@@ -26,7 +26,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
 from parallax.step.resolve import likely_entries, resolve
-from parallax.training.step import TrainStep, abstract_state, step_of
+from parallax.step.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
 LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # fields of `compiled` that JSON leaves out

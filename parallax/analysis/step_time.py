@@ -61,7 +61,7 @@ from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 from parallax.step.resolve import resolve
-from parallax.training.step import step_of
+from parallax.step.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"

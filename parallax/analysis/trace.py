@@ -30,7 +30,7 @@ from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.runtime.version import PACKAGE
 from parallax.sharding import collectives, einsum, layout
 from parallax.sharding.plan import GRADIENTS
-from parallax.training.step import UPDATE, TrainStep, abstract_state
+from parallax.step.step import UPDATE, TrainStep, abstract_state
 
 # Files that send on behalf of their callers.
 PLUMBING = tuple(module.__file__ for module in (collectives, dense, einsum, jaxprs, layout, products))

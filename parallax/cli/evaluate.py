@@ -27,10 +27,10 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
+    from parallax.step.batches import put_on, saved_cache
     from parallax.step.resolve import with_tokenizer
-    from parallax.training.batches import put_on, saved_cache
+    from parallax.step.step import make_eval_step
     from parallax.training.evaluation import mean_loss
-    from parallax.training.step import make_eval_step
 
 USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {

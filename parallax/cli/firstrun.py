@@ -46,9 +46,9 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.version import code_version, version_of, versions
     from parallax.sharding.compiler import compiler_options
     from parallax.sharding.mesh import make_mesh
+    from parallax.step.batches import own_part, put_on
     from parallax.step.resolve import Devices, resolve
-    from parallax.training.batches import own_part, put_on
-    from parallax.training.step import TrainState, TrainStep, model_of, step_of
+    from parallax.step.step import TrainState, TrainStep, model_of, step_of
 
 WARM_UP = 2  # steps that are excluded from times
 USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"

@@ -22,12 +22,12 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
     from parallax.runtime.run_files import read_metrics
+    from parallax.step.step import TrainState, abstract_state, make_train_step
     from parallax.training.build import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
     from parallax.training.loop import checkpoint_parts, state_from
     from parallax.training.run import begin
-    from parallax.training.step import TrainState, abstract_state, make_train_step
 
 USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {

@@ -29,9 +29,9 @@ from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import RunFiles, number_of, read_metrics
 from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
+from parallax.step.batches import open_split
 from parallax.step.resolve import for_inference, tokenizer_of_step
-from parallax.training.batches import open_split
-from parallax.training.step import model_of
+from parallax.step.step import model_of
 
 MESH_KEYS = (*ALL_AXES, "simulate")  # keys of a run's mesh that a command may change
 LARGEST_DRAWN = 1e99

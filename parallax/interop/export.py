@@ -32,7 +32,7 @@ from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import ShardingPlan
 from parallax.step.resolve import tokenizer_of_step
-from parallax.training.step import model_of
+from parallax.step.step import model_of
 
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 CARRIED = ("config.json", TOKENIZER_FILE)

@@ -40,8 +40,8 @@ class Layers(NamedTuple):
         """The layers of this rank on resident weights, with passes that only run them."""
         numbers = [order.own_layers() for order in model.orders.values()]
         kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-        kinds = zip(model.parts.blocks.values(), model.orders, strict=True)
-        passes = [SaveAll(block, model.plan.frozen(stack), None, {}) for block, stack in kinds]
+        blocks = zip(model.parts.blocks.values(), model.orders, strict=True)
+        passes = [SaveAll(block, model.plan.frozen(stack), None, {}) for block, stack in blocks]
         return Layers(model, [*model.orders], passes, model.parts.by_kind(weights), numbers, kinds)
 
     def per_stage(self, kind: int) -> int:

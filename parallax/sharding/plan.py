@@ -210,7 +210,7 @@ class ShardingPlan:
         """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
         shard it during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the
         memory of the parameter between steps and of its optimizer states."""
-        lines = [("parameter", "is", "at rest", "in a step", "on a device")]
+        lines = [("parameter", "is", "at rest", "in step", "on device")]
         lines += [(*line.cells[:3], " ".join(line.cells[3:6]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>10}" for words in lines]

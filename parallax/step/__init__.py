@@ -1,1 +1,1 @@
-"""A training step and what it is built from."""
+"""The training step, which is compiled: state, update and optimizer, and what they are built from."""

@@ -1,1 +1,1 @@
-"""Training: state, step and optimizer, which are compiled, and the training loop on the host."""
+"""A training run, on the host: the loop around the step, what it prints, saves and resumes."""

@@ -20,11 +20,11 @@ from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
 from parallax.runtime.version import code_versions
 from parallax.sharding.mesh import make_mesh
+from parallax.step.batches import open_split, own_part, put_on
 from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
-from parallax.training.batches import open_split, own_part, put_on
+from parallax.step.step import abstract_state, model_and_optimizer
 from parallax.training.folder import RunFolder
 from parallax.training.resume import check_source, files_of_import
-from parallax.training.step import abstract_state, model_and_optimizer
 
 
 class RunComponents(NamedTuple):

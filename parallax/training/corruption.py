@@ -15,7 +15,7 @@ from parallax.checkpoint.fingerprint import fingerprint
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.host import is_on_host, to_device
-from parallax.training.step import TrainState, in_their_memory
+from parallax.step.step import TrainState, in_their_memory
 
 NamedBits = dict[str, np.ndarray]  # by name of an array: uint32 for each device's piece, with a dim for each mesh axis
 

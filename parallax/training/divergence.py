@@ -24,8 +24,8 @@ from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
 from parallax.sharding.host import to_device
 from parallax.sharding.plan import ParameterPlan
+from parallax.step.optimizer import global_norm
 from parallax.training.logger import RunLogger
-from parallax.training.optimizer import global_norm
 
 SHOWN_RANGES = 8
 

@@ -20,8 +20,8 @@ from parallax.runtime.devices import unused_accelerators
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes
+from parallax.step.step import abstract_state
 from parallax.training.build import RunComponents, eval_count
-from parallax.training.step import abstract_state
 
 
 class StepCosts(NamedTuple):

@@ -15,12 +15,12 @@ from parallax.runtime.errors import DataError, ParallaxError
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import FIRST_SECS, waiting
 from parallax.runtime.run_files import COPIED
+from parallax.step.step import TrainState
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, not_finite
 from parallax.training.logger import RunLogger
 from parallax.training.profile import Profile
 from parallax.training.signals import StopRequest
-from parallax.training.step import TrainState
 from parallax.training.step_reports import PATIENCE_SECS, DispatchedStep, StepReports
 from parallax.training.watchdog import Watchdog
 

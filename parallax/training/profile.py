@@ -14,7 +14,7 @@ from parallax.runtime.errors import CheckpointError, first_line, writing
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
-from parallax.training.step import TrainStep
+from parallax.step.step import TrainStep
 
 
 class Profile(contextlib.AbstractContextManager):

@@ -22,6 +22,15 @@ from parallax.runtime.errors import writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
+from parallax.step.step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+    with_first_scales,
+)
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
@@ -34,15 +43,6 @@ from parallax.training.meter import Meter
 from parallax.training.profile import Profile
 from parallax.training.resume import load_newest, load_params, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
-from parallax.training.step import (
-    TrainState,
-    abstract_state,
-    init_state,
-    make_eval_step,
-    make_train_step,
-    state_shardings,
-    with_first_scales,
-)
 from parallax.training.step_reports import LearningRates, StepReports
 from parallax.training.watchdog import Watchdog
 

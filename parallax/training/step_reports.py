@@ -13,11 +13,11 @@ import numpy as np
 from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.runtime.progress import FIRST_SECS, waiting
+from parallax.step.expert_load import EXPERT_COUNTS, load_values
+from parallax.step.optimizer import learning_rate
 from parallax.training.divergence import SkippedSteps
-from parallax.training.load import EXPERT_COUNTS, load_values
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
-from parallax.training.optimizer import learning_rate
 
 RATES_BLOCK = 1024  # updates whose learning rates are computed together
 PATIENCE_SECS = 10.0  # time before a wait for a step is reported

@@ -37,8 +37,8 @@ from parallax.sharding.collectives import (
     sum_over,
 )
 from parallax.sharding.plan import GRADIENTS
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, make_train_step
 
 REPO = pathlib.Path(__file__).parents[2]
 SIZES = {"pp": 2, "dp": 4, "tp": 2}
@@ -335,7 +335,7 @@ def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
     update = jax.jit(lambda state, grads: step.update(state.params, state.opt_state, grads, step.grad_norm(grads)))
     traced, compiled, messages = Counter(), Counter(), Counter()
     for one in update_collectives(step):
-        assert one.direction == "update" and one.source.startswith("parallax/training/optimizer.py:")
+        assert one.direction == "update" and one.source.startswith("parallax/step/optimizer.py:")
         axes = tuple(axis for axis in one.axes if model.axis_sizes[axis] > 1)
         traced[axes, one.kind] += one.total_bytes
     traced = +traced  # without what sends nothing

@@ -23,8 +23,8 @@ from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, init_state, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, init_state, make_train_step
 
 ROWS, SEQ, MICROBATCHES, LAYERS, BYTES = 16, 64, 4, 8, 4
 FORMS = ("all_gather", "ring", "ulysses")

@@ -20,8 +20,8 @@ from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, make_train_step
 
 ROWS, SEQ = 32, 64
 FOUR = read_topology("v5e:2x2")

@@ -45,7 +45,7 @@ from parallax.analysis.hlo import parse_hlo
 from parallax.analysis.topology import devices_of, without_chips
 from parallax.config.settings import read_settings
 from parallax.sharding.mesh import make_mesh
-from parallax.training.step import step_of
+from parallax.step.step import step_of
 
 without_chips(["--topology"])
 config = get_config()

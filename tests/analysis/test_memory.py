@@ -15,8 +15,8 @@ from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.runtime.jaxprs import called, loop
 from parallax.sharding.mesh import make_mesh
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, init_state, model_of
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, init_state, model_of
 
 
 def build(pp=2, dp=2, tp=2, **changes):

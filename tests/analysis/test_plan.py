@@ -72,7 +72,7 @@ from parallax.config.settings import read_settings
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
-from parallax.training.step import model_of
+from parallax.step.step import model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAIR = read_topology("v5e:1x2")

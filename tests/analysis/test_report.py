@@ -27,9 +27,9 @@ from parallax.cli.report import main
 from parallax.config.sections import AXES
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
+from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import likely_entries
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import make_train_step
+from parallax.step.step import make_train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEAD = 6 * tiny.VOCAB * 32 * tiny.ROWS * tiny.SEQ  # FLOPs of its products, on all devices

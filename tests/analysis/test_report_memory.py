@@ -14,9 +14,9 @@ from parallax.analysis.report import GIVEN
 from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
 from parallax.config.sections import GuardConfig
+from parallax.step.optimizer import global_norm, make_optimizer
+from parallax.step.step import TrainState, TrainStep, abstract_state, make_train_step
 from parallax.training import run as run_module
-from parallax.training.optimizer import global_norm, make_optimizer
-from parallax.training.step import TrainState, TrainStep, abstract_state, make_train_step
 
 # Large enough that arrays, and not the counters beside them, are what is held; attention, MLP, logits and weights are
 # all of about one size.

@@ -19,9 +19,9 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.config.settings import read_settings
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
+from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import resolve, with_entries
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, model_of
+from parallax.step.step import abstract_state, model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))

@@ -17,7 +17,7 @@ from parallax.model.checks import check_divides, check_layouts
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import resolve_sizes
-from parallax.training.step import model_and_optimizer
+from parallax.step.step import model_and_optimizer
 
 BASE = get_config().to_dict()
 KEYS = [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]

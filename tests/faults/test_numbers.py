@@ -19,15 +19,15 @@ from parallax.cli import replay
 from parallax.config.sections import GuardConfig
 from parallax.pipeline import ShardedModel
 from parallax.runtime.run_files import read_metrics
+from parallax.step.guard import init_guard, judge
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import init_state, make_train_step, state_shardings
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite
 from parallax.training.folder import RunFolder
-from parallax.training.guard import init_guard, judge
 from parallax.training.loop import TrainingLoop
-from parallax.training.optimizer import make_optimizer
 from parallax.training.run import DivergenceError, train
-from parallax.training.step import init_state, make_train_step, state_shardings
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)

@@ -31,7 +31,7 @@ from parallax.model.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
-from parallax.training.step import with_first_scales
+from parallax.step.step import with_first_scales
 
 VOCAB, SEQ, ROWS = 64, 12, 8
 SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_head": 4, "d_latent": 16, "d_rope": 4}

@@ -15,8 +15,8 @@ from parallax.inference.generate import generate
 from parallax.model.batch import BATCH_ARRAYS, IGNORED, checked
 from parallax.model.embedding import EMBEDDINGS
 from parallax.runtime.errors import ConfigError, DataError
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import init_state, make_eval_step, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import init_state, make_eval_step, make_train_step
 
 IDS = f"use 0 to {VOCAB - 1} (model.vocab={VOCAB})"
 AT = (3, 7)

@@ -43,7 +43,7 @@ from parallax.pipeline.layer_passes import layer_passes
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
 from parallax.step.resolve import resolve, with_kernel_on
-from parallax.training.step import model_of
+from parallax.step.step import model_of
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
 MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)

@@ -28,11 +28,11 @@ from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
+from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import with_entries, with_vocab_of_weights
-from parallax.training.optimizer import make_optimizer
+from parallax.step.step import model_of
 from parallax.training.resume import is_fixed
 from parallax.training.run import train
-from parallax.training.step import model_of
 
 VOCAB, PADDED = 50, 64  # on 8 ranks of tp the last has rows of padding alone
 SMALL = dict(vocab=VOCAB, layers=2)

@@ -18,8 +18,8 @@ from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.inference.generate import generate
 from parallax.runtime.errors import ConfigError
+from parallax.step.step import model_and_optimizer
 from parallax.training.resume import is_fixed
-from parallax.training.step import model_and_optimizer
 
 MISTRAL = "MistralForCausalLM"
 WINDOW = 16

@@ -18,8 +18,8 @@ from parallax.pipeline.layers_on_ranks import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import cut_over_pp
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state, init_state, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, init_state, make_train_step
 
 LOOP, ZIGZAG = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)
 SIZES = {"layers": 11, "d_model": 16, "d_ff": 3}

@@ -30,7 +30,7 @@ from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimiz
 from parallax.config.sections import ModelConfig
 from parallax.inference.capture import capture_activations
 from parallax.runtime.errors import ConfigError
-from parallax.training.optimizer import make_optimizer
+from parallax.step.optimizer import make_optimizer
 
 # Losses that are large enough to be seen.
 MIXTURE = dict(experts=8, experts_per_token=2, d_expert=16, balance_coefficient=0.1, router_z_coefficient=0.01)

@@ -12,7 +12,7 @@ from reference import plain_losses_and_grad
 from tiny import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import POLICY_NAMES
-from parallax.training.optimizer import make_optimizer
+from parallax.step.optimizer import make_optimizer
 
 CUTS = {
     "mesh": MESHES,

@@ -19,7 +19,7 @@ from parallax.model.products import latest_amax
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.jaxprs import within
 from parallax.sharding.layout import named_leaves
-from parallax.training.step import with_first_scales
+from parallax.step.step import with_first_scales
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 0.05  # of a loss; of a leaf's norm: what left out a microbatch is wrong by a quarter
 GATHERS = dict(gather_dtype="int8", matmul_parts="mlp")

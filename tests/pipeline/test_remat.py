@@ -32,8 +32,8 @@ from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.model.blockwise import blockwise_flops
 from parallax.runtime.errors import ConfigError
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state
 
 # Each part of a dense layer is in some set and not in others; each schedule, and what else a pass depends on.
 DENSE = {

@@ -49,7 +49,7 @@ from run_examples import tiny_config
 from parallax.config.settings import read_settings
 from parallax.sharding.mesh import make_mesh
 from parallax.step.resolve import with_entries
-from parallax.training.step import init_state, make_train_step, model_and_optimizer
+from parallax.step.step import init_state, make_train_step, model_and_optimizer
 
 changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
 settings = with_entries(read_settings(tiny_config(pathlib.Path(), **changes)), 384)

@@ -755,7 +755,7 @@ def check_fits_on(arguments, chips, slices):
     from parallax.cli.command import read_command
     from parallax.sharding.mesh import resolve_sizes
     from parallax.step.resolve import with_entries
-    from parallax.training.step import model_of
+    from parallax.step.step import model_of
 
     settings, _ = read_command(arguments, {})
     settings = with_entries(settings, 1000)

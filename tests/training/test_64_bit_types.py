@@ -11,9 +11,9 @@ from run_examples import losses, tiny_config
 from parallax.cli import evaluate, generate
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.sharding.mesh import make_mesh
-from parallax.training.low_precision import random_bits
+from parallax.step.low_precision import random_bits
+from parallax.step.step import abstract_state, model_and_optimizer
 from parallax.training.run import train
-from parallax.training.step import abstract_state, model_and_optimizer
 
 
 @pytest.mark.usefixtures("shared_programs")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny import AS_WRITTEN, build, make_batch, optimizer_config
 
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import make_train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 10

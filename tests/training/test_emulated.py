@@ -11,8 +11,8 @@ from test_low_precision import ALL, EXPERTS, HALF, MIXED, SHAPE, model_of, optim
 from tiny import build, make_batch
 
 from parallax.sharding.layout import named_leaves
-from parallax.training.low_precision import WEIGHTS_FIELD
-from parallax.training.step import make_train_step
+from parallax.step.low_precision import WEIGHTS_FIELD
+from parallax.step.step import make_train_step
 
 SEED, STEPS = 5, 3
 KEYS = {WEIGHTS_FIELD: "weights_dtype", "mu": "m_dtype", "nu": "v_dtype"}

@@ -16,7 +16,7 @@ from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.runtime.errors import ConfigError
-from parallax.training.step import model_of
+from parallax.step.step import model_of
 
 ROWS, SEQ = 8, 16
 MODEL = dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")

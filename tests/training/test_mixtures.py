@@ -18,12 +18,12 @@ from parallax.config.sections import CheckpointConfig, GuardConfig
 from parallax.inference.run import load
 from parallax.model.router import Router
 from parallax.runtime.run_files import read_metrics
-from parallax.training.guard import init_guard
-from parallax.training.load import EXPERT_COUNTS, load_values
+from parallax.step.expert_load import EXPERT_COUNTS, load_values
+from parallax.step.guard import init_guard
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import TrainState, abstract_state, make_eval_step, make_train_step, state_shardings
 from parallax.training.loop import checkpoint_parts, state_from
-from parallax.training.optimizer import make_optimizer
 from parallax.training.run import train
-from parallax.training.step import TrainState, abstract_state, make_eval_step, make_train_step, state_shardings
 
 STEPS, RATE, EXPERTS, ROWS, SEQ = 20, 2e-3, 4, 16, 16
 KINDS = ("moe", "dense", "moe")

@@ -12,7 +12,7 @@ from parallax.cli.command import read_command, read_line
 from parallax.config.settings import PRINTED_WIDTH, default_settings, differences, load_settings, read_settings
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.run_files import read_metrics
-from parallax.training.optimizer import learning_rate
+from parallax.step.optimizer import learning_rate
 from parallax.training.run import train
 
 ROOT = pathlib.Path(command_line.__file__).parent

@@ -9,8 +9,8 @@ import pytest
 from jaxprs import equations
 from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import init_state, make_eval_step, make_train_step
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import init_state, make_eval_step, make_train_step
 
 RUN_ERROR = 1e-4  # of losses in 20 steps: what differs in the last place is multiplied by Adam, step for step
 

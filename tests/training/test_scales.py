@@ -19,12 +19,12 @@ from parallax.config.settings import read_settings
 from parallax.interop.safetensors import read_model
 from parallax.model.products import latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import make_train_step
 from parallax.training.build import build as build_run
 from parallax.training.folder import RunFolder
-from parallax.training.optimizer import make_optimizer
 from parallax.training.resume import is_fixed, step_to_resume
 from parallax.training.run import begin, train
-from parallax.training.step import make_train_step
 
 SHAPE = dict(layers=2, attention="gqa", microbatches=2)
 EIGHT_BIT = {"model.matmul": "int8", "model.dropout": 0.0, "sample.prompt": "It is", "sample.tokens": 4}

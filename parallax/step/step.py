@@ -24,12 +24,12 @@ from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.parameter import Role
 from parallax.sharding.plan import ParameterPlan
+from parallax.step.expert_load import counts_of
+from parallax.step.guard import GuardState, init_guard, judge
+from parallax.step.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
+from parallax.step.optimizer import global_norm, make_optimizer
 from parallax.step.resolve import with_kernel_on
-from parallax.training.guard import GuardState, init_guard, judge
-from parallax.training.load import counts_of
-from parallax.training.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
-from parallax.training.optimizer import global_norm, make_optimizer
-from parallax.training.streaming import check_streams, map_kept, update_by_layer
+from parallax.step.streaming import check_streams, map_kept, update_by_layer
 
 UPDATE = "update"  # the scope of the update, which reports read in compiled programs
 

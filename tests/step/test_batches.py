@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.training.batches import own_part, put_on
+from parallax.step.batches import own_part, put_on
 
 SHAPE = (16, 4)
 

@@ -20,7 +20,7 @@ from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role
 from parallax.sharding.plan import ParameterPlan
-from parallax.training.low_precision import MOMENT_FIELDS, with_states_in
+from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
 
 UPDATE_OF = {Role.COUNTS: "balance", Role.MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
 DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay

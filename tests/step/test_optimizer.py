@@ -17,8 +17,8 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
-from parallax.training.optimizer import DECAYED, clip_by_norm, global_norm, learning_rate, make_optimizer, muon_dims
-from parallax.training.step import abstract_state, init_state, make_train_step, state_shardings
+from parallax.step.optimizer import DECAYED, clip_by_norm, global_norm, learning_rate, make_optimizer, muon_dims
+from parallax.step.step import abstract_state, init_state, make_train_step, state_shardings
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
 

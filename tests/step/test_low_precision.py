@@ -24,8 +24,8 @@ from parallax.config.settings import load_settings
 from parallax.interop.safetensors import read_model
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.sharding.layout import named_leaves
-from parallax.training.load import EXPERT_COUNTS
-from parallax.training.low_precision import (
+from parallax.step.expert_load import EXPERT_COUNTS
+from parallax.step.low_precision import (
     WEIGHTS_FIELD,
     from_float8,
     has_blocks,
@@ -35,9 +35,9 @@ from parallax.training.low_precision import (
     to_float8,
     with_states_in,
 )
-from parallax.training.optimizer import make_optimizer
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import abstract_state, make_train_step
 from parallax.training.run import train
-from parallax.training.step import abstract_state, make_train_step
 
 NARROW = {
     "bfloat16": (to_bfloat16, ml_dtypes.bfloat16, 16, 16),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.host import HOST, argument_to_device, is_on_host, to_host
-from parallax.training.low_precision import Blocks
+from parallax.step.low_precision import Blocks
 
 # In place of a stack: parameters outside of layers, states of no parameter, parameters that stay as they are.
 UNSTACKED, WITHOUT_PARAMETER, FROZEN = "", "none", "frozen"
