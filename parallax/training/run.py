@@ -325,6 +325,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
+    parameters, trained = (parameters_by_component(model.plan.declared, trained=only) for only in (False, True))
     peak, origin = peak_flops(settings.model.dtype)
     rate = "peak unknown" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s"
     lines = [
@@ -341,7 +342,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         lines.append(f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids")
     lines += [
         "",
-        *size_tables(settings.model, parameters_by_component(model.plan.declared), needs),
+        *size_tables(settings.model, parameters, needs, sum(trained.values())),
         "",
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
@@ -368,14 +369,19 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
     return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
 
 
-def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -> Iterator[str]:
-    """Two tables: parameters by component, with the active ones of a mixture, and bytes on each device."""
+def size_tables(
+    model: ModelConfig, parameters: dict[str, int], needs: Memory, trained: int | None = None
+) -> Iterator[str]:
+    """Two tables: parameters by component, with the active ones of a mixture and, if some are not, the number that is
+    trained; and bytes on each device."""
     total = sum(parameters.values())
     counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
     counts.append(["total", f"{total:,}", ""])
     if "moe" in model.kinds:
         active = sum(active_parameters(model, parameters).values())
         counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
+    if trained not in (None, total):
+        counts.append(["trained", f"{trained:,}", f"{trained / total:.1%}"])
     sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
     yield from text_table(["", "parameters", "share"], counts, left=1)
     yield ""

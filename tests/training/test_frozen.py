@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny import make_batch
 
@@ -16,7 +17,8 @@ from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.runtime.errors import ConfigError
-from parallax.training.step import model_of
+from parallax.training.run import size_tables
+from parallax.training.step import abstract_state, make_train_step, model_of
 
 ROWS, SEQ = 8, 16
 MODEL = dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")
@@ -163,6 +165,28 @@ def test_a_plan_shows_them():
     assert lines["embedding/table"] == lines["blocks/mlp/up/kernel"] == "frozen"
     assert lines["blocks/attention/q/kernel"] == "weight" and lines["head/norm/scale"] == "norm"
     assert "<td style" in model._repr_html_() and "frozen" in model._repr_html_()
+
+
+def test_a_run_says_how_many_are_trained():
+    settings = settings_of("blocks/mlp")
+    model = model_of(settings, px.mesh_of())
+    every, some = (parameters_by_component(model.plan.declared, trained=only) for only in (False, True))
+    lines = list(size_tables(settings.model, every, predicted_memory(model, settings), sum(some.values())))
+    (line,) = [line for line in lines if line.startswith("trained")]
+    assert line.split()[1] == f"{sum(every.values()) - every['mlp']:,}"
+
+
+def test_an_optimizer_with_states_of_them_is_refused():
+    model = model_of(settings_of("blocks/mlp"), px.mesh_of())
+    with pytest.raises(ConfigError, match=r"keeps states of mlp/down, which is not trained \(optimizer.frozen\)"):
+        abstract_state(model, optax.adamw(1e-3))
+    labels = jax.tree.map(lambda row: "no" if row.spec.frozen else "yes", model.plan.rows)
+    tx = optax.partition({"yes": optax.adamw(1e-3), "no": optax.set_to_zero()}, labels)
+    step = make_train_step(model, tx, seed=0)
+    before = step.init()
+    kernels = np.asarray(before.params["blocks"]["mlp"]["up"]["kernel"])
+    after, _ = step(before, batch())
+    np.testing.assert_array_equal(after.params["blocks"]["mlp"]["up"]["kernel"], kernels)
 
 
 WRONG = {
