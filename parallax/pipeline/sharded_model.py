@@ -380,13 +380,10 @@ class ShardedModel:
     def _stage(self, kind: type[Stage]) -> Stage:
         stacks, rounded = [], ROUNDED if self._rounds_kernels else ""
         for block, (name, order) in zip(self.parts.blocks.values(), self.orders.items(), strict=True):
+            layer = self.plan.without_frozen(block.apply, name)
             moves = partial(self._gathered, name), self.plan.add_up(name)
             places = order.stage_layers, order.own_layers(), len(stacks)
-            stacks.append(
-                LayerStack(
-                    self.plan.without_frozen(block.apply, name), *moves, *places, self.plan.keeps_maximum(name), rounded
-                )
-            )
+            stacks.append(LayerStack(layer, *moves, *places, self.plan.keeps_maximum(name), rounded))
         order, turns = self.arrangement, self.arrangement.own_turns() if len(stacks) > 1 else None
         loop = LayerLoop(stacks, order.stage_layers, order.repeats, self.fsdp.prefetch == 1, self._simulated, turns)
         pipeline = self.pipeline

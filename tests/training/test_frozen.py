@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_examples import tiny_config
 from tiny import make_batch
 
 import parallax as px
@@ -16,8 +17,9 @@ from parallax.analysis.flops import flops_by_direction, flops_per_token, paramet
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
-from parallax.runtime.errors import ConfigError
-from parallax.training.run import size_tables
+from parallax.checkpoint.steps import read_manifest
+from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.run import size_tables, train
 from parallax.training.step import abstract_state, make_train_step, model_of
 
 ROWS, SEQ = 8, 16
@@ -187,6 +189,23 @@ def test_an_optimizer_with_states_of_them_is_refused():
     kernels = np.asarray(before.params["blocks"]["mlp"]["up"]["kernel"])
     after, _ = step(before, batch())
     np.testing.assert_array_equal(after.params["blocks"]["mlp"]["up"]["kernel"], kernels)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_with_the_same_ones(corpus, whole_run, tmp_path):
+    """It starts from the weights of another run, whose embedding it keeps."""
+    frozen = {"optimizer.frozen": "embedding", "train.init_from": str(whole_run), "optimizer.schedule": "constant"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(tiny_config(corpus, **frozen), whole)
+    for steps in (4, 8):
+        train(tiny_config(corpus, **frozen, **{"train.steps": steps}), stopped)
+    kept = [read_manifest(folder / "checkpoints", 8)["arrays"] for folder in (whole, stopped, whole_run)]
+    assert kept[0] == kept[1]
+    assert kept[0]["params"]["embedding.table"] == kept[2]["params"]["embedding.table"]
+    others = [name for part, arrays in kept[0].items() if part != "params" for name in arrays]
+    assert others and not any("embedding" in name for name in others)
+    with pytest.raises(CheckpointError, match="with another optimizer: optimizer.frozen='embedding' there, '' here"):
+        train(tiny_config(corpus, **frozen | {"optimizer.frozen": "", "train.steps": 12}), whole)
 
 
 WRONG = {
