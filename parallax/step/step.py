@@ -50,7 +50,8 @@ def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> Tra
     blocks with their scales. All other states are whole on every device. The plan says in which memory parameters and
     states are.
 
-    Raises ConfigError if the mesh divides blocks, or if the optimizer cannot work layer by layer.
+    Raises ConfigError if the mesh divides blocks, if the optimizer cannot work layer by layer, or if it keeps states of
+    parameters that are not trained.
     """
     whole = NamedSharding(model.mesh, P())
 
@@ -65,9 +66,24 @@ def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> Tra
     shapes = jax.eval_shape(lambda params: tx.init(widened(params)), model.shapes)
     check_blocks(shapes, model.shardings)
     check_streams(model, shapes)
+    check_frozen(model, shapes)
     opt_state = map_kept(place_kept, place, shapes, params, model.states_shardings)
     guard = jax.tree.map(place, jax.eval_shape(init_guard))
     return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32)), params, opt_state, guard)
+
+
+def check_frozen(model: ShardedModel, opt_state: Any) -> None:
+    """Raise ConfigError if an optimizer keeps states of parameters without a gradient; `opt_state` has shapes."""
+
+    def check(kept: Any, row: ParameterPlan) -> Any:
+        if not row.spec.has_gradient:
+            raise ConfigError(
+                f"this optimizer keeps states of {row.scope}, which is not trained (optimizer.frozen); use "
+                "make_optimizer, or give it to optax.partition with optax.set_to_zero() where row.spec.frozen holds."
+            )
+        return kept
+
+    map_kept(check, lambda leaf: leaf, opt_state, model.plan.rows)
 
 
 def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:

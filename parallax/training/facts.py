@@ -65,7 +65,8 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
         yield f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids"
     yield ""
-    yield from size_tables(settings.model, parameters_by_component(model.plan.declared), costs.memory)
+    parameters, trained = (parameters_by_component(model.plan.declared, trained=only) for only in (False, True))
+    yield from size_tables(settings.model, parameters, costs.memory, sum(trained.values()))
     yield ""
     sizes = ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
     yield f"{jax.device_count()} x {jax.devices()[0].device_kind} as {sizes}; {str(model.schedule).splitlines()[0]}"
@@ -91,14 +92,19 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
     yield ""
 
 
-def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -> Iterator[str]:
-    """Two tables: parameters by component, with the active ones of a mixture, and bytes on each device."""
+def size_tables(
+    model: ModelConfig, parameters: dict[str, int], needs: Memory, trained: int | None = None
+) -> Iterator[str]:
+    """Two tables: parameters by component, with the active ones of a mixture and, if some are not, the number that is
+    trained; and bytes on each device."""
     total = sum(parameters.values())
     counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
     counts.append(["total", f"{total:,}", ""])
     if "moe" in model.kinds:
         active = sum(active_parameters(model, parameters).values())
         counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
+    if trained not in (None, total):
+        counts.append(["trained", f"{trained:,}", f"{trained / total:.1%}"])
     sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
     yield from text_table(["", "parameters", "share"], counts, left=1)
     yield ""

@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from run_examples import tiny_config
 from tiny import make_batch
 
 import parallax as px
@@ -15,8 +17,11 @@ from parallax.analysis.flops import flops_by_direction, flops_per_token, paramet
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
-from parallax.runtime.errors import ConfigError
-from parallax.step.step import model_of
+from parallax.checkpoint.steps import read_manifest
+from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.step.step import abstract_state, make_train_step, model_of
+from parallax.training.facts import size_tables
+from parallax.training.run import train
 
 ROWS, SEQ = 8, 16
 MODEL = dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")
@@ -163,6 +168,45 @@ def test_a_plan_shows_them():
     assert lines["embedding/table"] == lines["blocks/mlp/up/kernel"] == "frozen"
     assert lines["blocks/attention/q/kernel"] == "weight" and lines["head/norm/scale"] == "norm"
     assert "<td style" in model._repr_html_() and "frozen" in model._repr_html_()
+
+
+def test_a_run_says_how_many_are_trained():
+    settings = settings_of("blocks/mlp")
+    model = model_of(settings, px.mesh_of())
+    every, some = (parameters_by_component(model.plan.declared, trained=only) for only in (False, True))
+    lines = list(size_tables(settings.model, every, predicted_memory(model, settings), sum(some.values())))
+    (line,) = [line for line in lines if line.startswith("trained")]
+    assert line.split()[1] == f"{sum(every.values()) - every['mlp']:,}"
+
+
+def test_an_optimizer_with_states_of_them_is_refused():
+    model = model_of(settings_of("blocks/mlp"), px.mesh_of())
+    with pytest.raises(ConfigError, match=r"keeps states of mlp/down, which is not trained \(optimizer.frozen\)"):
+        abstract_state(model, optax.adamw(1e-3))
+    labels = jax.tree.map(lambda row: "no" if row.spec.frozen else "yes", model.plan.rows)
+    tx = optax.partition({"yes": optax.adamw(1e-3), "no": optax.set_to_zero()}, labels)
+    step = make_train_step(model, tx, seed=0)
+    before = step.init()
+    kernels = np.asarray(before.params["blocks"]["mlp"]["up"]["kernel"])
+    after, _ = step(before, batch())
+    np.testing.assert_array_equal(after.params["blocks"]["mlp"]["up"]["kernel"], kernels)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_with_the_same_ones(corpus, whole_run, tmp_path):
+    """It starts from the weights of another run, whose embedding it keeps."""
+    frozen = {"optimizer.frozen": "embedding", "train.init_from": str(whole_run), "optimizer.schedule": "constant"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(tiny_config(corpus, **frozen), whole)
+    for steps in (4, 8):
+        train(tiny_config(corpus, **frozen, **{"train.steps": steps}), stopped)
+    kept = [read_manifest(folder / "checkpoints", 8)["arrays"] for folder in (whole, stopped, whole_run)]
+    assert kept[0] == kept[1]
+    assert kept[0]["params"]["embedding.table"] == kept[2]["params"]["embedding.table"]
+    others = [name for part, arrays in kept[0].items() if part != "params" for name in arrays]
+    assert others and not any("embedding" in name for name in others)
+    with pytest.raises(CheckpointError, match="with another optimizer: optimizer.frozen='embedding' there, '' here"):
+        train(tiny_config(corpus, **frozen | {"optimizer.frozen": "", "train.steps": 12}), whole)
 
 
 WRONG = {
