@@ -213,7 +213,7 @@ class ShardingPlan:
         lines = [("parameter", "is", "at rest", "in step", "on device")]
         lines += [(*line.cells[:3], " ".join(line.cells[3:6]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
-        text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>10}" for words in lines]
+        text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>{widths[-1]}}" for words in lines]
         if self.uses_host:
             memories = [("memory", "states"), *((line.memory, line.states) for line in self._lines())]
             text = [f"{line}  {memory:6}  {states}" for line, (memory, states) in zip(text, memories)]

@@ -122,7 +122,7 @@ def test_devices_that_are_nowhere_gather_at_once():
 def test_two_steps_send_what_one_sends(monkeypatch):
     """Of `whole` bytes over 8 = 2 x 4 ranks: an eighth of them to one other, then a quarter to three."""
     at_once = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
-    monkeypatch.setattr("parallax.pipeline.sharded_model.first_group", lambda mesh, axes: 2)
+    monkeypatch.setattr("parallax.pipeline.model_on_mesh.first_group", lambda mesh, axes: 2)
     in_steps = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
     assert sum(one.total_bytes for one in at_once) == sum(one.total_bytes for one in in_steps) > 0
     assert sum(one.count for one in in_steps) == 2 * sum(one.count for one in at_once)
