@@ -12,6 +12,7 @@ from flax import struct
 from flax.errors import ScopeParamShapeError
 from jax import Array
 
+from parallax.runtime.bits import in_32_bits
 from parallax.runtime.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
@@ -125,8 +126,7 @@ def parameter(
 
 
 def _drawn(init: Callable, key: Array, shape: Sequence[int]) -> Array:
-    # With 64-bit types enabled, initializers would draw in float64, which are other numbers.
-    with jax.enable_x64(False):
+    with in_32_bits():
         return init(key, shape)
 
 
