@@ -10,8 +10,8 @@ Hardware: 16 TPU v5e chips (16 GB each), or 64.
 Memory:   11.3 GiB a chip as compiled for TPU (arguments and temporaries).
 Time:     estimated from the compiled program with attention kernels at 70 % of peak, 12.2 s a step (MFU 44.5 %, waits
           0.2 %), 14 hours in all; with mesh.dp=1, mesh.cp=16, pipeline.microbatches=4 and pipeline.remat="elementwise"
-          12.6 s (MFU 43.2 %, waits 1.1 %) and 10.0 GiB. On 64 chips with pipeline.remat="layer", which recomputes
-          attention, too, 14.9 s (MFU 36.3 %, waits 4.3 %). Not yet run.
+          12.6 s (MFU 43.2 %, waits 1.1 %) and 10.0 GiB. On 64 chips 12.9 s (MFU 42.2 %, waits 4.9 %) and 11.6 GiB;
+          pipeline.remat="elementwise qkv ffn" takes as long there, and 14.1 GiB. Not yet run.
 Loss:     not yet run.
 """
 
