@@ -3,21 +3,24 @@
 python tests/gpu_configs.py CONFIG TOPOLOGY [SECTION.KEY=VALUE ...]
 """
 
-import importlib
+import pathlib
 import sys
 
 from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.step_time import compile_and_read
 from parallax.analysis.topology import devices_of, without_chips
+from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
 from parallax.runtime.units import in_bytes
 
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+
 
 def main(name: str, where: str, *changes: str) -> None:
     without_chips(["--topology"])
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config, _ = load_config(str(CONFIGS / f"{name}.py"))
     written = dict(change.split("=") for change in changes)
     config.update_from_flattened_dict({key: int(v) if v.isdecimal() else v for key, v in written.items()})
     settings, topology = located(read_settings(config.to_dict()), where)

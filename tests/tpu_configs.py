@@ -3,19 +3,21 @@
 python tests/tpu_configs.py CONFIG CHIP
 """
 
-import importlib
 import math
+import pathlib
 import sys
 
 from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.step_time import compile_and_read
 from parallax.analysis.topology import devices_of, without_chips
+from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
 from parallax.runtime.chips import chip
 from parallax.step.resolve import resolve
 
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # The slices of a chip with so many dims, by their number of chips.
 SLICES = {
     2: {8: "2x4", 16: "4x4", 64: "8x8", 128: "8x16"},
@@ -26,7 +28,7 @@ NEARLY = 0.75  # of a chip's memory: what the compiler refuses as too large is p
 
 def main(name: str, kind: str) -> None:
     without_chips(["--topology"])
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config, _ = load_config(str(CONFIGS / f"{name}.py"))
     settings = resolve(read_settings(config.to_dict()))
     sizes = settings.mesh.sizes.values()
     count = 8 if -1 in sizes else math.prod(sizes)
