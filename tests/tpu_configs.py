@@ -21,7 +21,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # The slices of a chip with so many dims, by their number of chips.
 SLICES = {
     2: {8: "2x4", 16: "4x4", 64: "8x8", 128: "8x16"},
-    3: {8: "2x2x2", 16: "2x2x4", 64: "4x4x4", 128: "4x4x8"},
+    3: {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "4x4x2", 64: "4x4x4", 128: "4x4x8"},
 }
 NEARLY = 0.75  # of a chip's memory: what the compiler refuses as too large is predicted to need at least this much
 
@@ -32,7 +32,7 @@ def main(name: str, kind: str) -> None:
     settings = resolve(read_settings(config.to_dict()))
     sizes = settings.mesh.sizes.values()
     count = 8 if -1 in sizes else math.prod(sizes)
-    where = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
+    where = f"{kind}:{SLICES[chip(kind).torus_dims][count // chip(kind).cores]}"
     settings, topology = located(settings, where)
     found = compile_and_read(settings, topology, devices_of(topology))
     predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
