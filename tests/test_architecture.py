@@ -41,7 +41,7 @@ def tree_of(path: pathlib.Path) -> ast.Module:
 
 
 def noun(module: str) -> str:
-    """The row's entry for a module, as "step.step": its own, else its package's."""
+    """The row's entry for a module, as "runtime.multihost": its own, else its package's."""
     parts = module.split(".")
     return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in ROW_OF), parts[0])
 

@@ -53,9 +53,7 @@ WALKS = {
         "model/dense.py Dense.__call__",
     ],
     "gradient": [
-        "step/step.py TrainStep.train_step",
-        "pipeline/sharded_model.py ShardedModel.loss_and_grad",
-        "pipeline/loss_and_grads.py loss_and_grads",
+        *STEP[:3],
         *TICK,
         "pipeline/tick.py backward",
         "pipeline/stage.py SaveLayers.backward",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import ATTENTION, AXES, EMBEDDING, HEAD, MLP, ModelConfig
+from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
@@ -53,7 +53,7 @@ def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str
     {'attention': 10, 'experts': 20}
     """
     share = Fraction(model.experts_per_token, model.experts)
-    return {name: int(count * share) if name == "experts" else count for name, count in counts.items()}
+    return {name: int(count * share) if name == EXPERTS else count for name, count in counts.items()}
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -61,15 +61,9 @@ def qk_width(model: ModelConfig) -> int:
     return model.sizes["d_qk"] if model.attention == "mla" else model.d_head
 
 
-def matmul_parameters(model: ModelConfig, declared: Any) -> int:
-    """Parameters of matrix products for one token: weights of layers, of the experts only those that it is sent to, and
-    the head's table, tied or not, without rows that pad the vocab. No embedding."""
-    return sum(matmul_parameters_by_stack(model, declared).values()) + model.vocab * model.d_model
-
-
 def matmul_parameters_by_stack(model: ModelConfig, declared: Any, *, trained: bool = False) -> dict[str, int]:
-    """The same for layers, by the name of their stack, as "blocks" or "blocks/moe"; with `trained`, only weights that
-    are."""
+    """Parameters of layers' matrix products for one token, of the experts only those that it is sent to, by the name of
+    their stack, as "blocks" or "blocks/moe"; with `trained`, only weights that are."""
     found: dict[str, Counter] = defaultdict(Counter)
     for one in declared_leaves(declared):
         if one.spec.role == Role.WEIGHT and one.spec.stack:

@@ -25,7 +25,7 @@ from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
-from parallax.step.resolve import likely_entries, resolve
+from parallax.step.resolve import likely_entries, resolve, with_vocab_of_weights
 from parallax.step.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
@@ -175,9 +175,9 @@ def report(
 
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
     """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
-    filled = resolve(settings)
+    settings = with_vocab_of_weights(settings)
     entries = None if settings.model.vocab else likely_entries(settings.data)
-    return report(step_of(filled, mesh), name=name, entries=entries)
+    return report(step_of(resolve(settings), mesh), name=name, entries=entries)
 
 
 DIRECTIONS = ("forward", "recompute", "backward", "update")

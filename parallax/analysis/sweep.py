@@ -47,7 +47,7 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
-from parallax.config.sections import ATTENTION
+from parallax.config.sections import ATTENTION, EXPERTS
 from parallax.config.settings import Settings
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
@@ -147,8 +147,8 @@ class LeastWork:
         model, pieces = self.settings.model, choice.pp * choice.tp
         of_all, of_trained = (
             (
-                sum(counts[name] for name in counts if name not in ("experts", "router")) / pieces,
-                counts.get("experts", 0) / pieces / choice.ep,
+                sum(counts[name] for name in counts if name not in (EXPERTS, "router")) / pieces,
+                counts.get(EXPERTS, 0) / pieces / choice.ep,
             )
             for counts in (self.parameters, self.trained)
         )

@@ -16,7 +16,7 @@ from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, Data
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bytes, load_tokenizer, made_by
+from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.runtime.devices import usable_cpus
 from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
 from parallax.runtime.progress import speak_on
@@ -118,14 +118,14 @@ def _inspect(parsed: argparse.Namespace) -> int:
             damaged += 1
             print(f"DataError: {error}", file=sys.stderr)
     print(f"checked     {len(manifest.shards)} shards: {damaged or 'none'} damaged")
-    if not damaged and manifest.request.get("special_tokens", "text") == "text":
+    if not damaged and manifest.special_tokens == "text":
         _report_ends(manifest, parsed.folder)
     return DataError.exit_status if damaged else 0
 
 
 def _report_ends(manifest: Manifest, folder: Path) -> None:
     """Say whether texts hold ends of documents, which earlier versions made of text with some tokenizers."""
-    tokenizer = made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
+    tokenizer = load_tokenizer(folder, manifest.tokenizer_fingerprint)
     end, each = tokenizer.end, 1 + tokenizer.begin.count(tokenizer.end)
     found = sum(int((shard.read_ids(folder, manifest.dtype) == end).sum()) for shard in manifest.shards)
     if inside := found - each * manifest.documents:

@@ -52,8 +52,8 @@ QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # most characters of a text to show
 LONGEST_SECS = 1e9  # longer estimates are not shown
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
-EXPERTS = ("experts/load", "experts/entropy")
-NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *EXPERTS, *(f"perf/{name}" for name in SPEEDS))
+OF_EXPERTS = ("experts/load", "experts/entropy")
+NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *OF_EXPERTS, *(f"perf/{name}" for name in SPEEDS))
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -207,7 +207,7 @@ class WatchedRun:
     def load(self) -> tuple[float, ...]:
         """The largest load of an expert (1 if even) and the least entropy in the latest step; empty without experts."""
         latest = self.metrics.recent[-1] if self.metrics.recent else {}
-        return tuple(latest[name] for name in EXPERTS) if all(name in latest for name in EXPERTS) else ()
+        return tuple(latest[name] for name in OF_EXPERTS) if all(name in latest for name in OF_EXPERTS) else ()
 
     @property
     def status(self) -> Status:

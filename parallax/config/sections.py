@@ -33,7 +33,7 @@ WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS = ("compute", "int8", "float8")
-MATMUL_PARTS = ATTENTION, MLP, _ = ("attention", "mlp", "experts")
+MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = ("compute", "8bit")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")

@@ -21,7 +21,6 @@ from parallax.data.tokenizer import (
     Bytes,
     Tokenizer,
     load_tokenizer,
-    made_by,
     train_bpe,
 )
 from parallax.runtime import files
@@ -61,7 +60,7 @@ class Request:
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
         elif self.tokenizer != Bytes.name:
-            chosen["tokenizer"] = made_by(load_tokenizer(self.tokenizer), self.fingerprint).fingerprint
+            chosen["tokenizer"] = load_tokenizer(self.tokenizer, self.fingerprint).fingerprint
         if self.special_tokens != "text":
             chosen["special_tokens"] = self.special_tokens
         return {"source": self.source.description, **chosen, "shard_bytes": self.shard_bytes}
@@ -144,7 +143,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if request.tokenizer == Bytes.name:
         return Bytes()
     if request.tokenizer != "bpe":
-        return made_by(load_tokenizer(request.tokenizer), request.fingerprint)
+        return load_tokenizer(request.tokenizer, request.fingerprint)
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     source = request.source

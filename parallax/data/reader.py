@@ -17,7 +17,7 @@ from parallax.data.prepare import Request, prepare
 from parallax.data.shards import MANIFEST_FILE, Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.runtime.devices import usable_cpus
 from parallax.runtime.errors import ConfigError, DataError, check_choice
@@ -97,10 +97,10 @@ def _is_complete(folder: Path, request: Request) -> bool:
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of prepared data, which must be the one in the config."""
     manifest = Manifest.read(folder)
-    tokenizer = made_by(load_tokenizer(folder), manifest.tokenizer_fingerprint)
+    tokenizer = load_tokenizer(folder, manifest.tokenizer_fingerprint)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
-    made = manifest.request.get("special_tokens", "text")
+    made = manifest.special_tokens
     if config.special_tokens != made:
         raise DataError(
             f"data.special_tokens={config.special_tokens!r}, but {folder} was prepared with {made!r}; use that"
@@ -108,7 +108,7 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     if config.tokenizer == AUTO:
         return tokenizer
     if config.tokenizer.endswith(".json"):
-        known = made_by(load_tokenizer(config.tokenizer), tokenizer.fingerprint)
+        known = load_tokenizer(config.tokenizer, tokenizer.fingerprint)
         agrees = known.fingerprint == tokenizer.fingerprint
     else:
         agrees = config.tokenizer == tokenizer.name
@@ -201,7 +201,7 @@ class Reader:
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
         chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
-        spelled = self.manifest.request.get("special_tokens") == "tokens"
+        spelled = self.manifest.special_tokens == "tokens"
         if spelled or self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
             content.append([shard.documents_sha256 for shard in self.manifest.shards])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -220,7 +220,7 @@ class Reader:
         if self.split == "all":
             return self.manifest.text_bytes, True
         table = self.manifest.read_documents(self._folder)[self._chosen()]
-        special_tokens = self.manifest.request.get("special_tokens", "text")
+        special_tokens = self.manifest.special_tokens
         total, guessed, start = 0, 0, 0
         for tokens, known in zip(table["tokens"].tolist(), table["hash"].tolist()):
             (ids,) = self._stream.read(np.array([start]), tokens)

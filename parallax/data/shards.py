@@ -90,6 +90,11 @@ class Manifest:
     shards: tuple[Shard, ...]
 
     @property
+    def special_tokens(self) -> str:
+        """How text that spells special tokens was read, as `data.special_tokens`; earlier versions had one way."""
+        return self.request.get("special_tokens", "text")
+
+    @property
     def dtype(self) -> np.dtype:
         return smallest_dtype(self.vocab)
 

@@ -281,12 +281,6 @@ def _from_text(text: str, origin: str) -> Any:
 Tokenizer = Bytes | Bpe
 
 
-def made_by(tokenizer: Tokenizer, fingerprint: str) -> Tokenizer:
-    """The tokenizer as an earlier version understood its files, if it has that fingerprint, else as it is."""
-    earlier = tokenizer.earlier
-    return tokenizer if earlier is None or earlier.fingerprint != fingerprint else earlier
-
-
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     """Ids of a text after those that begin a document; a text that spells them itself does not get them twice."""
     begin = np.array(tokenizer.begin, np.int32)
@@ -335,8 +329,9 @@ def _with_long_words_cut(text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, ours or that of the `tokenizers` library, or of a folder with one.
+def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json, ours or that of the `tokenizers` library, or of a folder with one: as an
+    earlier version understood its files, if it had this fingerprint then.
 
     A tokenizer_config.json beside it may say which token ends a document, and whether one begins it; the config.json
     of a published model, which one ends it.
@@ -358,7 +353,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
         return Bytes()
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
-    return Bpe(_text(written), str(path), _config_beside(path), model)
+    found = Bpe(_text(written), str(path), _config_beside(path), model)
+    earlier = found.earlier if fingerprint else None
+    return earlier if earlier is not None and earlier.fingerprint == fingerprint else found
 
 
 def _config_beside(path: Path) -> str:

@@ -31,7 +31,7 @@ from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import ShardingPlan
-from parallax.step.resolve import tokenizer_of_step
+from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.step.step import model_of
 
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
@@ -295,8 +295,7 @@ def param_shapes(settings: Settings) -> dict[str, Any]:
 def plan_of(settings: Settings) -> ShardingPlan:
     """The plan of the model's parameters on one device: their shapes, dtypes, and what they are."""
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), start_devices()[:1])
-    settings = read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1})
-    return model_of(settings, mesh).plan
+    return model_of(for_inference(settings), mesh).plan
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import EXPERTS, ModelConfig
 from parallax.model.grouped import grouped_dot, grouped_sums
 from parallax.model.grouped_kernel import (
     gated,
@@ -76,12 +76,12 @@ class Experts(nn.Module):
         return ExpertKernels(kernels, getattr(self, _scales_of(name)), rounded, self.matmul)
 
     def _amax(self, name: str) -> Array:
-        zeros, what = nn.initializers.zeros, dict(role="maxima", part="experts")
+        zeros, what = nn.initializers.zeros, dict(role="maxima", part=EXPERTS)
         return parameter(self, _scales_of(name), AMAX_LAYOUT, self.model.sizes, zeros, **what)
 
     def _kernel(self, name: str, layout: str, deviation: float, inputs: str = "d_model") -> Array:
         init, scales = nn.initializers.normal(deviation), _scales_of(name) if self.matmul != COMPUTE else ""
-        what = dict(role="weight", part="experts", inputs=inputs, scales=scales)
+        what = dict(role="weight", part=EXPERTS, inputs=inputs, scales=scales)
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
 

@@ -19,6 +19,7 @@ from parallax.config.sections import (
     ATTENTION,
     BLOCKS,
     EMBEDDING,
+    EXPERTS,
     HEAD,
     MATMUL_PARTS,
     MLP,
@@ -97,7 +98,7 @@ class Block(nn.Module):
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul("experts")
+            tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul(EXPERTS)
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
         how = dict(matmul=self._matmul(MLP), matmul_residuals=self.model.matmul_residuals)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)

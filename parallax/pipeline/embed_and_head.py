@@ -163,8 +163,8 @@ class PipelineEnds:
 
     embed_and_head: EmbedAndHead
     tokens: Tokens
-    weight: Array | float  # of a token in the loss whose gradient is taken
     last: int
+    weight: Array | None = None  # of a token in the loss whose gradient is taken; a forward pass has none
 
 
 class MicrobatchState(NamedTuple):

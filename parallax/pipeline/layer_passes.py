@@ -44,30 +44,30 @@ class LayerVjp(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def vjp_of(block: nn.Module, frozen: tuple[bool, ...], weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
+def vjp_of(block: nn.Module, constant: tuple[bool, ...], weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
     """A layer's output, and its vjp in x and in the weights that are trained, a list. The others are constants, and so
     are rounded kernels."""
     leaves, structure = jax.tree.flatten(weights["params"])
 
     def run(trained: list[Array], x: Array) -> Array:
         given = iter(trained)
-        whole = [leaf if still else next(given) for leaf, still in zip(leaves, frozen, strict=True)]
+        whole = [leaf if still else next(given) for leaf, still in zip(leaves, constant, strict=True)]
         return block.apply(weights | {"params": jax.tree.unflatten(structure, whole)}, x, context)
 
-    return jax.vjp(run, [leaf for leaf, still in zip(leaves, frozen, strict=True) if not still], x)
+    return jax.vjp(run, [leaf for leaf, still in zip(leaves, constant, strict=True) if not still], x)
 
 
-def with_frozen(frozen: tuple[bool, ...], gradients: Iterable[Array | None]) -> list[Array | None]:
+def with_missing(constant: tuple[bool, ...], gradients: Iterable[Array | None]) -> list[Array | None]:
     """The gradients of all weights, None for those that are not trained."""
     given = iter(gradients)
-    return [None if still else next(given) for still in frozen]
+    return [None if still else next(given) for still in constant]
 
 
 def traced_vjp(
-    block: nn.Module, frozen: tuple[bool, ...], weights: Any, x: Array, context: Context
+    block: nn.Module, constant: tuple[bool, ...], weights: Any, x: Array, context: Context
 ) -> tuple[LayerVjp, ClosedJaxpr]:
     """The vjp of arguments of these shapes, and the program from (weights, x, context) to (y, *residuals)."""
-    traced, (_, pull) = jax.make_jaxpr(lambda *given: vjp_of(block, frozen, *given), return_shape=True)(
+    traced, (_, pull) = jax.make_jaxpr(lambda *given: vjp_of(block, constant, *given), return_shape=True)(
         weights, x, context
     )
     jaxpr, before = traced.jaxpr, len(jax.tree.leaves(weights))
@@ -84,7 +84,7 @@ class SaveAll:
     """Passes that save all that the backward pass reads."""
 
     block: nn.Module
-    frozen: tuple[bool, ...]  # for each weight, whether it is not trained
+    constant: tuple[bool, ...]  # for each weight, whether it gets no gradient
     vjp: LayerVjp | None
     saved: Pools  # shapes of a layer's residuals
     names: tuple[str, ...] = ()  # of the first residuals in "FB"
@@ -96,14 +96,14 @@ class SaveAll:
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
-        y, pull = vjp_of(self.block, self.frozen, weights, x, context)
+        y, pull = vjp_of(self.block, self.constant, weights, x, context)
         return y, {"FB": self.vjp.residuals(pull)}
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
         dw, dx = self.pull(weights, context, saved)(dy)
         structure = jax.tree.structure(weights["params"])
-        return dx, jax.tree.unflatten(structure, with_frozen(self.frozen, dw)), {}
+        return dx, jax.tree.unflatten(structure, with_missing(self.constant, dw)), {}
 
     def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
         """The layer's vjp."""
@@ -141,7 +141,7 @@ class SaveLayerInput(SaveAll):
 
     def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
         (x,) = saved["FB"]
-        return vjp_of(self.block, self.frozen, weights, x, context)[1]
+        return vjp_of(self.block, self.constant, weights, x, context)[1]
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         return self.vjp.residuals(self.pull(weights, context, saved))
@@ -185,7 +185,7 @@ class Divided:
 
     @property
     def last_gradient(self) -> int:
-        trained = [place for place, still in enumerate(self.whole.frozen) if not still]
+        trained = [place for place, still in enumerate(self.whole.constant) if not still]
         return trained[self.halves.deferred[0]] if self.halves.deferred else 0
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
@@ -201,7 +201,7 @@ class Divided:
         both = [later[at] if at in later else next(rest) for at in range(len(later) + len(saved["FB"]))]
         residuals = self.whole.residuals(weights, context, {"FB": both})
         found = jaxpr_as_fun(self.halves.first)(*jax.tree.leaves((weights, context)), *residuals, dy)
-        trained = self.whole.frozen.count(False)
+        trained = self.whole.constant.count(False)
         now = [at for at in range(trained) if at not in self.halves.deferred]
         return found[len(now)], self._tree(now, found[: len(now)]), {"BW": found[len(now) + 1 :]}
 
@@ -216,8 +216,8 @@ class Divided:
 
     def _tree(self, places: Iterable[int], found: list[Array]) -> Any:
         of_place = dict(zip(places, found, strict=True))
-        trained = (of_place.get(place) for place in range(self.whole.frozen.count(False)))
-        return jax.tree.unflatten(self.structure, with_frozen(self.whole.frozen, trained))
+        trained = (of_place.get(place) for place in range(self.whole.constant.count(False)))
+        return jax.tree.unflatten(self.structure, with_missing(self.whole.constant, trained))
 
 
 def layer_passes(
@@ -229,18 +229,17 @@ def layer_passes(
     weights: Any,
     x: Any,
     context: Context,
-    frozen: tuple[bool, ...] = (),
+    constant: tuple[bool, ...],
 ) -> SaveAll | Divided:
     """The passes of a block for a gathered layer's weights, an input and a context of these shapes.
 
-    `frozen` says for each weight whether it is not trained; without it, all are. With remat="stage" a stage runs its
-    layers again before B, and these passes save all for the time of B. `in_rows` as in `relays_what_is_read`.
+    `constant` as in SaveAll, `in_rows` as in `relays_what_is_read`. With remat="stage" a stage runs its layers again
+    before B, and these passes save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
-    frozen = frozen or (False,) * len(jax.tree.leaves(weights["params"]))
     if remat == "layer" and not split:
-        return SaveLayerInput(block, frozen, None, {"FB": [x]}, (LAYER_INPUT,))
-    vjp, program = traced_vjp(block, frozen, weights, x, context)
+        return SaveLayerInput(block, constant, None, {"FB": [x]}, (LAYER_INPUT,))
+    vjp, program = traced_vjp(block, constant, weights, x, context)
     given = jax.tree.leaves((weights, x, context))
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
@@ -250,9 +249,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, frozen, vjp, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, constant, vjp, {"FB": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, frozen, vjp, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, constant, vjp, {"FB": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, frozen, vjp, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, constant, vjp, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

@@ -22,7 +22,7 @@ from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, of_all_devices
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
-from parallax.pipeline.tick import Pipeline, State, run_ticks
+from parallax.pipeline.tick import Pipeline, State, empty_residuals, run_ticks
 from parallax.schedules import gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, CONTEXT_AXIS, ROWS, SHARED_ROWS, TOKENS
@@ -61,20 +61,20 @@ def first_state(
     weights = model.plan.load(jax.tree.map(as_varying, params))
     last = model.schedule.placement[-1]
     if model.schedule.head == "between":
-        ends = BatchedHead(embed_and_head(model, weights, tokens, SHARED_ROWS), tokens, weight, last)
+        ends = BatchedHead(embed_and_head(model, weights, tokens, SHARED_ROWS), tokens, last, weight)
     else:
-        ends = MicrobatchHead(embed_and_head(model, weights, tokens, ROWS), tokens, weight, last)
+        ends = MicrobatchHead(embed_and_head(model, weights, tokens, ROWS), tokens, last, weight)
     saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
     pipeline = Pipeline(model.schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), saves, model.carries_residuals)
     of_ends = ends.start(model.schedule.exit_slots)
     x = jax.eval_shape(lambda: empty_messages(pipeline, of_ends)["F"][0])
     pipeline = pipeline._replace(layers=with_passes(pipeline, x))
-    residuals = saves.empty(pipeline.layers, x, model.schedule.slots)
+    residuals = empty_residuals(pipeline, x)
     grads = model.parts.by_kind(model.plan.zero_grads(BLOCKS, weights[BLOCKS]))
     return pipeline, State(empty_messages(pipeline, of_ends), residuals, grads, of_ends)
 
 
-def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None = None) -> dict[str, Array]:
+def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None) -> dict[str, Array]:
     """Metrics of the forward pass, see ShardedModel.loss."""
     pipeline, state = run_forward(model, params, batch, noise, SaveNothing(), None)
     return _metrics(pipeline, state.ends.loss)
@@ -98,16 +98,16 @@ def run_forward(
     tokens = microbatches(model, batch, noise, model.pipeline.microbatches)
     schedule = gpipe_on(model.schedule.placement, model.pipeline.microbatches)
     weights = model.plan.load(jax.tree.map(as_varying, params))
-    ends = LossOnly(embed_and_head(model, weights, tokens, ROWS), tokens, 1.0, schedule.placement[-1])
+    ends = LossOnly(embed_and_head(model, weights, tokens, ROWS), tokens, schedule.placement[-1])
     pipeline = Pipeline(schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), saves, carries_residuals=True)
     return pipeline, forward_ticks(pipeline, ends.start(1), saved)
 
 
-def logits_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None = None) -> Array:
+def logits_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None) -> Array:
     """Logits, see ShardedModel.logits."""
     tokens, schedule = microbatches(model, batch, None, 1), gpipe_on(model.schedule.placement, 1)
     weights = model.plan.load(jax.tree.map(as_varying, params))
-    ends = BatchedHead(embed_and_head(model, weights, tokens, SHARED_ROWS), tokens, 1.0, schedule.placement[-1])
+    ends = BatchedHead(embed_and_head(model, weights, tokens, SHARED_ROWS), tokens, schedule.placement[-1])
     pipeline = Pipeline(
         schedule, tokens, ends, Layers.of(model, weights[BLOCKS]), SaveNothing(), carries_residuals=True
     )
@@ -159,7 +159,7 @@ def with_passes(pipeline: Pipeline, x: Any) -> Layers:
     gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])
     kinds = zip(layers.passes, gathered, strict=True)
     remat = model.pipeline.remat
-    passes = [layer_passes(p.block, remat, weights=w, frozen=p.frozen, **settings) for p, w in kinds]
+    passes = [layer_passes(p.block, remat, weights=w, constant=p.constant, **settings) for p, w in kinds]
     return layers._replace(passes=passes)
 
 

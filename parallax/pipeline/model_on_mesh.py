@@ -203,7 +203,7 @@ class ModelOnMesh:
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         weight = None
         if "moe" in self.model.kinds:
-            shares = math.prod(size for axis, size in self.axis_sizes.items() if axis in BATCH_AXES)
+            shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
         return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
 

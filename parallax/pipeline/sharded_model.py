@@ -50,7 +50,7 @@ class ShardedModel(ModelOnMesh):
 
         `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions, as model.batch has them;
         labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None disables
-        it. Gradients are float32, sharded like their parameters.
+        it. Gradients are float32, sharded like their parameters; those of frozen parameters are empty.
         """
         local = jax.shard_map(partial(loss_and_grads, self), out_specs=(P(), self._specs), **self.on_mesh)
         return local(params, self.checked(batch), noise)

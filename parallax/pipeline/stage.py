@@ -41,7 +41,7 @@ class Layers(NamedTuple):
         numbers = [order.own_layers() for order in model.orders.values()]
         kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
         blocks = zip(model.parts.blocks.values(), model.orders, strict=True)
-        passes = [SaveAll(block, model.plan.frozen(stack), None, {}) for block, stack in blocks]
+        passes = [SaveAll(block, model.plan.constant(stack), None, {}) for block, stack in blocks]
         return Layers(model, [*model.orders], passes, model.parts.by_kind(weights), numbers, kinds)
 
     def per_stage(self, kind: int) -> int:
@@ -53,10 +53,10 @@ class Pass(NamedTuple):
     """One pass of a stage."""
 
     layers: Layers
-    work: str  # "run", "forward", "backward", "weight_gradients" or "observe"
     context: Context | None  # of the microbatch; None in W
     chunk: Array | int  # which of the rank's stages
     slots: dict[str, tuple]  # for each pool, the indices of the microbatch's slot
+    work: str = ""  # set by what runs it: "run", "forward", "backward", "weight_gradients" or "observe"
 
     @property
     def from_last(self) -> bool:

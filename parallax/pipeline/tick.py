@@ -91,7 +91,8 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     """One tick: F and the head, B, W, each if this rank has it, then messages."""
     outputs = {}
     if not pipeline.carries_residuals:
-        state = state._replace(residuals=empty_residuals(pipeline, state))
+        x = jax.eval_shape(lambda: state.messages["F"][0])
+        state = state._replace(residuals=empty_residuals(pipeline, x))
     if "F" in kinds:
         act, idle = lambda: forward(pipeline, state, row), lambda: no_forward(state)
         with jax.named_scope(FORWARD):
@@ -197,10 +198,9 @@ def stage_output_gradient(pipeline: Pipeline, state: State, row: Row) -> Array:
 
 def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:
     """The ends' state after the gradient of the first stage's input, which is `dx` on the first stage's rank."""
-    in_first = (row["chunk B"] == 0) & row.acts("B")
-    in_first &= lax.axis_index("pp") == pipeline.schedule.placement[0]
     if pipeline.schedule.stages == 1:
         return pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)
+    in_first = (row["chunk B"] == 0) & row.acts("B") & (lax.axis_index("pp") == pipeline.schedule.placement[0])
     return lax.cond(
         in_first,
         lambda: vary_all(pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)),
@@ -213,12 +213,11 @@ def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     context = pipeline.layers.model.context(pipeline.tokens, row[kind]) if kind in "FB" else None
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
-    return Pass(pipeline.layers, kind, context, chunk, slots)
+    return Pass(pipeline.layers, context, chunk, slots)
 
 
-def empty_residuals(pipeline: Pipeline, state: State) -> Any:
-    """Empty slots for what F and B save."""
-    x = jax.eval_shape(lambda: state.messages["F"][0])
+def empty_residuals(pipeline: Pipeline, x: Any) -> Any:
+    """Empty slots for what F and B save; `x` is like a stage's input."""
     return pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots)
 
 

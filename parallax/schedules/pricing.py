@@ -57,7 +57,7 @@ class Figures(NamedTuple):
 def figures(schedule: Timetable, costs: Costs = USUAL) -> Figures:
     """The costs of a schedule, in lockstep and asynchronous.
 
-    In lockstep, as in the executor, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
+    In lockstep, as in training, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
     in papers, a rank waits only for its inputs.
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank

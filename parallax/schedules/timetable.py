@@ -1,4 +1,4 @@
-"""The ordered actions of each rank, their ticks, and the tables that the executor reads."""
+"""The ordered actions of each rank, their ticks, and the tables that the ticks of parallax/pipeline/tick.py read."""
 
 import re
 from collections import Counter
@@ -72,7 +72,7 @@ class Timetable:
     `starts` are the actions' ticks; without them each action runs as soon as possible. Raises ScheduleError if the
     orders cannot run.
 
-    The executor reads tables, int32 `[tick, rank]` with -1 for no action. `microbatch["F"]` is the microbatch whose
+    The ticks read tables, int32 `[tick, rank]` with -1 for no action. `microbatch["F"]` is the microbatch whose
     forward pass runs, and `chunk["F"]` the index of the rank's stage in which it runs; likewise "B" and "W".
 
     A slot is one buffer of a rank, which is reused when it is free. A slot of pool "FB" is written by F and free after

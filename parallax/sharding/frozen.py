@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from parallax.runtime.errors import ConfigError, nearest, quoted
-from parallax.sharding.layout import named_leaves
-from parallax.sharding.parameter import Declared, map_declared
+from parallax.sharding.layout import named_leaves, with_parents
+from parallax.sharding.parameter import Declared, is_declared, map_declared
 
 
 def freeze(declared: Any, frozen: str) -> Any:
@@ -25,9 +25,9 @@ def freeze(declared: Any, frozen: str) -> Any:
     specs = named_leaves(map_declared(lambda one: one.spec, declared))
     chosen = set()
     for word in frozen.split():
-        found = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in _with_parents(name))}
+        found = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in with_parents(name))}
         if not found:
-            known = dict.fromkeys(above for name in specs for above in _with_parents(name))
+            known = dict.fromkeys(above for name in specs for above in with_parents(name))
             raise ConfigError(
                 f"optimizer.frozen names {quoted(word)}, which is no part, module or parameter of this model, and no "
                 f"pattern of one; {nearest(word, known)}"
@@ -40,14 +40,4 @@ def freeze(declared: Any, frozen: str) -> Any:
         is_chosen = jax.tree_util.keystr(path, simple=True, separator="/") in chosen
         return one.replace(spec=dataclasses.replace(one.spec, frozen=is_chosen))
 
-    return jax.tree_util.tree_map_with_path(mark, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
-
-
-def _with_parents(name: str) -> list[str]:
-    """The name of a parameter, and those of the modules and the part in which it is, the part first.
-
-    >>> _with_parents("blocks/mlp/up")
-    ['blocks', 'blocks/mlp', 'blocks/mlp/up']
-    """
-    words = name.split("/")
-    return ["/".join(words[:end]) for end in range(1, len(words) + 1)]
+    return jax.tree_util.tree_map_with_path(mark, declared, is_leaf=is_declared)

@@ -6,7 +6,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -189,13 +189,14 @@ def _local_size(layout, name, axes, sizes, axis_sizes) -> int:
     return size // pieces
 
 
-def map_layouts(function: Callable, layouts: Any, *trees: Any) -> Any:
-    """Map over a tree of layouts and over trees of the same structure.
+def with_parents(name: str) -> list[str]:
+    """The name of a parameter, and those of the modules and the part in which it is, the part first.
 
-    >>> map_layouts(str, {"kernel": Layout.parse("d_model/dp d_ff/tp")})
-    {'kernel': 'd_model/dp d_ff/tp'}
+    >>> with_parents("blocks/mlp/up")
+    ['blocks', 'blocks/mlp', 'blocks/mlp/up']
     """
-    return jax.tree.map(function, layouts, *trees)
+    words = name.split("/")
+    return ["/".join(words[:end]) for end in range(1, len(words) + 1)]
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ParameterSpec:
     stack: str = ""  # the layers among which it is stacked, as "blocks" or "blocks/moe"; "" outside of layers
     inputs: tuple[str, ...] = ()
     scales: str = ""
-    frozen: bool = False  # never updated: see OptimizerConfig
+    frozen: bool = False  # named by optimizer.frozen; statistics are taken all the same
 
     @property
     def is_statistic(self) -> bool:
@@ -135,14 +135,19 @@ def layouts_of(declared: Any) -> Any:
     return map_declared(lambda leaf: leaf.layout, declared)
 
 
+def is_declared(leaf: Any) -> bool:
+    """Whether it is a leaf of a tree of `Declared`."""
+    return isinstance(leaf, Declared)
+
+
 def map_declared(function: Callable[[Declared], Any], declared: Any) -> Any:
     """Map over a tree of `Declared`."""
-    return jax.tree.map(function, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+    return jax.tree.map(function, declared, is_leaf=is_declared)
 
 
 def declared_leaves(declared: Any) -> list[Declared]:
     """The leaves of a tree of `Declared`."""
-    return jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+    return jax.tree.leaves(declared, is_leaf=is_declared)
 
 
 def stored_as(declared: Any, dtype: str) -> Any:

@@ -34,8 +34,8 @@ from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
-from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import Declared, ParameterSpec, Role, layouts_of
+from parallax.sharding.layout import Layout, named_leaves, with_parents
+from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
 WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters
@@ -80,7 +80,7 @@ class Policies(NamedTuple):
     def check(self, names: Iterable[str]) -> None:
         """Raise ConfigError if a policy is unknown or an exception matches none of these parameters."""
         check_choice("data_parallel.policy", self.policy, POLICIES)
-        known = {"/".join(name.split("/")[:end]): None for name in names for end in range(1, 9)}
+        known = dict.fromkeys(above for name in names for above in with_parents(name))
         for name, policy in self.exceptions.items():
             check_choice(f"data_parallel.exceptions: {name}", policy, POLICIES)
             if name not in known:
@@ -203,8 +203,7 @@ class ShardingPlan:
     def __post_init__(self):
         self.policies.check(named_leaves(layouts_of(self.declared)))
         self.shapes = nn.meta.unbox(self.declared)
-        is_leaf = lambda leaf: isinstance(leaf, Declared)  # noqa: E731
-        self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
+        self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_declared)
 
     def __repr__(self) -> str:
         """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
@@ -340,8 +339,8 @@ class ShardingPlan:
         whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
-    def frozen(self, part: str) -> tuple[bool, ...]:
-        """For each leaf of a part, whether it gets no gradient."""
+    def constant(self, part: str) -> tuple[bool, ...]:
+        """For each leaf of a part, whether it is a constant of the backward pass, which returns no gradient for it."""
         return tuple(not row.spec.has_gradient for row in jax.tree.leaves(self.rows_of(part)))
 
     def stop_frozen(self, weights: Any, part: str) -> Any:
@@ -424,7 +423,7 @@ class ShardingPlan:
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
         """Shard a gradient over data axes as the parameter is at rest. A table's, of which each pipeline rank has one
         summand, is also summed and sharded over pp; layers are on the ranks that ran them."""
-        if row.spec.stack:
+        if row.spec.stack or not row.spec.has_gradient:
             return self._scatter(row, row.summed, row.staged, grad)
         if row.is_stored_at_once:
             return self._scatter(row, row.summed, row.at_rest, grad)
@@ -489,7 +488,6 @@ class ShardingPlan:
         messages: dict[Any, list[int]] = defaultdict(list)
         for at, row in enumerate(jax.tree.leaves(self.rows)):
             if not row.spec.has_gradient:
-                leaves[at] = jnp.zeros((0,) * leaves[at].ndim, jnp.float32)  # the same on every rank
                 continue
             axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
             alone = at if leaves[at].size > SMALL else None

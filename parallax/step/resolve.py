@@ -11,7 +11,7 @@ from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
 from parallax.config.settings import Settings, read_settings
-from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, made_by
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.model.checks import check_context, check_kernel_on, check_kernel_seq
 from parallax.model.kernels import BEFORE_AMPERE, FASTEST_KERNEL, LONGEST_BIAS
 from parallax.runtime.errors import ConfigError, DataError, quoted
@@ -124,7 +124,7 @@ def with_tokenizer(settings: Settings, run: Path) -> Settings:
 
 def tokenizer_of_step(checkpoints: Path, step: int) -> Tokenizer:
     """The tokenizer that a step carries, with the end of documents that it had for the run."""
-    return made_by(load_tokenizer(checkpoints / str(step)), _fingerprint_of(checkpoints, step))
+    return load_tokenizer(checkpoints / str(step), _fingerprint_of(checkpoints, step))
 
 
 def known_fingerprint(settings: Settings, run: Path) -> str:

@@ -92,9 +92,7 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
     yield ""
 
 
-def size_tables(
-    model: ModelConfig, parameters: dict[str, int], needs: Memory, trained: int | None = None
-) -> Iterator[str]:
+def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory, trained: int) -> Iterator[str]:
     """Two tables: parameters by component, with the active ones of a mixture and, if some are not, the number that is
     trained; and bytes on each device."""
     total = sum(parameters.values())
@@ -103,7 +101,7 @@ def size_tables(
     if "moe" in model.kinds:
         active = sum(active_parameters(model, parameters).values())
         counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
-    if trained not in (None, total):
+    if trained != total:
         counts.append(["trained", f"{trained:,}", f"{trained / total:.1%}"])
     sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
     yield from text_table(["", "parameters", "share"], counts, left=1)

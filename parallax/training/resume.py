@@ -133,7 +133,7 @@ def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, A
     specs = flatten(map_declared(lambda one: one.spec, parts.declared_in_8_bits()))
     saved = _as_saved(checkpoints, wanted, {name for name, spec in specs.items() if spec.role == Role.MAXIMA})
     own = flatten(wanted)
-    step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
+    step, restored, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
     if DTYPE in changed:
         there, here = changed[DTYPE]
@@ -150,7 +150,7 @@ def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, A
         )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
-    found = {name: parts["params"].get(name, jnp.zeros(like.shape)) for name, like in own.items()}
+    found = {name: restored["params"].get(name, jnp.zeros(like.shape)) for name, like in own.items()}
     return jax.tree.unflatten(jax.tree.structure(wanted), [_as_wanted(found[name], own[name]) for name in own])
 
 

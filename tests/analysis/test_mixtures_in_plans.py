@@ -94,7 +94,8 @@ def test_a_token_meets_its_experts_alone():
 def test_all_parameters_and_active_ones_are_said_when_a_run_begins():
     model = on({})
     nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
-    lines = list(size_tables(model.model, parameters_by_component(model.plan.declared), nothing_held))
+    parameters = parameters_by_component(model.plan.declared)
+    lines = list(size_tables(model.model, parameters, nothing_held, sum(parameters.values())))
     (active,) = (line for line in lines if line.startswith("active for a token"))
     total = sum(active_parameters(model.model, parameters_by_component(model.plan.declared)).values())
     assert f"{total:,}" in active and any(line.startswith("experts") for line in lines)

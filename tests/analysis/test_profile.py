@@ -11,8 +11,10 @@ from run_examples import stop_at, tiny_config
 from stand_ins import Line
 
 from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
+from parallax.analysis.report import report_settings
+from parallax.analysis.trace import abstract_mesh
 from parallax.cli.report import main
-from parallax.config.settings import read_settings
+from parallax.config.settings import load_settings, read_settings
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.runtime.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
@@ -259,3 +261,15 @@ def test_each_process_of_a_job_traces_its_own_devices(corpus, tmp_path):
     places = [f"pp={pp} dp={dp} tp={tp}" for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert sorted(one.place for one in found.devices) == places
     assert all(one.compute > 0 and sum(one[2:]) == pytest.approx(found.secs, rel=1e-9) for one in found.devices)
+
+
+def test_a_report_of_a_run_from_weights_counts_their_vocab(observed_run):
+    settings, one = load_settings(observed_run), dict(pp=1, dp=1, tp=1)
+    given, flops = dict(mesh=one, pipeline=dict(microbatches=2)), []
+    for changes in (
+        {},
+        {"model": {"vocab": 0}, "train": {"init_from": str(observed_run)}, "data": {"tokenizer": "auto"}},
+    ):
+        changed = read_settings(settings, **given | changes)
+        flops.append(report_settings(changed, abstract_mesh(one), name="run").flops)
+    assert flops[0] == flops[1]

@@ -104,7 +104,7 @@ class MakesItsEnd(Bpe):
 
 
 def test_a_text_that_makes_the_end_all_the_same_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.data.prepare.load_tokenizer", lambda _: MakesItsEnd(BPE._text))
+    monkeypatch.setattr("parallax.data.prepare.load_tokenizer", lambda *_: MakesItsEnd(BPE._text))
     with pytest.raises(DataError, match=r"makes id 0, which ends a document, of the text 'one'; use a tokenizer"):
         prepare_texts(["one"], tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
 

@@ -358,7 +358,8 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
     weights = {"params": weights}
-    passes = layer_passes(block, "none", split=False, in_rows=False, weights=weights, x=x, context=context)
+    given = dict(weights=weights, x=x, context=context, constant=model.plan.constant("blocks"))
+    passes = layer_passes(block, "none", split=False, in_rows=False, **given)
     return passes, weights, x, context
 
 

@@ -85,6 +85,7 @@ def layer_alone():
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     weights = {"params": weights}
     given = dict(in_rows=False, weights=weights, x=x, context=context)
+    given["constant"] = (False,) * len(jax.tree.leaves(weights))
     whole, divided = (layer_passes(block, "none", split=split, **given) for split in (False, True))
     return whole, divided, weights, x, context, dy
 

@@ -54,7 +54,8 @@ class ToyModel:
 
 def passes_of(remat, split, weights, x):
     one = {"params": jax.tree.map(lambda w: w[0], weights)}
-    return layer_passes(ToyLayer(), remat, split=split, in_rows=False, weights=one, x=x, context=NoDropout())
+    given = dict(weights=one, x=x, context=NoDropout(), constant=(False,) * 3)
+    return layer_passes(ToyLayer(), remat, split=split, in_rows=False, **given)
 
 
 def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
@@ -66,7 +67,7 @@ def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
     saves = SaveStageInput() if remat == "stage" else SaveLayers()
     pools = ("FB", "FW", "BW") if split else ("FB",)
     empty = saves.empty(here, x, dict.fromkeys(pools, 2))
-    return saves, empty, Pass(here, "", NoDropout(), 0, dict.fromkeys(pools, (1,)))
+    return saves, empty, Pass(here, NoDropout(), 0, dict.fromkeys(pools, (1,)))
 
 
 class NoDropout:
@@ -174,7 +175,8 @@ def test_a_layer_saves_neither_weights_nor_context():
 
     weights, x, dy = toy()
     one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
-    passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, weights=one, x=x, context=context)
+    given = dict(weights=one, x=x, context=context, constant=(False,) * 3)
+    passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, **given)
     assert isinstance(passes, SaveAll)
     _, saved = passes.forward(one, x, context)
     assert not any(leaf is known for leaf in saved["FB"] for known in (*one["params"].values(), context))

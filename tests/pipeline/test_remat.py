@@ -24,7 +24,7 @@ from tiny import (
 )
 
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import flops_by_direction, matmul_parameters
+from parallax.analysis.flops import flops_by_direction, matmul_parameters_by_stack
 from parallax.analysis.memory import carried_by_ticks, memory
 from parallax.analysis.recompute import forward_flops, name_of_set, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.trace import step_program
@@ -182,7 +182,7 @@ def test_the_step_makes_the_products_of_its_set_again(remat):
 )
 def test_parts_and_the_last_product_are_all_products_of_a_forward_pass(changes):
     built = build((1, 1, 1), **changes)
-    layers = matmul_parameters(built.model, built.plan.declared) - built.model.vocab * built.model.d_model
+    layers = sum(matmul_parameters_by_stack(built.model, built.plan.declared).values())
     core = part_costs(built.model, seq=SEQ)["core"].flops
     assert forward_flops(built.model, seq=SEQ) - core == 2 * layers
     assert costs_of(built.model, "none", seq=SEQ).backward == 2

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxprs import equations, sent
 from run_examples import tiny_config
 from tiny import make_batch
 
@@ -222,3 +223,14 @@ def test_words_that_name_nothing_or_everything_are_refused(frozen):
     with pytest.raises(ConfigError) as error:
         model_of(settings_of(frozen), px.mesh_of())
     assert WRONG[frozen] in str(error.value)
+
+
+@pytest.mark.parametrize("policy", ["ddp", "zero3"])
+def test_no_message_is_empty(policy):
+    """A table that is not trained is sent to no pipeline rank after a step."""
+    settings = settings_of(
+        "embedding", mesh=MESH | dict(pp=2), pipeline=dict(microbatches=2), data_parallel=dict(policy=policy)
+    )
+    model = model_of(settings, px.mesh_of(pp=2))
+    found = [e for e in equations(model.loss_and_grad, model.shapes, batch()) if [*sent([e])]]
+    assert found and all(operand.aval.size for e in found for operand in e.invars)

@@ -202,9 +202,6 @@ def is_shared(folder: Path) -> bool:
 
 def prepare_once(act: Callable[[], Any], what: str) -> Any:
     """Run `act` in process 0 first, then in the others, which find its results."""
-    if _line is None:
-        _limit(what, "prepare_secs")
-        return act()
     if is_first():
         _limit(what, "prepare_secs")
         result = act()
