@@ -43,6 +43,7 @@ FLAGS = {
         "auto",
         RESUME,
     ),
+    "changed-code": Flag("go on although files of code that the config names have changed since", False),
     "max-runtime": Flag("stop after so long, saved, as SIGTERM does: 3h, 90m or a number of seconds"),
     "stopped-status": Flag(
         "what a run that was stopped and saved ends with: 0, or 75 where what fails is started again", "0", ("0", "75")
@@ -57,6 +58,7 @@ class Command(NamedTuple):
     config: ConfigDict
     workdir: Path
     resume: str
+    changed_code: bool
     max_runtime_secs: float | None
     stopped_status: int
     warnings: tuple[str, ...]
@@ -76,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
                     command.config,
                     command.workdir,
                     resume=command.resume,
+                    changed_code=command.changed_code,
                     max_runtime_secs=command.max_runtime_secs,
                     warnings=command.warnings,
                 )
@@ -95,7 +98,8 @@ def parse(argv: Sequence[str]) -> Command:
     join_job(line)
     workdir = workdir or default_workdir(line.path)
     status = int(line.values["stopped-status"])
-    return Command(line.config, workdir, line.values["resume"], limit_secs, status, line.warnings)
+    resume, changed_code = line.values["resume"], line.values["changed-code"]
+    return Command(line.config, workdir, resume, changed_code, limit_secs, status, line.warnings)
 
 
 def join_job(line: Line) -> None:

@@ -26,7 +26,11 @@ def get_config() -> ConfigDict:
     config.model.vocab_multiple = 1  # rows of tables are padded to a multiple of this, as 128; padding has no logits
     config.model.layers = 4  # number of blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
-    config.model.d_ff = 704  # width of the gated MLP
+    config.model.d_ff = 704  # width of the MLP
+    config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
+    config.model.norm = "rms"  # "rms" | code: norms of the residual stream
+    config.model.dense = "dense"  # "dense" | code: projections of gqa and of MLPs
+    config.model.block_kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
     # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
     config.model.layers_of = ""
     config.model.experts = 8  # moe: number of experts in a layer
@@ -40,7 +44,7 @@ def get_config() -> ConfigDict:
     config.model.router_groups = 1  # moe: groups of experts; a token first chooses groups, then experts in them
     # moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)
     config.model.router_groups_chosen = 1
-    config.model.attention = "mla"  # "mla" | "gqa": kv_heads = heads is MHA, kv_heads = 1 is MQA
+    config.model.attention = "mla"  # "mla" | "gqa" | code: kv_heads = heads is MHA, kv_heads = 1 is MQA
     config.model.heads = 8  # query heads
     config.model.kv_heads = 8  # gqa only
     config.model.d_head = 32  # per head; in mla the part of q and k without position, and v
@@ -100,7 +104,8 @@ def get_config() -> ConfigDict:
 
     # When stages run and what they save.
     config.pipeline = ConfigDict()
-    # "gpipe" | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file: order in which stages run
+    # "gpipe" | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file | code: order in which
+    # stages run
     config.pipeline.schedule = "gpipe"
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # number per step; with mesh.pp=1, gradient accumulation
@@ -113,7 +118,7 @@ def get_config() -> ConfigDict:
 
     # How data axes shard parameters, and so when weights and gradients are sent over them.
     config.data_parallel = ConfigDict()
-    # "ddp" | "zero1" | "zero2" | "lean" | "zero3" | one of your own: policy of all parameters
+    # "ddp" | "zero1" | "zero2" | "lean" | "zero3" | code: policy of all parameters
     config.data_parallel.policy = "zero3"
     config.data_parallel.exceptions = ""  # other policies by name, as "embedding=zero1 blocks/mlp=zero2"
 
@@ -126,6 +131,7 @@ def get_config() -> ConfigDict:
 
     # The loss: cross-entropy, a z-loss, and losses that balance the load of experts.
     config.loss = ConfigDict()
+    config.loss.name = "cross_entropy"  # "cross_entropy" | code: loss of a token
     config.loss.z_coefficient = 0.0  # weight of logsumexp(logits)^2
     config.loss.balance_coefficient = 0.0  # moe: weight of the balance loss; 1e-2 or 1e-3 is usual
     config.loss.router_z_coefficient = 0.0  # moe: weight of logsumexp(router's logits)^2, a mean over tokens
@@ -133,7 +139,8 @@ def get_config() -> ConfigDict:
 
     # The optimizer and the learning rate schedule.
     config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # "adamw" | "muon": with muon, AdamW updates embedding, head, norms and biases
+    # "adamw" | "muon" | code: with muon, AdamW updates embedding, head, norms and biases
+    config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 0.0003  # peak
     config.optimizer.schedule = "cosine"  # "cosine" | "linear" | "wsd" | "constant": after warm-up
     config.optimizer.warmup_steps = 100  # steps in which the rate rises linearly to its peak
@@ -172,7 +179,7 @@ def get_config() -> ConfigDict:
 
     # The text, the tokenizer and the windows of tokens.
     config.data = ConfigDict()
-    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "prepared": source of documents
+    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "prepared" | code: source of documents
     config.data.source = "stdlib"
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document

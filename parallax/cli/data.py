@@ -18,8 +18,9 @@ from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.runtime.devices import usable_cpus
-from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
+from parallax.runtime.errors import ConfigError, DataError, check_choice, check_local, exit_status
 from parallax.runtime.progress import speak_on
+from parallax.runtime.user_code import FORM, imported_code, names_code
 
 TRAINING = DataConfig()
 AGAIN = "stopped; run the same command again to resume"
@@ -50,7 +51,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     meaning = {field.name: field.metadata["key"].meaning for field in fields(DataConfig)}
     as_training = lambda name, text: f"{text} (default: {getattr(TRAINING, name)}, as in training)"  # noqa: E731
-    add("--source", required=True, choices=(*FILES, *BUILT_IN), help=meaning["source"])
+    sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {FORM}"
+    add("--source", required=True, help=sources)
     add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
     add("--field", help=as_training("field", meaning["field"]))
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
@@ -87,6 +89,9 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     """Fill in training's defaults for missing flags that are read; refuse flags that are not read, and wrong values."""
     if parsed.tokenizer == AUTO:
         parsed.tokenizer = Bytes.name
+    parsed.source = imported_code("--source", parsed.source)
+    if not (of_code := names_code(parsed.source)):
+        check_choice("--source", parsed.source, (*FILES, *BUILT_IN))
     read_by = {
         "path": (parsed.source in FILES, f"--source {parsed.source}"),
         "field": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
@@ -95,6 +100,8 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     }
     for key, (needed, by) in read_by.items():
         flag, value = f"--{key.replace('_', '-')}", getattr(parsed, key)
+        if key == "path" and of_code:
+            continue
         if value and not needed:
             raise ConfigError(f"{flag}={value} is not read by {by}")
         if value is None:

@@ -20,6 +20,7 @@ from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser, positive, write_output
 from parallax.runtime.errors import ConfigError, check_local, exit_status
 from parallax.runtime.units import percent
+from parallax.runtime.user_code import FORM, imported_code
 from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt
@@ -64,7 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
-    add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
+    add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, the path of a .csv file, or {FORM}")
     add("--stages", type=positive, metavar="P", help="pipeline ranks, each with --virtual stages")
     add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
     add("--virtual", type=positive, metavar="V", help="stages on each rank, for interleaved (default: 1)")
@@ -116,7 +117,8 @@ def _check_arguments(parsed: argparse.Namespace) -> None:
 
 def _schedule(parsed: argparse.Namespace) -> Schedule:
     if not is_schedule_file(parsed.name):
-        return by_name(parsed.name, parsed.stages, parsed.microbatches, parsed.virtual or 1)
+        name = imported_code("the schedule", parsed.name)
+        return by_name(name, parsed.stages, parsed.microbatches, parsed.virtual or 1)
     schedule = load_csv(parsed.name)
     written = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "virtual": schedule.virtual}
     for name, number in written.items():

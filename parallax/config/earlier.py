@@ -19,12 +19,12 @@ ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
-    "matmul_residuals",
+    "matmul_residuals mlp norm dense block_kinds",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on",
     "data_parallel": "policy exceptions",
     "fsdp": "gather_dtype",
-    "loss": "balance_coefficient router_z_coefficient",
+    "loss": "name balance_coefficient router_z_coefficient",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
     "train": "compile_cache",

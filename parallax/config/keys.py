@@ -7,6 +7,7 @@ import re
 from typing import Any, ClassVar
 
 from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
+from parallax.runtime.user_code import FORM, check_call, codes_by_name, names_code
 
 LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
@@ -29,6 +30,8 @@ class Key:
     says: str = ""  # the error for a refused value, after KEY=VALUE
     too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
+    code: tuple[str, ...] = ()  # arguments with which code is called that it may name: see UserCode
+    by_name: bool = False  # whether it names code for several names
     saved: bool | None = None  # whether the saved config of a run decides it; None: as its section says
 
     def decided_by_saved(self, kind: type, section_says: bool | None) -> bool | None:
@@ -54,17 +57,30 @@ class Key:
             raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
         if kind in (int, float) and value != self.also:
             self._check_range(name, value, section, whole=kind is int)
+        if self.code and names_code(value):
+            self._check_code(name, value)
+            return value
         return kind(value)
+
+    def _check_code(self, name: str, value: str) -> None:
+        if bool(codes_by_name(value)) != self.by_name:
+            form = '"NAME=module:name"' if self.by_name else FORM
+            raise ConfigError(f"{name}={quoted(value)} must be {form}.")
+        if getattr(value, "target", None) is not None:
+            check_call(name, value, self.code)
 
     def _check_text(self, name: str, value: str) -> None:
         # Files, terminals and JSON cannot hold these.
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
             wrong = "holds a zero byte or half a surrogate pair, which is not text; leave it out"
             raise ConfigError(f"{name}={quoted(value)} {wrong}")
+        if self.code and names_code(value):
+            return
         if self.path:
             _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
-            raise ConfigError(f"{name}={quoted(value)} {self.says or f'is unknown; {nearest(value, self.choices)}'}")
+            wrong = self.says or f"is unknown; {nearest(value, self.choices)}"
+            raise ConfigError(f"{name}={quoted(value)} {wrong}{f', or {FORM}' if self.code else ''}")
 
     def _check_range(self, name: str, value: float, section: type["Section"], *, whole: bool) -> None:
         most = section.most if whole and self.most is None else self.most

@@ -47,7 +47,8 @@ def values_of(field: Field) -> str:
     """
     key = field.metadata["key"]
     if field.type in (str, bool):
-        return " | ".join([*(f'"{choice}"' for choice in key.choices), *filter(None, [key.other])])
+        of_code = "code" if key.code and key.choices else ""
+        return " | ".join([*(f'"{choice}"' for choice in key.choices), *filter(None, [key.other, of_code])])
     least = "above 0" if key.least == ABOVE_ZERO else f"{key.least:.7g}"
     upper = "or more" if key.below == math.inf else f"to below {key.below:g}"
     if key.most is not None and key.most < LARGEST_SHOWN:

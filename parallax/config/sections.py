@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
+from parallax.runtime.user_code import UserCode, codes_by_name, names_code
 from parallax.schedules import SCHEDULES, check_schedule
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
@@ -35,9 +36,16 @@ LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS = ("compute", "int8", "float8")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = ("compute", "8bit")
+# Arguments of code that a config may name: see docs/extend.md.
+OF_PRODUCTS = ("matmul", "matmul_residuals")
+MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)
+ATTENTION_ARGS = ("residual", "family", "sizes", "dtype", "kernel", "norm_eps", "bias", "temperature", "out_scale")
+ATTENTION_ARGS += ("kv", "qk_norm", "dense", *OF_PRODUCTS)
+DENSE_ARGS = ("weight", "x", "y", "sizes", "dtype", "bias", "scale", "at_rest", "part", *OF_PRODUCTS)
+BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "expert_chunk_tokens", "measures")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
-LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
-LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]+))(?:\*([1-9]\d{0,4}))?(?![\w*])")
+LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
+LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]\w*))(?:\*([1-9]\d{0,4}))?(?![\w*])")
 MOST_INT8_PRODUCTS = (2**31 - 1) // 127**2
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
@@ -86,7 +94,17 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     layers: int = key(4, "number of blocks of attention and MLP", least=1, most=2**14)
     d_model: int = key(256, "width of the residual stream", least=1)
-    d_ff: int = key(704, "width of the gated MLP", least=1)
+    d_ff: int = key(704, "width of the MLP", least=1)
+    mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
+    norm: str = key("rms", "norms of the residual stream", choices=("rms",), code=("layout", "sizes", "eps", "part"))
+    dense: str = key("dense", "projections of gqa and of MLPs", choices=("dense",), code=DENSE_ARGS)
+    block_kinds: str = key(
+        "",
+        'classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"',
+        saved=True,
+        code=BLOCK_ARGS,
+        by_name=True,
+    )
     layers_of: str = key(
         "",
         'kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
@@ -107,7 +125,9 @@ class ModelConfig(Section, most=2**24, saved=True):
     router_groups_chosen: int = key(
         1, "moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)", least=1
     )
-    attention: str = key("mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"))
+    attention: str = key(
+        "mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"), code=ATTENTION_ARGS
+    )
     heads: int = key(8, "query heads", least=1)
     kv_heads: int = key(8, "gqa only", least=1)
     d_head: int = key(32, "per head; in mla the part of q and k without position, and v", least=1)
@@ -191,13 +211,19 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
                 "use qk_norm=False, or attention='gqa'."
             )
-        if self.attention == "gqa" and self.heads % self.kv_heads:
+        if self.attention != "mla" and self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
                 f"use kv_heads in {listed(divisors(self.heads))}."
             )
         if "moe" in self.kinds:
             self._check_experts()
+        if unused := [kind for kind in codes_by_name(self.block_kinds) if kind not in self.kinds]:
+            raise ConfigError(
+                f"model.block_kinds={quoted(self.block_kinds)} has a class for {unused[0]!r}, but "
+                f"model.layers_of={quoted(self.layers_of)} has no such layer; its kinds are "
+                f"{', '.join(dict.fromkeys(self.kinds))}."
+            )
 
     def _check_matmul(self) -> None:
         for word in self.matmul_parts.split():
@@ -220,7 +246,7 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
             )
         # Of a mixture the router reads its input, too.
-        saving = {"attention", *(["mlp"] if "dense" in self.kinds else [])}
+        saving = {"attention", *(["mlp"] if self.has_dense else [])}
         if self.matmul != "compute" != self.matmul_residuals and not saving & {*self.matmul_parts.split()}:
             raise ConfigError(
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul_parts="
@@ -254,8 +280,7 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     @property
     def _parts_with_products(self) -> list[str]:
-        kinds = self.kinds
-        has = {"mlp": "dense" in kinds or self.shared_experts > 0, "experts": "moe" in kinds}
+        has = {"mlp": self.has_dense or self.shared_experts > 0, "experts": "moe" in self.kinds}
         return [part for part in MATMUL_PARTS if has.get(part, True)]
 
     def _check_experts(self) -> None:
@@ -294,11 +319,12 @@ class ModelConfig(Section, most=2**24, saved=True):
             found += run * (int(times or 1) if len(run) <= self.layers else 1)
             if len(found) > self.layers:
                 break
-        wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(LAYER_KINDS)
+        known = (*LAYER_KINDS, *(name for name in codes_by_name(self.block_kinds) if name not in LAYER_KINDS))
+        wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(known)
         if wrong or left_over.strip():
             raise ConfigError(
                 f"model.layers_of={quoted(self.layers_of)} is not a sequence of kinds"
-                + (f": {nearest(min(wrong), LAYER_KINDS)}" if wrong else "")
+                + (f": {nearest(min(wrong), known)}" if wrong else "")
                 + '; write "dense*1 moe*26" or "(dense moe*3)*6", say'
             )
         if len(found) != self.layers:
@@ -308,6 +334,16 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f'"moe*{self.layers}" has as many'
             )
         return tuple(found)
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether a part of it is code of a user's own."""
+        return any(isinstance(value, UserCode) for value in vars(self).values())
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether it has layers that are not mixtures."""
+        return any(kind != "moe" for kind in self.kinds)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -324,9 +360,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         >>> ModelConfig(layers=2, attention="gqa").remat_parts, "experts" in ModelConfig(layers_of="moe*4").remat_parts
         (('norm', 'q', 'kv', 'core', 'out', 'ffn', 'swiglu'), True)
         """
-        kinds = self.kinds
-        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in kinds)
-        has |= dict.fromkeys(("ffn", "swiglu"), "dense" in kinds or self.shared_experts > 0)
+        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in self.kinds)
+        has |= dict.fromkeys(("ffn", "swiglu"), self.has_dense or self.shared_experts > 0)
         has |= {"latent": self.attention == "mla", "qk": self.attention == "gqa" and self.qk_norm}
         return tuple(part for part in REMAT_PARTS if has.get(part, True))
 
@@ -388,7 +423,13 @@ class PipelineConfig(Section, most=2**14, saved=True):
     """
 
     schedule: str = key(
-        "gpipe", "order in which stages run", choices=tuple(SCHEDULES), other="a CSV file", path=True, saved=True
+        "gpipe",
+        "order in which stages run",
+        choices=tuple(SCHEDULES),
+        other="a CSV file",
+        path=True,
+        saved=True,
+        code=("ranks", "microbatches"),
     )
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "number per step; with mesh.pp=1, gradient accumulation", least=1)
@@ -429,7 +470,7 @@ class DataParallelConfig(Section, saved=True):
     another policy: "embedding=zero1 blocks/mlp=zero2"; the longest matching name counts.
     """
 
-    policy: str = key("zero3", "policy of all parameters", choices=POLICY_NAMES, other="one of your own", saved=True)
+    policy: str = key("zero3", "policy of all parameters", choices=POLICY_NAMES, code=("compute", "cut"))
     exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"', saved=True)
 
     def check(self) -> None:
@@ -493,6 +534,12 @@ class LossConfig(Section, saved=True):
     cross-entropy.
     """
 
+    name: str = key(
+        "cross_entropy",
+        "loss of a token",
+        choices=("cross_entropy",),
+        code=("logits_CV", "labels_C", "table", "z_coefficient", "entries"),
+    )
     z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", says="must be 0 or more; 1e-4 is usual.")
     balance_coefficient: float = key(0.0, "moe: weight of the balance loss; 1e-2 or 1e-3 is usual")
     router_z_coefficient: float = key(0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens")
@@ -513,7 +560,12 @@ class OptimizerConfig(Section, saved=True):
     float32.
     """
 
-    name: str = key("adamw", "with muon, AdamW updates embedding, head, norms and biases", choices=("adamw", "muon"))
+    name: str = key(
+        "adamw",
+        "with muon, AdamW updates embedding, head, norms and biases",
+        choices=("adamw", "muon"),
+        code=("learning_rate?", "weight_decay?", "mask?", "rows?"),
+    )
     learning_rate: float = key(3e-4, "peak")
     schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
     warmup_steps: int = key(100, "steps in which the rate rises linearly to its peak")
@@ -584,7 +636,7 @@ class GuardConfig(Section, saved=True):
 class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     """The text, the tokenizer and the windows of tokens."""
 
-    source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"))
+    source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"), code=("file?",))
     path: str = key("", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, saved=True)
     field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
     tokenizer: str = key(
@@ -619,7 +671,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"data.path={quoted(self.path)} is not read by data.source={self.source!r}; "
                 f"use {', '.join(FILES)} or prepared"
             )
-        if self.source not in BUILT_IN and not self.path:
+        if self.source not in BUILT_IN and not self.path and not names_code(self.source):
             raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob")
         if self.source in ("jsonl", "parquet") and not self.field:
             raise ConfigError(

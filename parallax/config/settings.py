@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from parallax.config import sections
@@ -13,6 +14,7 @@ from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.runtime.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import OBJECT_BYTES, read_object
 from parallax.runtime.html import html_table
+from parallax.runtime.user_code import UserCode, imported_code, saved_code
 
 PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
@@ -25,6 +27,14 @@ PATHS = {
     for field in fields(section)
     if field.metadata["key"].path
 }
+# Keys that may name code of a user's own.
+CODE = tuple(
+    f"{name}.{field.name}"
+    for name, section in SECTIONS.items()
+    for field in fields(section)
+    if field.metadata["key"].code
+)
+NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
 OF_A_RUN = (*NOT_SAVED, *(name for name in PATHS if name not in NOT_SAVED))
 OF_A_MODEL = ("train.compile_cache",)
@@ -73,7 +83,8 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     """Build settings from a config: nested dicts, or an object with `to_dict()`, as a ConfigDict or Settings.
 
     `changes` are other values of keys by section, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped
-    keys. A warning on stderr names keys of earlier versions and their current names.
+    keys. A warning on stderr names keys of earlier versions and their current names. Code that a config names is
+    imported; in its place the value may be the function or class.
 
     >>> from configs.base import get_config
     >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
@@ -91,7 +102,31 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     for text in said:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
+    for name, value in _values(written, CODE):
+        section, _, key = name.partition(".")
+        given = SECTIONS[section].__dataclass_fields__[key].metadata["key"].code
+        written[section] = {**written[section], key: imported_code(name, value, given)}
     return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
+
+
+def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:
+    """Settings whose keys `code` names, as "model.mlp", have these functions or classes.
+
+    Raises ConfigError for keys that cannot be code.
+    """
+    for name in code:
+        if name not in CODE:
+            raise ConfigError(f"code={{{name!r}: ...}} is not a key that may be code; {nearest(name, CODE)}")
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in code.items():
+        section, _, key = name.partition(".")
+        changes.setdefault(section, {})[key] = value
+    return read_settings(settings, **changes) if code else settings
+
+
+def code_of(settings: Settings) -> dict[str, UserCode]:
+    """The code of a user's own that these settings name, by key."""
+    return {name: value for name, value in _values(settings.to_dict(), CODE) if isinstance(value, UserCode)}
 
 
 def fit_to_steps(sections: dict[str, Any], written: Collection[str]) -> Iterator[str]:
@@ -133,16 +168,18 @@ def load_settings(run: Path) -> Settings:
 def load_saved(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The saved config of a run, with the current keys, and by name the values that it does not decide.
 
-    The folder may come from somebody else. So keys of `NOT_SAVED` have their defaults, and other values are left out.
+    The folder may come from somebody else. So keys of `NOT_SAVED` have their defaults, other values are left out, and
+    code that it names is not imported.
     A line on stderr lists what an earlier version wrote otherwise.
     """
     saved, said = of_today(load_json(path))
     if said:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
     left_out = {name: value for name, value in _values(saved, NOT_SAVED) if value != _default(name)}
-    for name in left_out:
+    new = {name: _default(name) for name in left_out}
+    for name, value in {**dict(_values(saved, CODE)), **new}.items():
         section, _, key = name.partition(".")
-        saved[section] = {**saved[section], key: _default(name)}
+        saved[section] = {**saved[section], key: saved_code(value)}
     return saved, left_out
 
 
@@ -255,7 +292,7 @@ def difference_text(changed: Mapping[str, tuple[Any, Any]], between: str = ", ")
     >>> difference_text({"model.layers": (4, 6), "corpus.fingerprint": ("0" * 64, "1" * 64)})
     "model.layers=4 there, 6 here, corpus.fingerprint='000000000000' there, '111111111111' here"
     """
-    fingerprint = lambda key, value: isinstance(value, str) and key.startswith("corpus.")  # noqa: E731
+    fingerprint = lambda key, value: isinstance(value, str) and key.startswith(("corpus.", "user_code."))  # noqa: E731
     short = {
         key: [value[:FINGERPRINT_DIGITS] if fingerprint(key, value) else value for value in values]
         for key, values in changed.items()

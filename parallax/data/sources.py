@@ -21,6 +21,7 @@ from parallax.data.shards import MANIFEST_FILE
 from parallax.runtime.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
 from parallax.runtime.files import LARGEST_BYTES, matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
+from parallax.runtime.user_code import named, names_code
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16
@@ -66,9 +67,40 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
     if kind == "synthetic":
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
+    if names_code(kind):
+        return _users(kind, path)
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
     files, left_out = find_files(path, kind, field)
     return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
+
+
+def _users(code: str, path: str) -> Source:
+    """A source of a user's own: a function of each file of `path`, or of nothing if there is no path."""
+    read = partial(_checked, code, named("data.source", code, {}))
+    if path:
+        files, left_out = find_files(path, code, "")
+        source = replace(_files(code, files, lambda file: read(file=file)), text_bytes=None, left_out=left_out)
+    else:
+        source = Source({"kind": str(code)}, None, read)
+    return replace(source, description={**source.description, "code": code.source})
+
+
+def _checked(code: str, read: Callable[..., Iterator[str]], **file: Path) -> Iterator[str]:
+    """The documents that code yields; DataError for anything else."""
+    where = "".join(f" of {path}" for path in file.values())
+    for number, text in enumerate(read(**file), start=1):
+        if not isinstance(text, str):
+            raise DataError(
+                f"data.source={quoted(code)}: document {number}{where} is a {type(text).__name__}; yield texts"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"data.source={quoted(code)}: document {number}{where} has half a surrogate pair at character "
+                f"{error.start}"
+            ) from None
+        yield text
 
 
 def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -15,7 +15,16 @@ import numpy as np
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
-from parallax.config.settings import OF_DATA, Settings, load_saved, load_settings, read_settings, tell_saved
+from parallax.config.settings import (
+    NO_CODE,
+    OF_DATA,
+    Settings,
+    load_saved,
+    load_settings,
+    read_settings,
+    tell_saved,
+    with_code,
+)
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from parallax.inference.ends import ends_of_step
@@ -142,16 +151,26 @@ class Run:
 
 
 def load(
-    workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1
+    workdir: Path | str,
+    *,
+    step: int | None = None,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+    code: Mapping[str, Any] = NO_CODE,
 ) -> Run:
     """Open the folder of a run: the checkpoint of `step`, or the newest intact one, on a mesh of these axes.
 
     The mesh may differ from that of training; by default it is one device. Raises CheckpointError if the folder has no
-    such checkpoint, ConfigError if the mesh does not fit the devices or the model.
+    such checkpoint, ConfigError if the mesh does not fit the devices or the model. A run's config imports no code: if
+    its model has some, give it as `code`, as {"model.mlp": SquaredMLP}, where the values are classes, functions or the
+    texts of a config.
     """
     path = RunFiles(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
-    return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp, ep and tp")
+    return load_trained(path, with_code(load_settings(path), code), mesh, step, "pp, dp, cp, ep and tp")
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:

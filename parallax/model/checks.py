@@ -30,12 +30,12 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    widths = [dim for kind, dim in (("dense", "d_ff"), ("moe", "d_expert")) if kind in model.kinds]
+    widths = ["d_ff"] * model.has_dense + ["d_expert"] * ("moe" in model.kinds)
     for dim in ("heads", *widths, "d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
     if "moe" in model.kinds:
         _check_dim(model, "experts", ("ep",), axis_sizes)
-    if model.attention == "gqa" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
+    if model.attention != "mla" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
         raise ConfigError(
             f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
             f"use kv_heads in {listed(divisors(axis_sizes['tp']))} or a multiple of tp."
@@ -65,7 +65,7 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
     if model.matmul_of("attention") == "compute":
         return
     tp, cp, asked = axis_sizes["tp"], axis_sizes.get(CONTEXT_AXIS, 1), f"model.matmul={model.matmul!r} of attention"
-    if model.attention == "gqa" and model.kv_heads % tp and layout.tensor_parallel == "column_row":
+    if model.attention != "mla" and model.kv_heads % tp and layout.tensor_parallel == "column_row":
         raise ConfigError(
             f"{asked}: mesh.tp={tp} ranks share model.kv_heads={model.kv_heads}, and each would round its own summand "
             f"of their gradients; use tp in {listed(divisors(model.kv_heads))}, layout.tensor_parallel='scatter' or "
@@ -78,17 +78,31 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
         )
 
 
-def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
+def check_layouts(model: ModelConfig, layouts: Any, shapes: Any, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a dim of a parameter does not divide over the axes that shard it."""
+    sizes = named_leaves(shapes)
     for name, layout in named_leaves(layouts).items():
-        for dim, axes in zip(layout.names, layout.axes, strict=True):
+        for dim, axes, size in zip(layout.names, layout.axes, sizes[name].shape, strict=True):
             if dim == "layers":  # sharded only if each rank has the same number of each kind
                 continue
-            _check_dim(model, dim, axes, axis_sizes, f", which shard{'' if len(axes) > 1 else 's'} {name}")
+            _check_dim(model, dim, axes, axis_sizes, f", which shard{'' if len(axes) > 1 else 's'} {name}", size=size)
 
 
-def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
-    size, pieces = model.sizes[dim], math.prod(axis_sizes.get(axis, 1) for axis in axes)
+def _check_dim(
+    model: ModelConfig,
+    dim: str,
+    axes: Sequence[str],
+    axis_sizes: Mapping[str, int],
+    why: str = "",
+    *,
+    size: int | None = None,
+) -> None:
+    """`size` is that of a dim that only one layer has."""
+    size = model.sizes.get(dim, size)
+    pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
+    if size % pieces and dim not in model.sizes:
+        over = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
+        raise ConfigError(f"{dim}={size} does not divide over {over}{why}; use a multiple of {pieces}.")
     if size % pieces:
         cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
         # The vocab comes from a tokenizer or a published model, so users cannot choose it: the table is padded instead.

@@ -1,6 +1,6 @@
 """Token embedding, in two forms, and the head, with a tied or a separate table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -122,9 +122,11 @@ class Head(nn.Module):
     entries: int  # of the vocab; the table's other rows are padding
     norm_eps: float
     tied: bool
+    norm_of: Callable[..., nn.Module] = RMSNorm  # makes its norm
 
     def setup(self):
-        self.norm = RMSNorm(str(with_rows(self.residual, self.rows)), self.sizes, self.norm_eps, HEAD)
+        layout = str(with_rows(self.residual, self.rows))
+        self.norm = self.norm_of(layout=layout, sizes=self.sizes, eps=self.norm_eps, part=HEAD)
         self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries, HEAD)
 
     def __call__(self, x: Array) -> Array:

@@ -1,5 +1,7 @@
 """Cross-entropy in float32 over chunks of tokens, with or without a sharded vocab; only one chunk of logits exists."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -8,6 +10,7 @@ from jax import Array, lax
 from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
+from parallax.runtime.user_code import named
 from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS
@@ -44,6 +47,11 @@ def cross_entropy(
     return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
 
 
+def losses_of(config: LossConfig) -> Callable[..., Array]:
+    """`cross_entropy`, or the function of a user's own in its place."""
+    return named("loss.name", config.name, {"cross_entropy": cross_entropy})
+
+
 def chunked_loss(
     config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, *, entries: int | None = None
 ) -> Array:
@@ -52,7 +60,7 @@ def chunked_loss(
     def step(_, chunk):
         hidden_CD, labels_C = chunk
         logits_CV = _logits(hidden_CD, table_VD)
-        return None, cross_entropy(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+        return None, losses_of(config)(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
 
     return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
 
@@ -85,7 +93,7 @@ def chunked_loss_and_grads(
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
         how = dict(table=table, z_coefficient=config.z_coefficient, entries=entries)
-        loss_of = lambda logits_CV: cross_entropy(logits_CV, labels_C, **how).sum(axis=1)  # noqa: E731
+        loss_of = lambda logits_CV: losses_of(config)(logits_CV, labels_C, **how).sum(axis=1)  # noqa: E731
         loss, pull = jax.vjp(loss_of, _logits(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.

@@ -1,6 +1,6 @@
 """The gated MLP, SwiGLU (Shazeer 2020)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import flax.linen as nn
@@ -35,6 +35,7 @@ class GatedMLP(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"
     part: str = MLP  # of the layer: see ParameterSpec
+    dense: Callable[..., Dense] = Dense  # makes its projections
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -42,7 +43,7 @@ class GatedMLP(nn.Module):
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
         how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals, part=self.part)
-        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, **how)
+        dense = partial(self.dense, sizes=self.sizes, dtype=self.dtype, **how)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         x = gate.input(x, part="norm", before=self.residual)

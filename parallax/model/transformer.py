@@ -28,6 +28,7 @@ from parallax.config.sections import (
 )
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
+from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.families import Family
@@ -37,9 +38,13 @@ from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
+from parallax.runtime.errors import ConfigError, quoted
 from parallax.runtime.jaxprs import needed, part
+from parallax.runtime.user_code import codes_by_name, named
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
+
+NORMS, MLPS = {"rms": RMSNorm}, {"gated": GatedMLP}
 
 
 class Block(nn.Module):
@@ -61,9 +66,10 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        self.attention_norm = RMSNorm(residual, sizes, eps, ATTENTION)
+        norm = partial(_made, "model.norm", self.model.norm, NORMS, layout=residual, sizes=sizes, eps=eps)
+        self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
-        self.mlp_norm = RMSNorm(residual, sizes, eps, MLP)
+        self.mlp_norm = norm(part=MLP)
         self.mlp = self._mlp()
         self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
@@ -100,8 +106,19 @@ class Block(nn.Module):
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
             tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul(EXPERTS)
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
-        how = dict(matmul=self._matmul(MLP), matmul_residuals=self.model.matmul_residuals)
-        return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)
+        return _made(
+            "model.mlp",
+            model.mlp,
+            MLPS,
+            residual=self.residual,
+            family=self.family,
+            sizes=model.sizes,
+            dtype=model.dtype,
+            out_scale=self._out_scale,
+            matmul=self._matmul(MLP),
+            matmul_residuals=model.matmul_residuals,
+            dense=self._dense,
+        )
 
     def _matmul(self, part: str) -> str:
         """The dtype of the products of a part of the layer."""
@@ -114,7 +131,15 @@ class Block(nn.Module):
         shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals}
-        return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
+        if m.attention == "mla":
+            return MLA(**shared)
+        shared |= {"kv": self.kv, "qk_norm": m.qk_norm, "dense": self._dense}
+        return _made("model.attention", m.attention, {"gqa": GQA}, **shared)
+
+    @property
+    def _dense(self) -> Callable[..., Dense]:
+        """What makes the projections of GQA and of the MLP."""
+        return named("model.dense", self.model.dense, {"dense": Dense})
 
 
 class Parts(NamedTuple):
@@ -141,9 +166,15 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
-        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied)
-        block = partial(Block, model, residual, family, kv, measures=measures)
-        blocks = {kind: block(kind, *of_mixtures) for kind in sorted(set(model.kinds))}
+        norm = named("model.norm", model.norm, NORMS)
+        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
+        own = codes_by_name(model.block_kinds)
+        block = dict(model=model, residual=residual, family=family, kv=kv, measures=measures)
+        block |= dict(zip(("loss", "exchange", "expert_chunk_tokens"), of_mixtures, strict=False))
+        blocks = {
+            kind: _made("model.block_kinds", own.get(kind, "block"), {"block": Block}, kind=kind, **block)
+            for kind in sorted({*model.kinds})
+        }
         return Parts(embedding, blocks, head)
 
     def by_kind(self, blocks: Any) -> list[Any]:
@@ -177,7 +208,10 @@ class Parts(NamedTuple):
 
     def declared(self) -> dict[str, Any]:
         """The shapes of `declare`."""
-        return _declared(self.embedding, tuple(self.blocks.items()), self.head)
+        blocks = tuple(self.blocks.items())
+        # A notebook may define anew what its own classes use.
+        declare = _declared.__wrapped__ if blocks[0][1].model.has_user_code else _declared
+        return declare(self.embedding, blocks, self.head)
 
     def declared_in_8_bits(self) -> dict[str, Any]:
         """The same with every product in 8 bits that may be: all scales that a checkpoint of this model may have."""
@@ -206,6 +240,14 @@ class Parts(NamedTuple):
         }
 
 
+def _made(key: str, value: str, known: Mapping[str, Callable], **arguments: Any) -> nn.Module:
+    """The layer that a setting chooses. Raises ConfigError if code of a user's own makes something else."""
+    layer = named(key, value, known)(**arguments)
+    if not isinstance(layer, nn.Module):
+        raise ConfigError(f"{key}={quoted(value)} makes {quoted(layer)}, not a Flax module.")
+    return layer
+
+
 # A plan's sweep has many layouts with the same parts, and more with the same layers.
 @functools.lru_cache(maxsize=32)
 def _declared(embedding: Embedding, blocks: tuple[tuple[str, Block], ...], head: Head) -> dict[str, Any]:
@@ -214,7 +256,8 @@ def _declared(embedding: Embedding, blocks: tuple[tuple[str, Block], ...], head:
 
 def _stacked(block: Block, keys: Array, stack: str) -> Any:
     """The parameters of one layer per key, stacked under this name."""
-    draw, structure = _init_of(block, keys.dtype)
+    init_of = _init_of.__wrapped__ if block.model.has_user_code else _init_of
+    draw, structure = init_of(block, keys.dtype)
     stacked = jax.tree.unflatten(structure, jax.vmap(draw)(keys))
     return map_declared(partial(_in_layers, stack), stacked)
 

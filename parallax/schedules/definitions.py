@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
+from parallax.runtime.user_code import FORM, named, names_code
 from parallax.schedules.csv_files import load_csv
 from parallax.schedules.schedule import Schedule
 from parallax.schedules.timetable import ACTION_KINDS, Action
@@ -144,16 +145,30 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def check_schedule(name: str, virtual: int) -> None:
     """Raise ConfigError unless `name` is a schedule, or the file of one, that supports `virtual` stages on each
     rank."""
-    if not isinstance(name, str) or (name not in SCHEDULES and not is_schedule_file(name)):
+    known = isinstance(name, str) and (name in SCHEDULES or is_schedule_file(name) or names_code(name))
+    if not known:
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
-        advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
+        advice = f"{nearest(spelled, SCHEDULES)}, the path of a .csv file, or {FORM}"
         raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
     if virtual != 1 and name != "interleaved":
         raise ConfigError(
             f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name, LONGEST_PATH)}; "
             "use virtual=1, or schedule='interleaved'."
         )
+
+
+def _users(name: str, ranks: int, microbatches: int) -> Schedule:
+    """A schedule of a user's own."""
+    made = named("pipeline.schedule", name, SCHEDULES)(ranks=ranks, microbatches=microbatches)
+    if not isinstance(made, Schedule):
+        raise ConfigError(f"pipeline.schedule={quoted(name)} returns {quoted(made)}, not a Schedule.")
+    if (made.ranks, made.microbatches) != (ranks, microbatches):
+        raise ConfigError(
+            f"pipeline.schedule={quoted(name)} returns a schedule of {made.ranks} ranks and {made.microbatches} "
+            f"microbatches; it was called with ranks={ranks}, microbatches={microbatches}."
+        )
+    return made
 
 
 def is_schedule_file(name: str) -> bool:
@@ -180,4 +195,6 @@ def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sched
                 )
     if ranks == 1:
         return accumulate(microbatches)
+    if names_code(name):
+        return _users(name, ranks, microbatches)
     return written or SCHEDULES[name](ranks, microbatches, *[virtual] * (name == "interleaved"))

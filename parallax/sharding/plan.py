@@ -31,6 +31,7 @@ from parallax.config.sections import BLOCKS, PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
 from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
+from parallax.runtime.user_code import named, names_code
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
@@ -68,7 +69,12 @@ def layouts_of_policy(policy: str) -> PolicyLayouts:
     >>> layouts_of_policy("zero3")
     PolicyLayouts(at_rest='cut', resident='cut', compute='whole', summed='cut')
     """
-    return PolicyLayouts(*POLICIES[policy]("whole", "cut"))
+    return PolicyLayouts(*policy_of(policy)("whole", "cut"))
+
+
+def policy_of(policy: str) -> Callable[[Any, Any], Sequence[Any]]:
+    """The function of a policy, one of POLICIES or of a user's own."""
+    return named("data_parallel.policy", policy, POLICIES)
 
 
 class Policies(NamedTuple):
@@ -79,7 +85,8 @@ class Policies(NamedTuple):
 
     def check(self, names: Iterable[str]) -> None:
         """Raise ConfigError if a policy is unknown or an exception matches none of these parameters."""
-        check_choice("data_parallel.policy", self.policy, POLICIES)
+        if not names_code(self.policy):
+            check_choice("data_parallel.policy", self.policy, POLICIES)
         known = dict.fromkeys(above for name in names for above in with_parents(name))
         for name, policy in self.exceptions.items():
             check_choice(f"data_parallel.exceptions: {name}", policy, POLICIES)
@@ -173,7 +180,7 @@ class ShardingPlan:
 
     Args:
         declared: a tree of parameters as `Declared`.
-        sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
+        sizes: of dims, as `ModelConfig.sizes`, of which a parameter's own shape goes first; `axis_sizes` of the mesh.
         dtype: of compute. Weights are sent in it unless `gather` says otherwise; `reduce` says how gradients are sent,
             see FsdpConfig.
         products: the 8-bit dtype to which products round their kernels.
@@ -308,13 +315,14 @@ class ShardingPlan:
         # Parameters of layers have the same names for every kind of layer.
         scope = name.rpartition("/")[0].removeprefix(spec.stack).strip("/")
         order, ranks = self.orders.get(spec.stack), self.axis_sizes.get("pp", 1) if self.orders else 1
-        cut = cut_over_data(compute, declared.at_rest, self.sizes, self.axis_sizes)
-        stay = PolicyLayouts(*POLICIES[self.policies.of(name)](compute, cut))
+        sizes = {**self.sizes, **dict(zip(compute.names, jnp.shape(declared.value), strict=True))}
+        cut = cut_over_data(compute, declared.at_rest, sizes, self.axis_sizes)
+        stay = PolicyLayouts(*policy_of(self.policies.of(name))(compute, cut))
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
-            at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
+            at_rest = cut_over_pp(staged.without("pp"), sizes, self.axis_sizes, names=staged.names[1:])
         elif not spec.stack and ranks > 1 and len(compute.names) > 1:
-            at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
+            at_rest = cut_over_pp(staged, sizes, self.axis_sizes, names=staged.names)
         found = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return found

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
 from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import ConfigError
+from parallax.runtime.errors import ConfigError, quoted
+from parallax.runtime.user_code import named, names_code, takes
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role
@@ -58,19 +59,21 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.GradientTransformation:
-    """Clip by the norm of the whole gradient, then AdamW or Muon; weight decay skips norms and biases. Routers' biases
-    have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed, and neither are
-    frozen parameters, of which it keeps no states.
+    """Clip by the norm of the whole gradient, then AdamW, Muon or an optimizer of a user's own; weight decay skips
+    norms and biases. Routers' biases have no gradient and a separate update: see `balance`. Scales of 8-bit products
+    are not changed, and neither are frozen parameters, of which it keeps no states.
 
     `rows` are those of the model's plan, which say what each parameter is. If moments are not in float32, `update`
     takes `noise`: see `with_states_in`.
     """
-    direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    if config.name == "muon":
-        direction = muon_and(direction, config.muon_momentum, rows)
     decayed = jax.tree.map(lambda row: row.spec.role in DECAYED, rows)
-    decay = optax.add_decayed_weights(config.weight_decay, decayed)
-    update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
+    if names_code(config.name):
+        update = users_update(config, steps, rows, decayed)
+    else:
+        direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
+        if config.name == "muon":
+            direction = muon_and(direction, config.muon_momentum, rows)
+        update = update_along(direction, config, steps, decayed)
     trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
     others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero(), "frozen": optax.set_to_zero()}
     kinds = jax.tree.map(lambda row: "frozen" if row.spec.frozen else UPDATE_OF.get(row.spec.role, "trained"), rows)
@@ -79,6 +82,52 @@ def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.Grad
         trained = optax.partition({**found, "trained": trained}, kinds)
     dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
     return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, rows)
+
+
+def update_along(
+    direction: optax.GradientTransformation, config: OptimizerConfig, steps: int, decayed: Any
+) -> optax.GradientTransformation:
+    """The update in this direction, with weight decay of parameters where `decayed`, times the learning rate."""
+    decay = optax.add_decayed_weights(config.weight_decay, decayed)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
+
+
+def users_update(config: OptimizerConfig, steps: int, rows: Any, decayed: Any) -> optax.GradientTransformation:
+    """The update of a user's own optimizer.
+
+    A function with a parameter `learning_rate`, as optax.lion, makes all of it. It gets the schedule, and weight_decay,
+    `mask` (of the parameters to decay) and `rows` if it has such parameters. Any other function, as
+    optax.scale_by_lion, makes a direction, which gets weight decay and the learning rate.
+
+    Raises ConfigError for settings that would do nothing.
+    """
+    make, has = named("optimizer.name", config.name, {}), functools.partial(takes, config.name)
+    for key in ("b1", "b2", "eps", "muon_momentum"):
+        if getattr(config, key) != getattr(OptimizerConfig, key):
+            raise ConfigError(
+                f"optimizer.{key}={getattr(config, key)} does nothing with optimizer.name={quoted(config.name)}; leave "
+                f"it out, and write the settings of {config.name.target.__name__} in the name, as NAME(b1=0.9)."
+            )
+    given = {"rows": rows} if has("rows") else {}
+    if not has("learning_rate"):
+        return update_along(_transformation(config, make(**given)), config, steps, decayed)
+    if has("weight_decay"):
+        given |= {"weight_decay": config.weight_decay} | ({"mask": decayed} if has("mask") else {})
+    elif config.weight_decay:
+        raise ConfigError(
+            f"optimizer.weight_decay={config.weight_decay} does nothing with optimizer.name={quoted(config.name)}, "
+            "which has no parameter weight_decay; use weight_decay=0, or a function without learning_rate, whose "
+            "direction gets both."
+        )
+    return _transformation(config, make(learning_rate=learning_rate(config, steps), **given))
+
+
+def _transformation(config: OptimizerConfig, made: Any) -> optax.GradientTransformation:
+    if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
+        raise ConfigError(
+            f"optimizer.name={quoted(config.name)} returns {quoted(made)}, not an optax.GradientTransformation."
+        )
+    return optax.with_extra_args_support(made)
 
 
 def balance(rate: float) -> optax.GradientTransformation:

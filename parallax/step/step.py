@@ -1,7 +1,7 @@
 """The compiled, pure functions of training: one training step and one evaluation step; and their construction."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import GuardConfig
-from parallax.config.settings import Settings, check_settings
+from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
@@ -272,12 +272,14 @@ def make_eval_step(model: ShardedModel) -> Callable:
 # ---- construction from settings
 
 
-def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
+def model_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO_CODE) -> ShardedModel:
     """The model on a mesh, which may be abstract; a ParallaxError if it does not fit.
 
-    Without a mesh, on that of the settings, over all devices that are here.
+    Without a mesh, on that of the settings, over all devices that are here. `code` has classes and functions of your
+    own for keys of the settings, as {"model.mlp": SquaredMLP}.
     """
     check_settings(settings)
+    settings = with_code(settings, code)
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
     device = device_of(mesh)
     if device is not None:
@@ -292,11 +294,14 @@ def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedMo
     return model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
 
 
-def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
+def step_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO_CODE) -> TrainStep:
     """The training step of these settings, with its guard: `(state, batch) -> (state, metrics)`.
 
-    Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
+    Without a mesh, on that of the settings, over all devices that are here. For `code` see `model_of`. Errors as of
+    `model_and_optimizer`.
     """
+    check_settings(settings)
+    settings = with_code(settings, code)
     model, tx = model_and_optimizer(settings, mesh)
     shape = settings.data.global_batch, settings.data.seq
     return make_train_step(model, tx, settings.train.seed, settings.guard, shape)

@@ -9,7 +9,7 @@ import optax
 
 from parallax.analysis.devices import check_fits
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, code_of
 from parallax.data import Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.inference.generate import check_length, encode
@@ -81,7 +81,15 @@ def eval_count(parts: RunComponents) -> int:
 def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of its data and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
-    return {**parts.settings.to_dict(), "corpus": corpus, "code": code_versions()}
+    sources = {key: code.source for key, code in code_of(parts.settings).items()}
+    installed = {source.split()[0]: source.split()[1] for source in sources.values() if " " in source}
+    of_files = {"user_code": {key: source for key, source in sources.items() if source and " " not in source}}
+    return {
+        **parts.settings.to_dict(),
+        "corpus": corpus,
+        "code": code_versions() | installed,
+        **(of_files if of_files["user_code"] else {}),
+    }
 
 
 def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:

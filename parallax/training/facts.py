@@ -14,7 +14,15 @@ from parallax.analysis.flops import active_parameters, flops_per_token, paramete
 from parallax.analysis.memory import Memory, memory
 from parallax.analysis.render import text_table
 from parallax.config.sections import AUTO, ModelConfig
-from parallax.config.settings import NOT_SAVED, OF_A_MODEL, Settings, default_settings, differences
+from parallax.config.settings import (
+    FINGERPRINT_DIGITS,
+    NOT_SAVED,
+    OF_A_MODEL,
+    Settings,
+    code_of,
+    default_settings,
+    differences,
+)
 from parallax.runtime.chips import chip
 from parallax.runtime.devices import unused_accelerators
 from parallax.runtime.errors import ConfigError
@@ -52,6 +60,7 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
     yield ""
     yield "what differs from configs/base.py (all settings are in the folder's config.json):"
     yield from differences(settings)
+    yield from code_lines(settings)
     yield ""
     yield (
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
@@ -92,6 +101,14 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
     yield ""
 
 
+def code_lines(settings: Settings) -> Iterator[str]:
+    """What a run uses of a user's own code, a line for each key."""
+    for key, code in code_of(settings).items():
+        installed = " " in code.source
+        source = code.source if installed else f"files with SHA-256 {code.source[:FINGERPRINT_DIGITS]}…"
+        yield f"{key} is code of your own: {code} ({source if code.source else 'without a file, so not compared'})"
+
+
 def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory, trained: int) -> Iterator[str]:
     """Two tables: parameters by component, with the active ones of a mixture and, if some are not, the number that is
     trained; and bytes on each device."""
@@ -115,10 +132,12 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     own = Path(sys.executable)
     python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
     workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
-    of_model, steps = flags_not_saved(settings, OF_A_MODEL), 2 * settings.train.steps
+    code = code_of(settings)
+    of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if key.startswith("model."))))
+    steps, of_run = 2 * settings.train.steps, flags_not_saved(settings, (*NOT_SAVED, *code))
     yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"
-    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{flags_not_saved(settings)}"
+    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{of_run}"
 
 
 def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:

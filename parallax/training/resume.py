@@ -25,7 +25,7 @@ from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings, difference_text
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.model.transformer import Parts
-from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
+from parallax.runtime.errors import CheckpointError, ConfigError, check_choice, first_few
 from parallax.runtime.files import PlainPath, read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import GENERATION_CONFIG, RECORD, RunFiles
@@ -35,16 +35,18 @@ from parallax.training.folder import RunFolder
 RESUME = ("auto", "must", "never")
 # Keys with which a run would silently become another one. For the data it is the corpus, whose fingerprint covers the
 # text and the order of windows; a corpus that was only moved is the same.
-FIXED_SECTIONS = ("model", "corpus")
-FIXED_KEYS = ("optimizer.name", "optimizer.frozen", "train.seed")
+FIXED_SECTIONS = ("model", "corpus", "user_code")
+FIXED_KEYS = ("loss.name", "optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 # What differs if a fixed key of a section does.
 OF_ANOTHER_RUN = {
     "corpus": "other data",
     "model": "another model",
+    "loss": "another loss",
     "optimizer": "another optimizer",
     "train": "another seed",
 }
+USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
 TOKENIZER = "corpus.tokenizer"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
@@ -52,10 +54,18 @@ DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
 
 
-def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]) -> int:
+def step_to_resume(
+    folder: RunFolder,
+    settings: Mapping[str, Any],
+    resume: str,
+    say: Callable[[str], None],
+    *,
+    changed_code: bool = False,
+) -> int:
     """The step to resume from; 0 starts a new run.
 
-    Settings that define the model or its data must be the same (CheckpointError); other changed settings are listed.
+    Settings that define the model or its data must be the same (CheckpointError), and so must the files of a user's own
+    code, except with `changed_code`; other changed settings are listed.
     """
     check_choice("--resume", resume, RESUME)
     newest = latest_step(folder.checkpoints)
@@ -79,11 +89,24 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
     changed = compare_settings(saved, settings)
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
-    if any(map(is_fixed, changed)):
+    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
+    if fixed and all(key.startswith(USER_CODE) for key in fixed):
+        if not changed_code:
+            raise CheckpointError(_other_code(newest, folder.path, fixed))
+    elif fixed:
         raise CheckpointError(f"cannot go on from step {newest} in {folder.path} {_why_not(changed, folder.path)}")
     if changed:
         say(f"going on with changed settings: {difference_text(changed)}")
     return newest
+
+
+def _other_code(step: int, run: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Why a run cannot be resumed whose own code has other files now."""
+    keys = " and ".join(key.removeprefix(USER_CODE) for key in changed)
+    return (
+        f"cannot go on from step {step} in {run} with other code: the files behind {keys} have changed since "
+        f"({difference_text(changed)}); restore them, choose another --workdir, or accept them with --changed-code"
+    )
 
 
 def _why_not(changed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
@@ -122,17 +145,29 @@ def load_newest(
     return step, parts
 
 
-def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
+def load_params(
+    source: str,
+    wanted: Any,
+    parts: Parts,
+    settings: Mapping[str, Any],
+    say: Callable[[str], None],
+    initial: Mapping[str, Any] | None = None,
+) -> Any:
     """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`, those of the model
     of `parts`; float32 is rounded to the nearest bfloat16. Scales of 8-bit products that one of the two lacks are left
-    out, or are zeros.
+    out, or are zeros. With `initial`, parameters that the checkpoint lacks have these values: adapters, say, that code
+    of a user's own adds to layers.
 
     CheckpointError if it was trained with another tokenizer.
     """
     checkpoints = RunFiles(source).checkpoints
     specs = flatten(map_declared(lambda one: one.spec, parts.declared_in_8_bits()))
-    saved = _as_saved(checkpoints, wanted, {name for name, spec in specs.items() if spec.role == Role.MAXIMA})
+    scales = {name for name, spec in specs.items() if spec.role == Role.MAXIMA}
+    saved = _as_saved(checkpoints, wanted, scales, added=initial is not None)
     own = flatten(wanted)
+    added = [name for name in own if name not in saved and name not in scales]
+    if added:
+        say(f"train.init_from={source!r} has no {first_few(added)}: they begin with their initial values")
     step, restored, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
     if DTYPE in changed:
@@ -150,7 +185,9 @@ def load_params(source: str, wanted: Any, parts: Parts, settings: Mapping[str, A
         )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
-    found = {name: restored["params"].get(name, jnp.zeros(like.shape)) for name, like in own.items()}
+    missing = {name: jnp.zeros(like.shape) for name, like in own.items() if name not in restored["params"]}
+    missing |= {name: value for name, value in flatten(initial or {}).items() if name in added}
+    found = missing | restored["params"]
     return jax.tree.unflatten(jax.tree.structure(wanted), [_as_wanted(found[name], own[name]) for name in own])
 
 
@@ -167,9 +204,9 @@ def _as_wanted(x: Any, like: Any) -> Any:
     return jax.device_put(x.astype(like.dtype), like.sharding)
 
 
-def _as_saved(checkpoints: Path, wanted: Any, scales: Collection[str]) -> dict[str, Any]:
+def _as_saved(checkpoints: Path, wanted: Any, scales: Collection[str], *, added: bool) -> dict[str, Any]:
     """Shapes of parameters by name, with the dtypes of the newest checkpoint if these are allowed for parameters. Those
-    of `scales` are included if it has them."""
+    of `scales` are included if it has them, and if some may be `added`, all others, too."""
     stored: Mapping[str, Any] = {}
     for step in sorted(complete_steps(checkpoints)):
         with contextlib.suppress(CheckpointError):  # restoring reports the error
@@ -178,8 +215,10 @@ def _as_saved(checkpoints: Path, wanted: Any, scales: Collection[str]) -> dict[s
     found = {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
         for name, leaf in flatten(wanted).items()
-        if name not in scales
+        if name not in scales and (not added or name in stored)
     }
+    if not found:
+        raise CheckpointError(f"{checkpoints} has none of the parameters of this model")
     whole = NamedSharding(next(iter(found.values())).sharding.mesh, PartitionSpec())
     for name, about in stored.items():
         if name in scales:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax
 
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
-from parallax.config.settings import FINGERPRINT_DIGITS, read_settings
+from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings, with_code
 from parallax.data import Prefetcher
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
@@ -64,16 +64,19 @@ def train(
     resume: str = "auto",
     max_runtime_secs: float | None = None,
     warnings: Sequence[str] = (),
+    code: Mapping[str, Any] = NO_CODE,
+    changed_code: bool = False,
 ) -> Outcome:
     """Train with a config in the folder `workdir`, which is created, or resume the run in it.
 
-    The config is Settings, a ConfigDict or nested dicts: see `read_settings`.
+    The config is Settings, a ConfigDict or nested dicts: see `read_settings`. `code` has classes and functions of your
+    own for its keys, as {"optimizer.name": lion}; a run is resumed with other sources of them only with `changed_code`.
 
     Raises a ParallaxError for everything that a user can get wrong, before anything is compiled if possible. SIGTERM,
     Ctrl-C and the end of `max_runtime_secs` stop the run after the step in progress, which is saved. `warnings` about
     the config are printed and logged before the run begins.
     """
-    settings = read_settings(config)
+    settings = with_code(read_settings(config), code)
     if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
@@ -93,9 +96,10 @@ def train(
         stop.last_words = interrupted
         job.check_shared(folder.path)
         parts = build(settings, folder)
-        start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
+        start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say, changed_code=changed_code)
         data = parts.train_data.fingerprint[:FINGERPRINT_DIGITS]
-        job.check_equal("the run", {"data manifest": data, "step to go on from": start})
+        sources = {f"code of {key}": code.source[:FINGERPRINT_DIGITS] for key, code in code_of(settings).items()}
+        job.check_equal("the run", {"data manifest": data, "step to go on from": start, **sources})
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
@@ -193,7 +197,8 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     params, source = state.params, parts.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say)
+            initial = params if parts.settings.model.has_user_code else None
+            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say, initial)
     if parts.settings.model.matmul != COMPUTE:
         with waiting("measuring the first scales of 8-bit products"):
             batch = put_batches(parts)(parts.train_data.batch(0))

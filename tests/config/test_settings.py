@@ -290,7 +290,7 @@ def test_every_dim_that_a_mesh_cuts_is_checked_on_every_mesh(form):
             sizes = {"pp": 1, "dp": dp, "tp": tp}
             try:
                 check_divides(config, sizes)
-                check_layouts(config, model.layouts, sizes)
+                check_layouts(config, model.layouts, model.shapes, sizes)
             except ConfigError as error:
                 found = re.fullmatch(LIKE, str(error))
                 assert found, error
