@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arguments import Arguments, run_benchmark, whole_number
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "measured" / "hf.md"

@@ -13,7 +13,7 @@ from checkpoint_examples import small_disk
 from run_examples import corpus, observed_run, shared_programs, whole_run
 from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
-from parallax.runtime.devices import simulate_devices
+from parallax.hardware.devices import simulate_devices
 
 __all__ = ["corpus", "observed_run", "shared_programs", "small_disk", "whole_run"]  # fixtures
 __all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]

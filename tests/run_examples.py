@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
 from parallax.data import Reader
-from parallax.runtime.run_files import read_metrics
 from parallax.step.step import TrainState
+from parallax.storage.run_files import read_metrics
 from parallax.training import build, facts, run
 from parallax.training.logger import RunLogger
 from parallax.training.loop import TrainingLoop, checkpoint_parts

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from parallax.analysis.topology import read_topology
-from parallax.runtime.multihost import job
+from parallax.processes import job
 
 AXES = ("pp", "dp", "tp")
 COMPILED = []  # a name for each program that was compiled, or read from the cache of them

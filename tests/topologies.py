@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from parallax.runtime.multihost.address import read_address
+from parallax.processes.address import read_address
 
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -24,7 +24,7 @@ from run_examples import tiny_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
-from parallax.runtime.multihost.job import is_first, join, leave
+from parallax.processes.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import init_state
 from parallax.training import build as build_module

@@ -17,9 +17,9 @@ from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
-from parallax.runtime.devices import usable_cpus
-from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
-from parallax.runtime.progress import speak_on
+from parallax.display.progress import speak_on
+from parallax.errors import ConfigError, DataError, check_local, exit_status
+from parallax.hardware.devices import usable_cpus
 
 TRAINING = DataConfig()
 AGAIN = "stopped; run the same command again to resume"

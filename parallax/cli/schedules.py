@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser, positive, write_output
-from parallax.runtime.errors import ConfigError, check_local, exit_status
-from parallax.runtime.units import percent
+from parallax.display.units import percent
+from parallax.errors import ConfigError, check_local, exit_status
 from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt

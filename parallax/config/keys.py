@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any, ClassVar
 
-from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
+from parallax.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
 
 LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0

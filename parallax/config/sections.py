@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
-from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
+from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
 from parallax.schedules import SCHEDULES, check_schedule
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.

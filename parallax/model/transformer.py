@@ -26,6 +26,7 @@ from parallax.config.sections import (
     LossConfig,
     ModelConfig,
 )
+from parallax.jaxprs import needed, part
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dropout import Dropout
@@ -37,7 +38,6 @@ from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
-from parallax.runtime.jaxprs import needed, part
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
+from parallax.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.csv_files import load_csv
 from parallax.schedules.schedule import Schedule
 from parallax.schedules.timetable import ACTION_KINDS, Action

@@ -28,9 +28,9 @@ from einops import pack, unpack
 from jax import Array, lax
 
 from parallax.config.sections import BLOCKS, PARTS
-from parallax.runtime.errors import ConfigError, check_choice, nearest
-from parallax.runtime.html import html_table
-from parallax.runtime.units import in_bytes
+from parallax.display.html import html_table
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError, check_choice, nearest
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host

@@ -14,11 +14,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
-from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import ParameterSpec, Role
+from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
 

@@ -15,11 +15,11 @@ from parallax.analysis.memory import Memory, memory
 from parallax.analysis.render import text_table
 from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import NOT_SAVED, OF_A_MODEL, Settings, default_settings, differences
-from parallax.runtime.chips import chip
-from parallax.runtime.devices import unused_accelerators
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.progress import waiting
-from parallax.runtime.units import in_bytes
+from parallax.display.progress import waiting
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError
+from parallax.hardware.chips import chip
+from parallax.hardware.devices import unused_accelerators
 from parallax.step.step import abstract_state
 from parallax.training.build import RunComponents, eval_count
 

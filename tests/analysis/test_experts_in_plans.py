@@ -18,7 +18,7 @@ from parallax.analysis.step_time import predict
 from parallax.analysis.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, make_train_step

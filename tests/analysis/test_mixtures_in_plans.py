@@ -43,6 +43,8 @@ from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
+from parallax.errors import ConfigError
+from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.grouped_kernel import (
     gated_by_group,
     input_gradient_by_group,
@@ -50,8 +52,6 @@ from parallax.model.grouped_kernel import (
     weights_by_group,
 )
 from parallax.model.traffic import even_load, exchange_of, exchanged_rows
-from parallax.runtime.chips import KERNEL_EFFICIENCY
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
 from parallax.training.facts import size_tables
 

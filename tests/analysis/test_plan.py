@@ -69,8 +69,8 @@ from parallax.cli import plan as command
 from parallax.cli.command import read_command
 from parallax.config.sections import AXES, POLICY_NAMES, ModelConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.chips import chip
-from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.errors import ConfigError, ParallaxError
+from parallax.hardware.chips import chip
 from parallax.schedules import SCHEDULES
 from parallax.step.step import model_of
 

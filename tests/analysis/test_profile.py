@@ -15,8 +15,8 @@ from parallax.analysis.report import report_settings
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.report import main
 from parallax.config.settings import load_settings, read_settings
-from parallax.runtime.errors import ConfigError, DataError
-from parallax.runtime.run_files import PROGRAM, TRACED, RunFiles
+from parallax.errors import ConfigError, DataError
+from parallax.storage.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
 from parallax.training.run import train
 

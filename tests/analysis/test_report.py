@@ -25,7 +25,7 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import likely_entries

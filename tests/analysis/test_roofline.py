@@ -10,7 +10,7 @@ from parallax.analysis.hlo import parse_hlo
 from parallax.analysis.roofline import moved_bytes, roofline_secs
 from parallax.analysis.step_time import overlaps, step_time
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import CHIPS, chip
+from parallax.hardware.chips import CHIPS, chip
 from parallax.sharding.mesh import make_mesh
 from tests.hlo_examples import GPU_LAYERS
 

@@ -20,7 +20,7 @@ from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, sa
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import compare_settings
-from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError
 
 
 def steps_in(folder):

@@ -13,8 +13,8 @@ from run_examples import tiny_config
 
 import train as command_line
 from parallax.cli.command import read_line
+from parallax.errors import ConfigError, ParallaxError, why_not_local
 from parallax.inference.run import load
-from parallax.runtime.errors import ConfigError, ParallaxError, why_not_local
 from parallax.training.run import train
 
 ROOT = pathlib.Path(command_line.__file__).parent

@@ -20,10 +20,10 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
 from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
+from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.inference.run import Run, load_trained
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import read_metrics
 from parallax.step.resolve import with_tokenizer, with_vocab_of_weights
+from parallax.storage.run_files import read_metrics
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
 from parallax.training.run import train

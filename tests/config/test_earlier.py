@@ -12,7 +12,7 @@ from parallax.config import earlier
 from parallax.config.earlier import RENAMED, of_today, renamed
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import Settings, load_settings, read_settings
-from parallax.runtime.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, check_choice
 from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 

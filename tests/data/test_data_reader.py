@@ -14,8 +14,8 @@ from hypothesis import given
 
 from parallax.data import open_reader
 from parallax.data.reader import TokenStream
+from parallax.errors import ConfigError, DataError
 from parallax.model.batch import IGNORED
-from parallax.runtime.errors import ConfigError, DataError
 
 END = 256
 documents = st.lists(st.text("ab\né", max_size=40), min_size=2, max_size=12).filter(

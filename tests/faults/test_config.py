@@ -17,7 +17,7 @@ from parallax.analysis.devices import check_fits, device_memory
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer
-from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.errors import ConfigError, ParallaxError
 from parallax.step.optimizer import learning_rate
 from parallax.training import run as run_module
 from parallax.training.run import train

@@ -21,8 +21,8 @@ import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.data.shards import Manifest, write_shard
 from parallax.data.tokenizer import Bytes
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

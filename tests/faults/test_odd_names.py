@@ -21,9 +21,9 @@ from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import DamagedError, check_steps, complete_steps, read_manifest
 from parallax.config.sections import CheckpointConfig
+from parallax.errors import CheckpointError
 from parallax.interop.export import open_step
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError
+from parallax.storage import files
 
 NAMES = ["exp[1]", "lr=[1e-3]", "a\\b", "run#1", "a?b", "50%", "a|b", "q%41x", "two words", "é", "-dash", "*", "a**b"]
 NAMES += ["[", "]", "{a}", "a:b", "file:x", "~", "$HOME", "a&b", "'\"", "a;b", "a\nb", "...", "x.__lock", "e\u0301"]

@@ -20,8 +20,8 @@ from stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step, read_manifest
-from parallax.runtime.errors import CheckpointError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import CheckpointError
+from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train

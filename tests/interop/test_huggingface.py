@@ -36,11 +36,11 @@ from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import default_settings, load_settings, read_settings
 from parallax.data.tokenizer import Bytes, train_bpe
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.export import RECORD, SavedStep, make_run
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
 from parallax.model.rope import Rope
-from parallax.runtime.errors import CheckpointError, ConfigError
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {

@@ -19,10 +19,10 @@ from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.errors import CheckpointError
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
-from parallax.runtime.errors import CheckpointError
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)

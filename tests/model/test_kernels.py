@@ -26,6 +26,7 @@ from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
+from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
@@ -40,7 +41,6 @@ from parallax.model.kernels import (
 )
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
 from parallax.step.resolve import resolve, with_kernel_on
 from parallax.step.step import model_of

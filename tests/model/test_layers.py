@@ -11,10 +11,10 @@ from flax.errors import ScopeParamShapeError
 from jaxprs import equations
 from tiny import HIDDEN_CUT, build, model_config
 
+from parallax.errors import ConfigError
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope, rotate
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.parameter import parameter
 

@@ -13,9 +13,9 @@ from jaxprs import equations
 from tiny import build, make_batch, mesh_of, params_of
 
 from parallax.config.sections import AXES, LossConfig
+from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.layout import Layout
 

@@ -22,11 +22,11 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.errors import ConfigError, DataError
 from parallax.inference.decode import Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
-from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import with_entries, with_vocab_of_weights

@@ -16,8 +16,8 @@ from parallax.cli.convert import main
 from parallax.config.earlier import of_today
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.errors import ConfigError
 from parallax.inference.generate import generate
-from parallax.runtime.errors import ConfigError
 from parallax.step.step import model_and_optimizer
 from parallax.training.resume import is_fixed
 

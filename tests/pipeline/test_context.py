@@ -12,7 +12,7 @@ from reference import plain_logits
 from test_parity import COSTS, CUTS, GRADIENT_ERROR, LOSS_ERROR, check_parity, is_empty, name_of
 from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, params_of
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 FORMS = ["all_gather", "ring", "ulysses"]
 FACTORS = CUTS | {"microbatches": [4], "context": FORMS, "schedule": list(SCHEDULES)} | COSTS

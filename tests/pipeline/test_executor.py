@@ -20,10 +20,10 @@ from parallax.config.sections import (
     AXES,
     REMAT,
 )
+from parallax.jaxprs import loop
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
-from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
 

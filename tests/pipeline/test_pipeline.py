@@ -13,10 +13,10 @@ from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
+from parallax.errors import ConfigError
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
-from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
 

@@ -30,8 +30,8 @@ from parallax.analysis.recompute import forward_flops, name_of_set, part_costs, 
 from parallax.analysis.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
+from parallax.errors import ConfigError
 from parallax.model.blockwise import blockwise_flops
-from parallax.runtime.errors import ConfigError
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import needs, random_schedules
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules import (
     SCHEDULES,
     Action,

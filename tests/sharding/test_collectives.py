@@ -12,7 +12,7 @@ from pieces import SIZES, along, exchanged, forward_of, gathered, kept, on_mesh,
 from tiny import mesh_of
 
 from parallax.config.sections import AXES
-from parallax.runtime.errors import NotationError
+from parallax.errors import NotationError
 from parallax.sharding.collectives import (
     all_gather,
     all_reduce,

@@ -10,8 +10,8 @@ from tiny import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.collectives import sent_by
 from parallax.config.sections import AXES, POLICY_NAMES
+from parallax.errors import ConfigError
 from parallax.model.dense import Dense
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import POLICIES, Policies, ShardingPlan

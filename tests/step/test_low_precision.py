@@ -21,8 +21,8 @@ from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import load_settings
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
-from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.step.expert_load import EXPERT_COUNTS
 from parallax.step.low_precision import (

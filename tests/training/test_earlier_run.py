@@ -17,7 +17,7 @@ import pytest
 import topologies
 
 from parallax.config.settings import load_settings
-from parallax.runtime.run_files import read_metrics
+from parallax.storage.run_files import read_metrics
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
 from parallax.training.run import train

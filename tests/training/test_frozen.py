@@ -19,7 +19,7 @@ from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
-from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError
 from parallax.step.step import abstract_state, make_train_step, model_of
 from parallax.training.facts import size_tables
 from parallax.training.run import train

@@ -23,7 +23,7 @@ from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, PipelineConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.host import rests_on_host
 from parallax.sharding.plan import ShardingPlan
 from parallax.step.low_precision import places_in_stack, random_bits

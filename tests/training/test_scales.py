@@ -16,9 +16,9 @@ from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.config.settings import read_settings
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
 from parallax.model.products import latest_amax
-from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import make_train_step
 from parallax.training.build import build as build_run

@@ -15,8 +15,8 @@ from stand_ins import Chip, Line
 
 from configs.base import get_config
 from parallax.config.settings import read_settings
-from parallax.runtime import compile_cache
-from parallax.runtime.compile_cache import use_compile_cache
+from parallax.processes import compile_cache
+from parallax.processes.compile_cache import use_compile_cache
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -174,7 +174,7 @@ def test_processes_that_do_not_share_the_folder_keep_nothing(on, in_job, capsys)
 
 PROGRAM = """
 import sys, jax
-from parallax.runtime.compile_cache import use_compile_cache
+from parallax.processes.compile_cache import use_compile_cache
 use_compile_cache(sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x * 2)(1.0)

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from parallax.runtime import files
-from parallax.runtime.errors import tell
-from parallax.runtime.multihost.job import agree, is_first, is_shared
+from parallax.errors import tell
+from parallax.processes.job import agree, is_first, is_shared
+from parallax.storage import files
 
 AUTO_FOLDER, OFF = "auto", "off"
 

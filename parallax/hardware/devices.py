@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallax.runtime.errors import ConfigError, first_line
+from parallax.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     import jax

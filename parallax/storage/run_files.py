@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallax.runtime.errors import check_local
-from parallax.runtime.files import lines_in, object_of
+from parallax.errors import check_local
+from parallax.storage.files import lines_in, object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 # Files beside a trace: a description, and the program that ran. The name of the span around all steps in the trace.

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from parallax.runtime.errors import ESCAPED, CheckpointError, errors_as, writing
+from parallax.errors import ESCAPED, CheckpointError, errors_as, writing
 
 LARGEST_BYTES = 1 << 28  # of a file that is read as a whole; a manifest of 10^5 shards has a tenth of it
 OBJECT_BYTES = 1 << 24  # of a JSON object such as a config, which Python may need twenty times the memory for

@@ -265,7 +265,7 @@ def check_local(key: str, path: str | os.PathLike) -> None:
     >>> check_local("--workdir", "/mnt/bucket/runs/mine")
     >>> check_local("--workdir", "file:///mnt/runs")
     Traceback (most recent call last):
-    parallax.runtime.errors.ConfigError: --workdir='file:///mnt/runs' is a URL, and a path is needed; write '/mnt/runs'
+    parallax.errors.ConfigError: --workdir='file:///mnt/runs' is a URL, and a path is needed; write '/mnt/runs'
     """
     if reason := why_not_local(path):
         raise ConfigError(f"{key}={quoted(str(path))} {reason}")

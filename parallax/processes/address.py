@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 # flag: (environment variable, meaning)
 ADDRESS_FLAGS = {

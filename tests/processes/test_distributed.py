@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from stand_ins import Line
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import ConfigError, LostError
-from parallax.runtime.multihost import gloo
-from parallax.runtime.multihost import job as job_module
-from parallax.runtime.multihost.address import ProcessAddress, read_address
-from parallax.runtime.multihost.control_line import ControlLine, Hub, end_now
-from parallax.runtime.multihost.job import listen, started_by_scheduler
+from parallax.errors import ConfigError, LostError
+from parallax.processes import gloo
+from parallax.processes import job as job_module
+from parallax.processes.address import ProcessAddress, read_address
+from parallax.processes.control_line import ControlLine, Hub, end_now
+from parallax.processes.job import listen, started_by_scheduler
 from parallax.training.watchdog import Watchdog
 
 PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num-processes": "4", "distributed.process-id": "3"}
@@ -152,7 +152,7 @@ def test_the_detour_is_taken_in_what_is_compiled_for_cpu():
     """In a process of its own: it holds for all that is compiled after it."""
     program = """
 import jax
-from parallax.runtime.multihost.gloo import avoid_reduce_scatter
+from parallax.processes.gloo import avoid_reduce_scatter
 avoid_reduce_scatter()
 jax.config.update("jax_num_cpu_devices", 2)
 auto = (jax.sharding.AxisType.Auto,)
@@ -220,7 +220,7 @@ def at_once(*acts):
 @pytest.fixture
 def ended(exits, monkeypatch):
     """Instead of ending, a process notes its status."""
-    monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 0.1)
+    monkeypatch.setattr("parallax.processes.control_line.GRACE_SECS", 0.1)
     return exits
 
 
@@ -394,7 +394,7 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
 
 
 def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
-    monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 5.0)
+    monkeypatch.setattr("parallax.processes.control_line.GRACE_SECS", 5.0)
     first, second = Meeting(2).join_all(0, 1)
     second._end = lambda *_: time.sleep(1) or second._socket.shutdown(socket.SHUT_RDWR)
     begun = time.monotonic()
@@ -439,8 +439,8 @@ def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatc
 STALLED = """
 import socket, sys, threading
 from types import SimpleNamespace
-from parallax.runtime.multihost import control_line
-from parallax.runtime.multihost.job import listen
+from parallax.processes import control_line
+from parallax.processes.job import listen
 control_line.LAST_WORDS_SECS = 0.5
 listener = listen("127.0.0.1", 0)
 address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import EXIT_RESTART
-from parallax.runtime.multihost.control_line import (
+from parallax.errors import EXIT_RESTART
+from parallax.processes.control_line import (
     CLOCK_SECS,
     LAST_WORDS_SECS,
     NEVER,

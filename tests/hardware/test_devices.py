@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from parallax.runtime.devices import (
+from parallax.errors import ConfigError
+from parallax.hardware.devices import (
     gpu_files,
     keep_a_thread_free,
     leave_out_absent_tpu,
@@ -18,7 +19,6 @@ from parallax.runtime.devices import (
     unused_accelerators,
     usable_cpus,
 )
-from parallax.runtime.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_products_behind_many_parallel_loops_are_right_on_as_many_devices_as_cor
 
 @pytest.mark.parametrize(("given", "threads"), [("2", "5"), ("9", "9"), ("many", "5")])
 def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkeypatch, given, threads):
-    monkeypatch.setattr("parallax.runtime.devices.usable_cpus", lambda: 1)
+    monkeypatch.setattr("parallax.hardware.devices.usable_cpus", lambda: 1)
     monkeypatch.setenv("PJRT_NPROC", given)
     monkeypatch.delenv("NPROC", raising=False)
     keep_a_thread_free(4)

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.multihost import deadline, job
-from parallax.runtime.multihost.deadline import Deadline
+from parallax.processes import deadline, job
+from parallax.processes.deadline import Deadline
 
 LIMITS = DistributedConfig(1, 1, 1, 2, 3, 1)
 

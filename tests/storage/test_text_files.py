@@ -9,17 +9,17 @@ import tracemalloc
 import pytest
 
 from parallax.cli.watch import Metrics
-from parallax.runtime.errors import exit_status, tell
-from parallax.runtime.files import LINE_BYTES, OBJECT_BYTES, lines_in, read_bytes, read_object
-from parallax.runtime.progress import ProgressPrinter
-from parallax.runtime.run_files import read_metrics
+from parallax.display.progress import ProgressPrinter
+from parallax.errors import exit_status, tell
+from parallax.storage.files import LINE_BYTES, OBJECT_BYTES, lines_in, read_bytes, read_object
+from parallax.storage.run_files import read_metrics
 from parallax.training.logger import drop_after
 
 IN_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 WRITES = """
 import pathlib, sys
-from parallax.runtime.errors import exit_status, tell
-from parallax.runtime.files import AppendFile, open_file, write_file, write_whole
+from parallax.errors import exit_status, tell
+from parallax.storage.files import AppendFile, open_file, write_file, write_whole
 folder = pathlib.Path(sys.argv[1])
 text = "n\\u00e9 \\u2192 " + str(folder)
 def act():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallax.runtime.chips import CHIPS, chip
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
+from parallax.hardware.chips import CHIPS, chip
 
 # Multiply-adds that the matrix units of a device do in a cycle: units, their rows and columns.
 UNITS = {

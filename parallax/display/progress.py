@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from parallax.runtime.errors import INTERRUPTED, discard_output, encodable, printable, tell
-from parallax.runtime.units import duration
+from parallax.display.units import duration
+from parallax.errors import INTERRUPTED, discard_output, encodable, printable, tell
 
 FIRST_SECS = 1.0  # silence before the first message of a wait
 LONG_SECS = 5.0  # least duration of a wait with a final message

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 VERSION = "0.1.0"
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # they affect a run's numbers and files
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import (
+from parallax.errors import (
     EXIT_BAD_INPUT,
     EXIT_RESTART,
     NOT_WORTH_A_RESTART,
@@ -34,7 +34,7 @@ from parallax.runtime.errors import (
     tell,
     thread_stacks,
 )
-from parallax.runtime.files import object_of
+from parallax.storage.files import object_of
 
 CLOCK_SECS = 0.2
 # How long a process that has finished waits for the others, and they for its last message.

@@ -15,7 +15,7 @@ of the chip's memory and network, but links are those of the chip.
 import re
 from typing import NamedTuple
 
-from parallax.runtime.errors import ConfigError, nearest
+from parallax.errors import ConfigError, nearest
 
 GIB = 2**30
 # Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from parallax.runtime.progress import ProgressPrinter, be_silent, printing_progress, waiting
-from parallax.runtime.units import duration, in_bytes
+from parallax.display.progress import ProgressPrinter, be_silent, printing_progress, waiting
+from parallax.display.units import duration, in_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 

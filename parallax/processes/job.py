@@ -21,16 +21,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime import files
-from parallax.runtime.devices import simulate_devices, tpu_files
-from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
-from parallax.runtime.multihost import control_line
-from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
-from parallax.runtime.multihost.control_line import ControlLine, Hub
-from parallax.runtime.multihost.deadline import Deadline
-from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
-from parallax.runtime.multihost.jax_settings import common_settings
-from parallax.runtime.progress import waiting
+from parallax.display.progress import waiting
+from parallax.errors import EXIT_RESTART, ConfigError, LostError, first_line
+from parallax.hardware.devices import simulate_devices, tpu_files
+from parallax.processes import control_line
+from parallax.processes.address import VARIABLES, ProcessAddress
+from parallax.processes.control_line import ControlLine, Hub
+from parallax.processes.deadline import Deadline
+from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
+from parallax.processes.jax_settings import common_settings
+from parallax.storage import files
 
 # JAX's own limits are longer than ours, which are more informative: they end a process only if ours could not.
 BEHIND_SECS = 15

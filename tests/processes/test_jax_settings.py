@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from parallax.runtime.multihost.jax_settings import common_settings
+from parallax.processes.jax_settings import common_settings
 
 
 def difference(monkeypatch, own, config):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from parallax.runtime import files
+from parallax.storage import files
 
 # Settings that may differ between the processes of a job, since no program depends on them.
 OF_ONE_PROCESS = re.compile(

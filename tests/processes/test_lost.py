@@ -7,9 +7,9 @@ import pytest
 from jax.errors import JaxRuntimeError
 from stand_ins import Line
 
-from parallax.runtime.errors import CheckpointError, exit_status
-from parallax.runtime.multihost import job as job_module
-from parallax.runtime.multihost.job import connect, lost_process
+from parallax.errors import CheckpointError, exit_status
+from parallax.processes import job as job_module
+from parallax.processes.job import connect, lost_process
 from parallax.sharding.mesh import mesh_of
 
 # The first was seen here; the others are put together of what jaxlib, and for GPUs NCCL, hold as texts.
