@@ -58,7 +58,7 @@ def check_installed() -> None:
 
 def measure(families: int | None, meshes: int | None) -> list[list[str]]:
     """A row for each family and mesh."""
-    import hf_families as theirs
+    from support import hf_families as theirs
 
     rows = []
     for name in [*theirs.FAMILIES][:families]:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from docs_commands import (
+from support.docs_commands import (
     BEFORE,
     CHEAPER,
     COMMAND,
@@ -35,7 +35,7 @@ from docs_commands import (
     named_in_text,
     without_fences,
 )
-from tiny import mesh_of
+from support.tiny_model import mesh_of
 
 from configs.base import get_config
 from docs import config_keys, notebook_pages

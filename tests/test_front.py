@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import jax
 import numpy as np
 import pytest
-from run_examples import tiny_config
-from tiny import build, mesh_of
+from support.run_examples import tiny_config
+from support.tiny_model import build, mesh_of
 
 import parallax as px
 from configs.base import get_config

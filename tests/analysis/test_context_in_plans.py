@@ -4,8 +4,8 @@ import re
 
 import jax
 import pytest
-import tiny
-from sent import step_collectives
+from support import tiny_model
+from support.step_collectives import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
@@ -34,11 +34,11 @@ GQA, MLA = 2 * 4 * 8, 16 + 4  # numbers of a token that keys and values are made
 
 
 def build(mesh, **changes):
-    return tiny.build(mesh, microbatches=MICROBATCHES, **changes)
+    return tiny_model.build(mesh, microbatches=MICROBATCHES, **changes)
 
 
 def adamw(model):
-    return make_optimizer(tiny.optimizer_config(), 1000, model.plan.rows)
+    return make_optimizer(tiny_model.optimizer_config(), 1000, model.plan.rows)
 
 
 def over_cp(model):

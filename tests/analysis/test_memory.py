@@ -6,8 +6,8 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxprs import equations
-from run_examples import tiny_config
+from support.run_examples import tiny_config
+from support.traced_equations import equations
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
 from parallax.analysis.memory import memory

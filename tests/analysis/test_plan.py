@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from stand_ins import on_write
+from support.stand_ins import on_write
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
 from parallax.analysis import plan as plan_module

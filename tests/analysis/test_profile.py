@@ -6,9 +6,9 @@ import os
 import jax
 import pytest
 from jax.profiler import ProfileData
-from process_examples import flags_of, launched
-from run_examples import stop_at, tiny_config
-from stand_ins import Line
+from support.process_examples import flags_of, launched
+from support.run_examples import stop_at, tiny_config
+from support.stand_ins import Line
 
 from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.analysis.report import report_settings

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
 
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import restore

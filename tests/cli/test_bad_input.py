@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_modules import command as module_of
-from run_examples import tiny_config
+from support.command_modules import command as module_of
+from support.run_examples import tiny_config
 
 import train as command_line
 from parallax.cli.command import read_line

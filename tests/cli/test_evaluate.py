@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import save_settings
 from jax.sharding import NamedSharding, PartitionSpec
-from run_examples import TEXT, tiny_config
+from support.checkpoint_examples import save_settings
+from support.run_examples import TEXT, tiny_config
 
 from parallax.cli.command import load_config
 from parallax.cli.evaluate import evaluate, main, open_text

@@ -4,7 +4,7 @@ import json
 from typing import get_type_hints
 
 import pytest
-from checkpoint_examples import save_settings
+from support.checkpoint_examples import save_settings
 
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
+from support.data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 
 from parallax.data import open_reader
 from parallax.errors import ConfigError, DataError

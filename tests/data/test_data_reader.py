@@ -9,8 +9,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 from hypothesis import given
+from support.data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 
 from parallax.data import open_reader
 from parallax.data.reader import TokenStream

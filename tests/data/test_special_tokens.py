@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tokenizers
-from data_examples import prepare_texts, prepared_reader
+from support.data_examples import prepare_texts, prepared_reader
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from parallax.data.prepare import Request, prepare

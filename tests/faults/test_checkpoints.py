@@ -11,8 +11,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, rewrite, save_steps, truncate
-from stand_ins import forbid_code, full_disk, on_write
+from support.checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, rewrite, save_steps, truncate
+from support.stand_ins import forbid_code, full_disk, on_write
 
 import parallax
 from parallax.checkpoint.restore import restore, restore_newest

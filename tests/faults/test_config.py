@@ -9,7 +9,7 @@ import jax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config

@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 import pytest
-from data_examples import TEXTS, prepare_texts, prepared_reader
-from run_examples import at_step, tiny_config
-from stand_ins import forbid_code
+from support.data_examples import TEXTS, prepare_texts, prepared_reader
+from support.run_examples import at_step, tiny_config
+from support.stand_ins import forbid_code
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step

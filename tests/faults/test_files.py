@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from checkpoint_examples import rewrite
-from data_examples import prepare_texts, prepared_reader
 from rich.console import Console
-from run_examples import as_flags, at_batch, at_step, tiny_config
-from stand_ins import full_disk, on_write
+from support.checkpoint_examples import rewrite
+from support.data_examples import prepare_texts, prepared_reader
+from support.run_examples import as_flags, at_batch, at_step, tiny_config
+from support.stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step

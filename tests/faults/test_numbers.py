@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_examples import flip as flip_file
-from checkpoint_examples import largest_file
-from run_examples import stop_at, tiny_config
-from tiny import build, make_batch, optimizer_config, params_of
+from support.checkpoint_examples import flip as flip_file
+from support.checkpoint_examples import largest_file
+from support.run_examples import stop_at, tiny_config
+from support.tiny_model import build, make_batch, optimizer_config, params_of
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay

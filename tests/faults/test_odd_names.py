@@ -7,12 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import abstract, save_steps
-from command_modules import command
 from etils import epath
 from hypothesis import example, given
 from hypothesis import strategies as st
-from run_examples import write_corpus
+from support.checkpoint_examples import abstract, save_steps
+from support.command_modules import command
+from support.run_examples import write_corpus
 
 import parallax as px
 import train as command_line

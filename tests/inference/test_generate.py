@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import flip, truncate
-from decoded import decoded_logits
-from jaxprs import equations
+from support.cached_logits import decoded_logits
+from support.checkpoint_examples import flip, truncate
+from support.traced_equations import equations
 
 import parallax as px
 from parallax.checkpoint.arrays import flatten

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_examples import flip, truncate
-from run_examples import first_state, tiny_config
+from support.checkpoint_examples import flip, truncate
+from support.run_examples import first_state, tiny_config
 
 from parallax.checkpoint.arrays import ArrayReader, flatten
 from parallax.checkpoint.save import CheckpointWriter

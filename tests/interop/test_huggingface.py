@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from checkpoint_examples import flip
-from hf_folders import (
+from support.checkpoint_examples import flip
+from support.exportable_runs import OWN, own_run, own_settings
+from support.hf_folders import (
     CONFIGS,
     KINDS,
     MIXTURE_KEYS,
@@ -24,8 +25,7 @@ from hf_folders import (
     without,
     write_folder,
 )
-from own_runs import OWN, own_run, own_settings
-from run_examples import first_state, tiny_config
+from support.run_examples import first_state, tiny_config
 from test_convert import params_of
 
 import parallax as px

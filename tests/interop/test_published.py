@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from hf_folders import MIXTURE_KEYS
-from published import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
+from support.hf_folders import MIXTURE_KEYS
+from support.published_configs import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
 from parallax.analysis.flops import active_parameters, parameters_by_component

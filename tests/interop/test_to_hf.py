@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from data_examples import prepare_texts
-from hf_folders import config_of, random_tensors, shapes_of, write_folder
-from own_runs import own_run, own_settings
-from run_examples import first_state, tiny_config
+from support.data_examples import prepare_texts
+from support.exportable_runs import own_run, own_settings
+from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
+from support.run_examples import first_state, tiny_config
 
 import parallax as px
 from parallax.checkpoint.steps import complete_steps, read_manifest, write_manifest

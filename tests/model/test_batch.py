@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiny
-from tiny import MESHES, VOCAB, make_batch, optimizer_config, params_of, section
+from support import tiny_model
+from support.tiny_model import MESHES, VOCAB, make_batch, optimizer_config, params_of, section
 
 import parallax as px
 from parallax.config.sections import GuardConfig, SampleConfig
@@ -34,7 +34,7 @@ OUT_OF_RANGE = {
 }
 
 
-build = functools.cache(tiny.build)
+build = functools.cache(tiny_model.build)
 
 
 def batch_with(name, value, dtype=np.int32, rows=ROWS):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations, inside
-from stand_ins import Chip, ChipMesh
-from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
+from support.stand_ins import Chip, ChipMesh
+from support.tiny_model import build, make_batch, mesh_of, model_config, params_of, positions_of
+from support.traced_equations import equations, inside
 
 from configs.base import get_config
 from parallax.analysis.flops import product_flops

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoded import decoded_logits
-from hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
-from own_runs import own_run, own_settings
-from reference import plain_losses_and_grad
-from run_examples import tiny_config
+from support.cached_logits import decoded_logits
+from support.exportable_runs import own_run, own_settings
+from support.hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
+from support.plain_model import plain_losses_and_grad
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config, params_of
 from test_convert import params_of as arrays_of
-from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from hf_folders import config_of, random_tensors, shapes_of, write_folder
 from jax.sharding import AbstractMesh
-from own_runs import own_run
-from tiny import build, make_batch, params_of
+from support.exportable_runs import own_run
+from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
+from support.tiny_model import build, make_batch, params_of
 
 import parallax as px
 from parallax.checkpoint.steps import read_manifest

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from support.tiny_model import build, make_batch, params_of
 from test_parity import check_parity
-from tiny import build, make_batch, params_of
 
 from parallax.config.sections import POLICY_NAMES
 from parallax.errors import ConfigError

@@ -11,8 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from pairwise import pairs_of, pairwise_cases
-from reference import closest_choices, plain_logits, plain_losses_and_grad
+from support.pairwise import pairs_of, pairwise_cases
+from support.plain_model import closest_choices, plain_logits, plain_losses_and_grad
+from support.tiny_model import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 from test_parity import (
     COSTS,
     CUTS,
@@ -25,7 +26,6 @@ from test_parity import (
     leaf_errors,
     one_update,
 )
-from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jaxprs import equations, inside, sent
-from reference import plain_losses
-from tiny import SEQ_CUT, build, make_batch, params_of
+from support.plain_model import plain_losses
+from support.tiny_model import SEQ_CUT, build, make_batch, params_of
+from support.traced_equations import equations, inside, sent
 
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
 from parallax.errors import ConfigError

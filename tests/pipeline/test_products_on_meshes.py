@@ -10,7 +10,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from tiny import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
+from support.tiny_model import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
 
 from parallax.analysis.memory import memory
 from parallax.analysis.recompute import part_costs

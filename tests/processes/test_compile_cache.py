@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from stand_ins import Chip, Line
+from support.stand_ins import Chip, Line
 
 from configs.base import get_config
 from parallax.config.settings import read_settings

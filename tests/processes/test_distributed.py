@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_ins import Line
+from support.stand_ins import Line
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import ConfigError, LostError

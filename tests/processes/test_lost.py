@@ -5,7 +5,7 @@ import itertools
 import jax
 import pytest
 from jax.errors import JaxRuntimeError
-from stand_ins import Line
+from support.stand_ins import Line
 
 from parallax.errors import CheckpointError, exit_status
 from parallax.processes import job as job_module

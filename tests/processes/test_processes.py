@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from process_examples import FAULTY, ROOT, Started, flags_of, launched
-from run_examples import losses, tiny_config
+from support.process_examples import FAULTY, ROOT, Started, flags_of, launched
+from support.run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from random_schedules import random_schedules
+from support.random_schedules import random_schedules
 
 from parallax.cli.schedules import main
 from parallax.errors import ConfigError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_schedules import needs, random_schedules
+from support.random_schedules import needs, random_schedules
 
 from parallax.errors import ConfigError
 from parallax.schedules import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import MESHES, build, make_batch, mesh_of, params_of
+from support.tiny_model import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.collectives import sent_by
 from parallax.config.sections import AXES, POLICY_NAMES

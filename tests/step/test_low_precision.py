@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from emulated import as_float32, kept, neighbours, stored
-from run_examples import tiny_config
-from tiny import AS_WRITTEN, build, make_batch, optimizer_config
+from support.low_precision_reference import as_float32, kept, neighbours, stored
+from support.run_examples import tiny_config
+from support.tiny_model import AS_WRITTEN, build, make_batch, optimizer_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from checkpoint_examples import SETTINGS
 from jax.sharding import PartitionSpec as P
-from tiny import build, optimizer_config, params_of
+from support.checkpoint_examples import SETTINGS
+from support.tiny_model import build, optimizer_config, params_of
 
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
 from parallax.checkpoint.restore import restore

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 from configs.base import get_config
 from parallax.analysis.topology import read_topology

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxprs import equations, sent
-from run_examples import tiny_config
-from tiny import make_batch
+from support.run_examples import tiny_config
+from support.tiny_model import make_batch
+from support.traced_equations import equations, sent
 
 import parallax as px
 from configs.base import get_config

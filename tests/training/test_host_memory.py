@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from run_examples import tiny_config
-from tiny import build, make_batch, optimizer_config
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config
 
 from configs.base import get_config
 from parallax.analysis.memory import WAITING, tick_state

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checkpoint_examples import save_settings
 from rich.console import Console
-from run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
-from stand_ins import full_disk, on_write
+from support.checkpoint_examples import save_settings
+from support.run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
+from support.stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step

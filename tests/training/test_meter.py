@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from stand_ins import Chip
+from support.stand_ins import Chip
 
 from parallax.analysis.devices import measure_matmul, most_memory, peak_flops
 from parallax.hardware.chips import CHIPS

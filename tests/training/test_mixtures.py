@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_examples import tiny_config
-from tiny import build, make_batch, model_config, optimizer_config, params_of
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, model_config, optimizer_config, params_of
 
 from configs.tiny_moe import get_config as tiny_moe
 from parallax.checkpoint.arrays import flatten

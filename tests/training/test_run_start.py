@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from run_examples import as_flags, first_state, stop_at, tiny_config
+from support.run_examples import as_flags, first_state, stop_at, tiny_config
 
 import train as command_line
 from configs.base import get_config

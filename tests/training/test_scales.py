@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import rms_norm
-from run_examples import tiny_config
-from tiny import build, make_batch, optimizer_config
+from support.numpy_layers import rms_norm
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest

@@ -11,9 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from process_examples import flags_of
-from run_examples import losses, tiny_config
-from stand_ins import Line
+from support.process_examples import flags_of
+from support.run_examples import losses, tiny_config
+from support.stand_ins import Line
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 
-from run_examples import as_flags, tiny_config
+from support.run_examples import as_flags, tiny_config
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 FAULTY = str(ROOT / "tests" / "faulty_train.py")
 LONGEST_SECS = 240
 

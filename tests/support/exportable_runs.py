@@ -4,11 +4,11 @@ import pathlib
 import tempfile
 
 import numpy as np
-from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
 from parallax.interop.export import json_text, make_run, param_shapes
+from support.run_examples import tiny_config
 
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
 V2 = "DeepseekV2ForCausalLM"

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from oracles import frequencies
-from reference import best
 
 from parallax.model.batch import IGNORED
 from parallax.step.low_precision import Blocks, block_of, from_float8
+from support.numpy_layers import frequencies
+from support.plain_model import best
 
 # Largest number, bits of mantissa, exponent of the least normal number, and what the largest magnitude of the step
 # before is mapped to. int8 is a grid of whole numbers.

@@ -1,7 +1,7 @@
 """A run's state and batches on one topology, as digests: what a resumed run must have on any other.
 
-As a command, which the processes of a job run together: `python tests/topologies.py save|load FOLDER CORPUS NAME ...`
-saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each of them.
+As a command, which the processes of a job run together: `python tests/state_digests.py save|load FOLDER CORPUS NAME
+...` saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each.
 """
 
 import functools
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings

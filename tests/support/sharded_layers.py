@@ -4,7 +4,6 @@ import jax
 import numpy as np
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from tiny import mesh_of, model_config, positions_of
 
 from parallax.model.attention import GQA
 from parallax.model.context import training_context
@@ -16,6 +15,7 @@ from parallax.model.norm import RMSNorm
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
+from support.tiny_model import mesh_of, model_config, positions_of
 
 ROWS, SEQ = 4, 8
 SIZES = model_config().sizes | {"batch": ROWS, "seq": SEQ}

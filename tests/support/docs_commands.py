@@ -7,7 +7,7 @@ import pathlib
 import re
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
 )
@@ -204,7 +204,7 @@ FILES = CORPUS | SCHEDULE
 THEIRS = """python -c '
 import pathlib, sys
 sys.path.insert(0, "tests")
-from hf_folders import config_of, random_tensors, shapes_of, write_folder
+from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
 config = config_of("LlamaForCausalLM")
 write_folder(pathlib.Path("models/theirs"), config, random_tensors(shapes_of(config)))
 '"""

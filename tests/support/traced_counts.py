@@ -9,17 +9,17 @@ from collections import Counter
 
 from jax import tree
 from jax.extend.core import ClosedJaxpr
-from jaxprs import KINDS, is_jaxpr
-from traced_settings import CASES, ROWS, SEQ, settings_of
 
 import parallax as px
 from parallax.analysis.collectives import collectives_by_rank
 from parallax.analysis.trace import abstract_mesh, step_program
 from parallax.config.sections import ALL_AXES
+from support.traced_equations import KINDS, is_jaxpr
+from support.traced_settings import CASES, ROWS, SEQ, settings_of
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "collectives.txt"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "collectives.txt"
 HEADER = """\
-What the steps of tests/traced_settings.py send: `make golden` writes it anew.
+What the steps of tests/support/traced_settings.py send: `make golden` writes it anew.
 Rows are setting, axes, kind, direction, Flax module, calls a step, and the bytes that a device sends in them; where
 pipeline ranks differ, of each rank. What sends nothing, on axes of one device, is left out.
 "in jaxpr": collectives as the traced program has them, times the length of the scans around them, and bytes of their

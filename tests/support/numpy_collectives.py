@@ -7,10 +7,10 @@ the gradient must be.
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from tiny import mesh_of
 
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import as_varying
+from support.tiny_model import mesh_of
 
 SIZES = (2, 2, 2)
 
