@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallax.runtime.progress import be_silent, loading, waiting
+from parallax.display.progress import be_silent, loading, waiting
 
 with loading(__name__, sys.stdout):
     from ml_collections import ConfigDict
 
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
-    from parallax.runtime.errors import ConfigError
-    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
-    from parallax.runtime.multihost.job import agree, check_equal, is_first, join, leave, limited, reporting, several
-    from parallax.runtime.run_files import RunFiles
-    from parallax.runtime.version import code_version, versions
+    from parallax.errors import ConfigError
+    from parallax.processes.address import ADDRESS_FLAGS, read_address
+    from parallax.processes.job import agree, check_equal, is_first, join, leave, limited, reporting, several
+    from parallax.storage.run_files import RunFiles
     from parallax.training.folder import check_run_name
     from parallax.training.resume import RESUME
     from parallax.training.run import train
+    from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")

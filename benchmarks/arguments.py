@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from parallax.cli.arguments import Parser
-from parallax.runtime.errors import ConfigError, exit_status
+from parallax.errors import ConfigError, exit_status
 
 WORKS = ("bench_small", "tiny_gqa")  # configs of a size for simulated devices
 

@@ -19,7 +19,7 @@ import numpy as np
 from arguments import Arguments, run_benchmark, whole_number
 
 from parallax.cli.arguments import local_path
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 SHAPE = (8, 1024, 640)  # 20 MiB
 BLOCK_BYTES = 1 << 22
@@ -120,7 +120,7 @@ def measure(args: Any, folder: pathlib.Path) -> None:
     from parallax.checkpoint.fingerprint import fingerprints
     from parallax.checkpoint.save import CheckpointWriter
     from parallax.config.sections import CheckpointConfig, MeshConfig
-    from parallax.runtime.devices import simulate_devices
+    from parallax.hardware.devices import simulate_devices
     from parallax.sharding.mesh import make_mesh
 
     simulate_devices(8)

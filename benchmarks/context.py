@@ -100,9 +100,9 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
 
     import parallax as px
     from parallax.analysis.compiled import read_compiled
+    from parallax.hardware.chips import chip
     from parallax.model.blockwise import blockwise_attention
     from parallax.model.context import causal_mask
-    from parallax.runtime.chips import chip
 
     heads, groups, width = 16, 4, 128
     scale = width**-0.5

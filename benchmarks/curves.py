@@ -70,7 +70,7 @@ def main() -> None:
         last, first = (curves[one][-1][1] for one in (name, args.only[0]))
         print(f"| {name} | {last:.4f} | {100 * (last / first - 1):+.2f} % |", flush=True)
     if args.picture:
-        from parallax.runtime.svg import svg
+        from parallax.display.svg import svg
 
         args.picture.write_text(svg(lambda axes: draw(axes, curves), 400, 240), encoding="utf-8")
 

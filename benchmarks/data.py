@@ -12,7 +12,7 @@ import time
 
 from arguments import Arguments, config_of, run_benchmark, whole_number
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 SHAPES = ((256, 32), (256, 512), (2048, 128), (4096, 256))  # tokens and rows of a batch
 BATCH_TOKENS = 1_000_000  # fewest tokens to read in a repeat

@@ -44,8 +44,8 @@ def figures(name: str, where: str) -> list[str]:
     from parallax.analysis.step_time import compile_and_read, predict
     from parallax.analysis.topology import read_topology
     from parallax.config.settings import read_settings
-    from parallax.runtime.errors import ConfigError
-    from parallax.runtime.units import in_bytes
+    from parallax.display.units import in_bytes
+    from parallax.errors import ConfigError
     from parallax.step.resolve import resolve
 
     devices, topology = absent_devices(where), read_topology(where)

@@ -98,7 +98,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
-    from parallax.runtime.chips import chip
+    from parallax.hardware.chips import chip
     from parallax.sharding import compiler
 
     mesh = px.make_mesh(settings.mesh, devices)

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.remat import saved_parts
+from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
 from parallax.model.kernels import causal_attention
 from parallax.model.rope import Rope, rotate
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
 
 HEADS, LOGITS = P("dp", None, "tp", None), P("dp", None, "tp")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arguments import Arguments, run_benchmark, whole_number
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "measured" / "hf.md"
@@ -58,7 +58,7 @@ def check_installed() -> None:
 
 def measure(families: int | None, meshes: int | None) -> list[list[str]]:
     """A row for each family and mesh."""
-    import hf_families as theirs
+    from support import hf_families as theirs
 
     rows = []
     for name in [*theirs.FAMILIES][:families]:

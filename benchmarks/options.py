@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
 
-from parallax.runtime.chips import KERNEL_EFFICIENCY
+from parallax.hardware.chips import KERNEL_EFFICIENCY
 
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
 INT8, FLOAT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul": "float8"}, {"model.matmul_residuals": "8bit"}
@@ -91,7 +91,7 @@ def main() -> None:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         absent_devices(args.topology)
     import parallax as px
-    from parallax.runtime.errors import check_whole
+    from parallax.errors import check_whole
 
     check_whole("--steps", args.steps, least=3)  # the first two are not counted
     px.read_settings(config_with(args.config, dict(args.set)).to_dict())  # what is wrong is said once, not in each row
@@ -143,7 +143,7 @@ def figures(args: argparse.Namespace, name: str) -> Figures:
 
     from parallax.analysis.step_time import compile_and_read, predict
     from parallax.analysis.topology import read_topology
-    from parallax.runtime.errors import ConfigError
+    from parallax.errors import ConfigError
 
     devices, topology, predicted = absent_devices(args.topology), read_topology(args.topology), (math.nan, math.nan)
     try:
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
 
     import parallax as px
     from parallax.cli.firstrun import Found, do_phases, shortened
-    from parallax.runtime.errors import ConfigError
+    from parallax.errors import ConfigError
 
     try:
         if simulated := config_with(args.config, dict(args.set)).mesh.simulate:

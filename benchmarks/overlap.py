@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_of, run_benchmark
 
-from parallax.runtime.chips import KERNEL_EFFICIENCY
+from parallax.hardware.chips import KERNEL_EFFICIENCY
 
 
 class Row(NamedTuple):
@@ -162,7 +162,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import overlaps, step_time
-    from parallax.runtime.chips import chip
+    from parallax.hardware.chips import chip
     from parallax.sharding import compiler
     from parallax.step.step import step_of
 

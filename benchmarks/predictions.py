@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from arguments import Arguments, absent_devices, config_of, mesh_sizes, run_benchmark
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 EVERY = ("1,1,1", "1,8,1", "1,1,8", "2,2,2", "4,1,2", "8,1,1")
 PIPELINES = EVERY[3:]

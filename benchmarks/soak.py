@@ -124,7 +124,7 @@ def kill_in_the_middle(workdir: pathlib.Path, mesh: str, steps: int, rng: random
 
 def numbers(workdir: pathlib.Path, key: str) -> dict[int, float]:
     """One metric by step; equal floats are equal bits."""
-    from parallax.runtime.run_files import read_metrics
+    from parallax.storage.run_files import read_metrics
 
     return {row["step"]: row[key] for row in read_metrics(workdir / "metrics.jsonl") if key in row}
 

@@ -71,7 +71,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
-    from parallax.runtime.chips import chip
+    from parallax.hardware.chips import chip
     from parallax.step.step import step_of
 
     config = config_of(args.config)

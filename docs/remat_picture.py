@@ -13,7 +13,7 @@ from parallax.analysis.sweep import Cache, PricedLayout, Sweep, front
 from parallax.analysis.topology import read_topology
 from parallax.cli.command import read_command
 from parallax.config.remat import REMAT
-from parallax.runtime.svg import INK, svg
+from parallax.display.svg import INK, svg
 from parallax.step.resolve import resolve
 
 PICTURE = ROOT / "docs" / "remat.svg"

@@ -16,7 +16,7 @@ from parallax.analysis.report import Report, report_settings
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.settings import Settings
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
 from parallax.schedules import Costs, Schedule, by_name
 from parallax.schedules.pricing import start_times, tick_ends
 

@@ -26,7 +26,7 @@ HOME = {
     "read_settings": "config.settings",
     "report": "analysis.report",
     "sent_by": "analysis.collectives",
-    "simulate_devices": "runtime.devices",
+    "simulate_devices": "hardware.devices",
     "step_of": "step.step",
     "train": "training.run",
 }

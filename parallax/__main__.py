@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallax.runtime.errors import ConfigError, exit_status, nearest
-from parallax.runtime.files import names_in, read_bytes
+from parallax.errors import ConfigError, exit_status, nearest
+from parallax.storage.files import names_in, read_bytes
 
 CLI = Path(__file__).parent / "cli"
 TRAIN_PY = CLI.parents[1] / "train.py"

@@ -9,11 +9,11 @@ import environment  # noqa: F401  first of all: it says what jax is imported wit
 import hypothesis
 import jax
 import pytest
-from checkpoint_examples import small_disk
-from run_examples import corpus, observed_run, shared_programs, whole_run
-from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
+from support.checkpoint_examples import small_disk
+from support.run_examples import corpus, observed_run, shared_programs, whole_run
+from support.stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
-from parallax.runtime.devices import simulate_devices
+from parallax.hardware.devices import simulate_devices
 
 __all__ = ["corpus", "observed_run", "shared_programs", "small_disk", "whole_run"]  # fixtures
 __all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]
@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What needs the extra hf-tests cannot be looked at for doctests without it.
-collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["hf_families.py"]
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["support/hf_families.py"]
 
 hypothesis.settings.register_profile("parallax", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("parallax")

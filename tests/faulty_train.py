@@ -23,8 +23,8 @@ if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS
 import train
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.data import Reader
-from parallax.runtime.errors import DataError
-from parallax.runtime.multihost import job
+from parallax.errors import DataError
+from parallax.processes import job
 from parallax.step.step import TrainStep
 from parallax.training import run
 

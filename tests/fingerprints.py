@@ -3,11 +3,11 @@
     python tests/fingerprints.py --out=before.json
     PYTHONPATH=/path/of/another/checkout python tests/fingerprints.py --against=before.json
 
-SHA-256 of the StableHLO that steps of tests/traced_settings.py, their evaluation and a generation are lowered to, as
-JSON. `--compiled` also compiles some of the steps and takes their optimized HLO, `--losses` trains some for three steps
-and takes the bits of losses and gradient norms. Locations, and names of functions and of values, are left out.
-`--against` lists what differs from such a file and exits with 1; with `--texts=FOLDER` the programs are written there,
-and `diff -r` of two folders shows where. Of the package only names of `import parallax as px` are used.
+SHA-256 of the StableHLO that steps of tests/support/traced_settings.py, their evaluation and a generation are lowered
+to, as JSON. `--compiled` also compiles some of the steps and takes their optimized HLO, `--losses` trains some for
+three steps and takes the bits of losses and gradient norms. Locations, and names of functions and of values, are left
+out. `--against` lists what differs from such a file and exits with 1; with `--texts=FOLDER` the programs are written
+there, and `diff -r` of two folders shows where. Of the package only names of `import parallax as px` are used.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
-from traced_settings import ROWS, SEQ, VOCAB, settings_of
+from support.traced_settings import ROWS, SEQ, VOCAB, settings_of
 
 import parallax as px
 
@@ -183,7 +183,7 @@ def main(argv):
     parser.add_argument("--compiled", action="store_true", help="optimized programs, too")
     parser.add_argument("--losses", action="store_true", help="bits of losses and gradient norms, too")
     parser.add_argument("--no-lowered", action="store_true", help="leave out what is only lowered")
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="rows of tests/traced_settings.py")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="rows of tests/support/traced_settings.py")
     given = parser.parse_args(argv)
     px.simulate_devices(8)
     if given.texts:

@@ -16,7 +16,7 @@ from parallax.analysis.report import report_settings
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import traced_counts
+from support import traced_counts
 
 from docs import config_keys, remat_picture, step_picture, zigzag_picture
 from parallax.analysis.trace import abstract_mesh

@@ -13,7 +13,7 @@ from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 

@@ -13,8 +13,8 @@ from itertools import zip_longest
 import environment  # noqa: F401  what kernels run with
 import nbformat
 import numpy as np
-import plotted
 from nbclient import NotebookClient
+from support import figure_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
@@ -76,7 +76,7 @@ def kernel(folder: pathlib.Path):
     spec = folder / "kernels" / "this-python"
     spec.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    argv += [f"--IPKernelApp.extensions={plotted.__name__}"]
+    argv += [f"--IPKernelApp.extensions={figure_data.__name__}"]
     own = {"argv": argv, "display_name": "Python", "language": "python"}
     (spec / "kernel.json").write_text(json.dumps(own))
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -116,8 +116,8 @@ def outputs_of(cell):
 def without_numbers(output):
     """An output of a cell that is CHAOTIC: its texts, and what is drawn, but not where."""
     kind, forms = output
-    if plotted.FORM in forms:
-        drawn = map(json.loads, forms[plotted.FORM].splitlines())
+    if figure_data.FORM in forms:
+        drawn = map(json.loads, forms[figure_data.FORM].splitlines())
         kept = [{key: part for key, part in one.items() if key not in ("x", "y", "shades")} for one in drawn]
         return kind, {"drawn": json.dumps(kept, indent=1)}
     return kind, {form: FLOAT.sub("#", text) for form, text in forms.items()}
@@ -130,10 +130,10 @@ def between(old, new):
         if kind != new_kind or shown.keys() != now.keys():
             yield f"{kind} {[*shown]}: now {new_kind} {[*now]}"
             continue
-        if "<Figure" in shown.get("text/plain", "") and not {plotted.FORM} <= shown.keys() & now.keys():
+        if "<Figure" in shown.get("text/plain", "") and not {figure_data.FORM} <= shown.keys() & now.keys():
             yield "picture: what was plotted is not stored"
         for form, text in shown.items():
-            if form == plotted.FORM:
+            if form == figure_data.FORM:
                 yield from (f"picture: {what}" for what in between_pictures(text, now[form]))
             elif not same_text(text, now[form]):
                 yield f"{form}: {first_difference(text, now[form])}"

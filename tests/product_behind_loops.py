@@ -5,7 +5,7 @@
 
 Each device runs a product and a parallel loop 1,500 times, which leave entries in the queues of XLA's threads, and then
 a product of integers, which is exact. Each line counts the wrong rows of both devices; which device is wrong changes
-from line to line, and now and then none is. parallax.runtime.devices says why.
+from line to line, and now and then none is. parallax.hardware.devices says why.
 """
 
 import sys
@@ -21,7 +21,7 @@ TOKENS, VOCAB, D_MODEL = 512, 8192, 16
 
 def main() -> None:
     if sys.argv[1:] == ["parallax"]:
-        from parallax.runtime.devices import simulate_devices
+        from parallax.hardware.devices import simulate_devices
 
         simulate_devices(RANKS)
     else:

@@ -10,27 +10,33 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "parallax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A package imports only from rows above its own. The processes of a job have settings of their own, so they stand apart
-# from runtime.
+# A folder, or a module that lies beside the folders, imports only from rows above its own.
 ROWS = [
-    {"runtime"},
-    {"schedules"},
-    {"config"},
-    {"sharding"},
-    {"runtime.multihost"},
-    {"checkpoint"},
-    {"model"},
-    {"pipeline"},
-    {"data"},
-    {"step"},
-    {"inference"},
-    {"interop"},
-    {"analysis"},
-    {"training"},
-    {"cli"},
-    {"__init__", "__main__"},
+    "version",
+    "errors",
+    "jaxprs",
+    "storage",
+    "user_code",
+    "display",
+    "hardware",
+    "schedules",
+    "config",
+    "processes",
+    "sharding",
+    "checkpoint",
+    "model",
+    "pipeline",
+    "data",
+    "step",
+    "inference",
+    "interop",
+    "analysis",
+    "training",
+    "cli",
+    "__init__",
+    "__main__",
 ]
-ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}
+ROW_OF = {noun: row for row, noun in enumerate(ROWS)}
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -40,14 +46,9 @@ def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def noun(module: str) -> str:
-    """The row's entry for a module, as "runtime.multihost": its own, else its package's."""
-    parts = module.split(".")
-    return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in ROW_OF), parts[0])
-
-
-def noun_of(path: pathlib.Path) -> str:
-    return noun(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+def room_of(path: pathlib.Path) -> str:
+    """The folder of a module in the package, or the module's name if it lies beside the folders."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 @functools.cache
@@ -63,17 +64,16 @@ def imported_modules(path: pathlib.Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def imported_nouns(path: pathlib.Path) -> set[str]:
-    names = imported_modules(path)
-    return {noun(name.removeprefix("parallax.")) for name in names if name.startswith("parallax.")}
-
-
 @every_file
 def test_imports_point_to_rows_above(path):
-    own, package = noun_of(path), path.relative_to(PACKAGE).parts[0]
-    others = {other for other in imported_nouns(path) - {own} if other.split(".")[0] != package}
-    below = {other for other in others if ROW_OF[other] >= ROW_OF[own]}
-    assert not below, f"{own} imports {below} from its own row or one below"
+    room = room_of(path)
+    others = {name.split(".")[1] for name in imported_modules(path) if name.startswith("parallax.")} - {room}
+    below = {other for other in others if ROW_OF[other] >= ROW_OF[room]}
+    assert not below, f"{room} imports {below}, which the rows below it have"
+
+
+def test_each_folder_and_module_of_the_package_has_one_row():
+    assert sorted(ROWS) == sorted({room_of(path) for path in FILES})
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -97,9 +97,9 @@ def test_the_pipeline_is_used_through_its_front(path):
 
 PURE = [
     "config/",
-    "runtime/errors.py",
-    "runtime/files.py",
-    "runtime/run_files.py",
+    "errors.py",
+    "storage/files.py",
+    "storage/run_files.py",
     "schedules/",
     "cli/schedules.py",
     "cli/watch.py",
@@ -119,7 +119,7 @@ def test_only_the_command_line_sees_a_config_dict():
     assert {str(user) for user in users} == {"cli/command.py"}
 
 
-PATHS = PACKAGE / "runtime" / "files.py"
+PATHS = PACKAGE / "storage" / "files.py"
 PATH_MODULES = {"shutil", "fcntl", "glob", "tempfile", "mmap"}
 # What opens a file, or lists or changes a folder; what is there, a path says itself.
 PATH_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "pread", "preadv", "fsync"}
@@ -130,9 +130,9 @@ NOT_A_PATH = {"files", "tensorstore", "signal", "self"}  # what also has methods
 OWN_WAY = {
     "analysis/": "what people keep of a plan, and traces of JAX's profiler",
     "data/": "corpora, which are the user's, and shards, which are mapped",
-    "runtime/errors.py": "/dev/null, for a stream that nobody reads any more",
-    "runtime/devices.py": "the devices of this machine, in /dev and /sys",
-    "runtime/version.py": "the package's own source",
+    "errors.py": "/dev/null, for a stream that nobody reads any more",
+    "hardware/devices.py": "the devices of this machine, in /dev and /sys",
+    "version.py": "the package's own source",
     "cli/command.py": "config files, which are the user's, and the width of the terminal",
     "cli/firstrun.py": "the driver of this machine",
     "cli/schedules.py": "the width of the terminal",
@@ -156,7 +156,7 @@ def path_touches(path: pathlib.Path) -> set[str]:
 def test_files_are_opened_and_made_in_one_module(path):
     found = path_touches(path)
     assert not found or path == PATHS or str(path.relative_to(PACKAGE)).startswith((*OWN_WAY,)), (
-        f"use runtime/files.py for {found}"
+        f"use storage/files.py for {found}"
     )
 
 

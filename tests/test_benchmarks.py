@@ -79,7 +79,7 @@ def run_here(line, monkeypatch):
     """The status of a command line of a benchmark, run in this process."""
     name, *arguments = line.split()
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.setattr("parallax.runtime.devices.simulate_devices", lambda count: None)  # eight are here
+    monkeypatch.setattr("parallax.hardware.devices.simulate_devices", lambda count: None)  # eight are here
     caches = jax.config.jax_enable_compilation_cache
     try:
         with pytest.raises(SystemExit) as end, mock.patch.dict(os.environ), mock.patch.object(sys, "path", [*sys.path]):

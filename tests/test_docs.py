@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from docs_commands import (
+from support.docs_commands import (
     BEFORE,
     CHEAPER,
     COMMAND,
@@ -35,16 +35,16 @@ from docs_commands import (
     named_in_text,
     without_fences,
 )
-from tiny import mesh_of
+from support.tiny_model import mesh_of
 
 from configs.base import get_config
 from docs import config_keys, notebook_pages
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import default_settings, read_settings
-from parallax.runtime.version import VERSION, code_version
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
+from parallax.version import VERSION, code_version
 
 README = ROOT / "README.md"
 AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "cp", "ep", "tp")]
@@ -90,7 +90,7 @@ def test_nothing_that_a_user_reads_installs_somebody_elses_package():
 def test_the_version_is_that_of_the_source_whatever_is_installed_by_the_name_of_the_import():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "parallax.runtime.version.VERSION"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "parallax.version.VERSION"}
     assert code_version().startswith(f"{VERSION}+") and re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
 

@@ -7,7 +7,7 @@ import fingerprints
 import jax
 import jax.numpy as jnp
 import pytest
-from traced_settings import CASES
+from support.traced_settings import CASES
 
 ROW = "dp"
 

@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 import jax
 import numpy as np
 import pytest
-from run_examples import tiny_config
-from tiny import build, mesh_of
+from support.run_examples import tiny_config
+from support.tiny_model import build, mesh_of
 
 import parallax as px
 from configs.base import get_config
 from parallax.config.settings import PRINTED_WIDTH
-from parallax.runtime.errors import CheckpointError, ConfigError, NotationError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import CheckpointError, ConfigError, NotationError
+from parallax.storage.run_files import read_metrics
 
 VOID = {"br"}
 
@@ -68,7 +68,7 @@ LATE = """
 import sys
 import jax
 import parallax as px
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 if sys.argv[1] == "late":
     jax.numpy.ones(3)
 try:

@@ -11,7 +11,6 @@ import re
 import nbformat
 import notebook_runs
 import numpy as np
-import plotted
 import pytest
 from matplotlib import image
 from matplotlib import pyplot as plt
@@ -26,6 +25,7 @@ from notebook_runs import (
     execute,
     was_saved_as_it_ran,
 )
+from support import figure_data
 
 QUICK = "02_the_notation"  # the others compile training steps
 LARGEST_BYTES = 1_000_000  # half of the largest is schedules, which are drawn as SVG
@@ -47,7 +47,7 @@ def test_notebook_shows_what_is_stored(path):
     """`make test-notebooks` runs all of them."""
     stored = nbformat.read(path, as_version=4)
     ran = execute(path)
-    assert any(plotted.FORM in output.get("data", {}) for cell in ran.cells for output in cell.get("outputs", []))
+    assert any(figure_data.FORM in output.get("data", {}) for cell in ran.cells for output in cell.get("outputs", []))
     found = differences(stored, ran)
     assert not found, "\n".join([f"{path.name}; {AGAIN}", *found])
 
@@ -183,7 +183,7 @@ def drawing(*, height=2.0, colour="C0", label="loss", scale="linear", shade=0.5,
     left.legend()
     right.imshow(np.array([[0, shade], [1, np.nan]]), vmin=0, vmax=1)
     right.scatter([1, 2], [height, 3])
-    forms = {"text/plain": "<Figure size 640x480 with 2 Axes>", plotted.FORM: plotted.Plotted()(figure)}
+    forms = {"text/plain": "<Figure size 640x480 with 2 Axes>", figure_data.FORM: figure_data.Plotted()(figure)}
     plt.close(figure)
     return notebook_of(forms)
 

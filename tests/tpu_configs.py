@@ -14,7 +14,7 @@ from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
-from parallax.runtime.chips import chip
+from parallax.hardware.chips import chip
 from parallax.step.resolve import resolve
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"

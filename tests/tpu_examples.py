@@ -16,7 +16,7 @@ from parallax.analysis.compiled import read_compiled, read_step
 from parallax.analysis.step_time import step_time
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.chips import chip
+from parallax.hardware.chips import chip
 from parallax.sharding.host import order_on_tpu
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import step_of

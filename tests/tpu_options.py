@@ -5,7 +5,7 @@ import io
 
 from parallax.analysis.topology import devices_of, read_topology, without_chips
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import CHIPS
+from parallax.hardware.chips import CHIPS
 from parallax.sharding import compiler
 from parallax.sharding.mesh import make_mesh
 

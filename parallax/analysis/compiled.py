@@ -29,13 +29,13 @@ from parallax.analysis.hlo import (
 from parallax.analysis.recompute import forward_flops, recomputed_flops
 from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
+from parallax.errors import ConfigError
+from parallax.hardware.chips import Chip, chip
 from parallax.model.exchange import SENT
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.runtime.chips import Chip, chip
-from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS

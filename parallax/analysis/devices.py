@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.memory import bytes_on_device
 from parallax.analysis.topology import Topology, host_numbers
 from parallax.config.sections import MATMULS, ModelConfig
-from parallax.runtime.chips import Chip, chip
-from parallax.runtime.devices import start_devices
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError
+from parallax.hardware.chips import Chip, chip
+from parallax.hardware.devices import start_devices
 
 MATMUL, MACHINE_MATMUL = 512, 1024  # rows and columns of factors: of each device, and of all together
 COPIED_BYTES = 2**24  # of each device: larger than caches

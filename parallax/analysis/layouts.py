@@ -11,11 +11,11 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.config.remat import REMAT
 from parallax.config.sections import AUTO, POLICY_NAMES, ModelConfig
 from parallax.config.settings import Settings
+from parallax.errors import ConfigError, ParallaxError, divisors
 from parallax.model.checks import check_context, check_kernel_on
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
 from parallax.step.step import abstract_state, model_and_optimizer

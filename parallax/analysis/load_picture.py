@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.run_files import number_of
-from parallax.runtime.svg import TIP, svg
+from parallax.display.svg import TIP, svg
+from parallax.errors import ConfigError
+from parallax.storage.run_files import number_of
 
 MAPS = 4  # number of steps that are drawn, including the first and the last
 PICTURE_WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
+from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel, first_state
-from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainState, abstract_state

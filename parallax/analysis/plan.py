@@ -18,12 +18,12 @@ from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings
+from parallax.display.units import duration, in_bytes, percent
+from parallax.errors import ConfigError
+from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.exchange import EXCHANGES
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
-from parallax.runtime.chips import KERNEL_EFFICIENCY
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.units import duration, in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import DEVICE, HOST

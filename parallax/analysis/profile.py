@@ -19,10 +19,10 @@ from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, Com
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.render import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
-from parallax.runtime.errors import DataError, errors_as
-from parallax.runtime.files import read_bytes, read_object
-from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
-from parallax.runtime.units import percent
+from parallax.display.units import percent
+from parallax.errors import DataError, errors_as
+from parallax.storage.files import read_bytes, read_object
+from parallax.storage.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 
 XPLANE = "*.xplane.pb"
 MOST_TRACE_BYTES = 1 << 31  # of a protocol buffer

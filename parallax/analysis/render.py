@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.runtime.html import html_table
-from parallax.runtime.units import percent
+from parallax.display.html import html_table
+from parallax.display.units import percent
 
 TEXT_WIDTH = 80  # columns of text
 LEAST_CELL = 8  # characters that a shortened name keeps

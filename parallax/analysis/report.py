@@ -21,10 +21,10 @@ from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page
 from parallax.analysis.step_time import StepTime, compiled_parts, overlaps, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
-from parallax.runtime.chips import chip
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.progress import waiting
-from parallax.runtime.units import in_bytes, in_flops, percent
+from parallax.display.progress import waiting
+from parallax.display.units import in_bytes, in_flops, percent
+from parallax.errors import ConfigError
+from parallax.hardware.chips import chip
 from parallax.step.resolve import likely_entries, resolve, with_vocab_of_weights
 from parallax.step.step import TrainStep, abstract_state, step_of
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from parallax.analysis.hlo import Computation, Instruction, Module, arrays_of, shape_bytes
-from parallax.runtime.chips import Chip
+from parallax.hardware.chips import Chip
 
 PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 # Instructions that run nothing, and copies between GPU and host, which do not use the bandwidth of GPU memory.

@@ -51,9 +51,9 @@ from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
 from parallax.config.settings import Settings
+from parallax.errors import ConfigError
+from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.runtime.chips import KERNEL_EFFICIENCY, Chip
-from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus

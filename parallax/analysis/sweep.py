@@ -49,18 +49,18 @@ from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
 from parallax.config.sections import ATTENTION, EXPERTS
 from parallax.config.settings import Settings
+from parallax.display.svg import INK, PAPER, TIP, svg
+from parallax.display.units import in_bytes, percent
+from parallax.errors import ConfigError, errors_as
+from parallax.hardware.chips import Chip
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
-from parallax.runtime.chips import Chip
-from parallax.runtime.errors import ConfigError, errors_as
-from parallax.runtime.files import read_object, write_whole
-from parallax.runtime.svg import INK, PAPER, TIP, svg
-from parallax.runtime.units import in_bytes, percent
-from parallax.runtime.version import code_version, version_of
 from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.host import DEVICE, rests_on_host
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
+from parallax.storage.files import read_object, write_whole
+from parallax.version import code_version, version_of
 
 # Of the seven products of blockwise attention, forward and backward: the number that read attention weights or their
 # gradients, and the number that write scores or gradients of attention weights, in float32.

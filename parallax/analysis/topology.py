@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from parallax.runtime.chips import LINKS_BETWEEN_CORES, Chip, chip
-from parallax.runtime.errors import ConfigError, how_to_install
+from parallax.errors import ConfigError, how_to_install
+from parallax.hardware.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.sharding.mesh import torus_pieces
 from parallax.step.resolve import Devices
 

@@ -20,17 +20,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from parallax import jaxprs
+from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.runtime import jaxprs
-from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
-from parallax.runtime.version import PACKAGE
 from parallax.sharding import collectives, einsum, layout
 from parallax.sharding.plan import GRADIENTS
 from parallax.step.step import UPDATE, TrainStep, abstract_state
+from parallax.version import PACKAGE
 
 # Files that send on behalf of their callers.
 PLUMBING = tuple(module.__file__ for module in (collectives, dense, einsum, jaxprs, layout, products))

@@ -10,8 +10,8 @@ import numpy as np
 import tensorstore
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
-from parallax.runtime.errors import CheckpointError, first_few, first_line
-from parallax.runtime.files import PlainPath
+from parallax.errors import CheckpointError, first_few, first_line
+from parallax.storage.files import PlainPath
 
 PIECE_BYTES = 1 << 26
 # Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.

@@ -19,9 +19,9 @@ from parallax.checkpoint.steps import (
     wrong_files,
 )
 from parallax.config.settings import compare_settings, difference_text
-from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
-from parallax.runtime.files import PlainPath
-from parallax.runtime.multihost.job import tried_by_all
+from parallax.errors import CheckpointError, first_few, first_line, tell
+from parallax.processes.job import tried_by_all
+from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
 

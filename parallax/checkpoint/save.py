@@ -17,9 +17,9 @@ from parallax.checkpoint import steps
 from parallax.checkpoint.arrays import check_written, flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.config.sections import CheckpointConfig
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, first_line
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
+from parallax.errors import CheckpointError, first_line
+from parallax.storage import files
 
 
 class CheckpointWriter(contextlib.AbstractContextManager):

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, errors_as, first_few
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
+from parallax.errors import CheckpointError, errors_as, first_few
+from parallax.storage import files
 
 FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"

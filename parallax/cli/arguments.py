@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parallax.runtime.errors import ConfigError, errors_as, quoted, why_not_local
-from parallax.runtime.files import write_file
+from parallax.errors import ConfigError, errors_as, quoted, why_not_local
+from parallax.storage.files import write_file
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,16 +23,16 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict
 
+from parallax import errors
 from parallax.cli.arguments import dashed
 from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
-from parallax.runtime import errors
-from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
-from parallax.runtime.run_files import RunFiles
+from parallax.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
+from parallax.hardware.devices import leave_out_absent_tpu
+from parallax.storage.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # most characters of an error that a config file raises

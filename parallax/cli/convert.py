@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     import absl.logging
@@ -22,11 +22,11 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import HELP, config_keys, key_default, read_line
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
+    from parallax.errors import ConfigError, exit_status
+    from parallax.hardware.devices import leave_out_absent_tpu
     from parallax.interop.export import export_params, import_params
     from parallax.interop.hf_config import check_own_keys
     from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
-    from parallax.runtime.devices import leave_out_absent_tpu
-    from parallax.runtime.errors import ConfigError, exit_status
     from parallax.step.resolve import VOCAB_MULTIPLE
 
 SHARD_MBYTES = 4096

@@ -17,10 +17,10 @@ from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
-from parallax.runtime.devices import usable_cpus
-from parallax.runtime.errors import ConfigError, DataError, check_choice, check_local, exit_status
-from parallax.runtime.progress import speak_on
-from parallax.runtime.user_code import FORM, imported_code, names_code
+from parallax.display.progress import speak_on
+from parallax.errors import ConfigError, DataError, check_choice, check_local, exit_status
+from parallax.hardware.devices import usable_cpus
+from parallax.user_code import CODE_FORM, imported_code, names_code
 
 TRAINING = DataConfig()
 AGAIN = "stopped; run the same command again to resume"
@@ -51,7 +51,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     meaning = {field.name: field.metadata["key"].meaning for field in fields(DataConfig)}
     as_training = lambda name, text: f"{text} (default: {getattr(TRAINING, name)}, as in training)"  # noqa: E731
-    sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {FORM}"
+    sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {CODE_FORM}"
     add("--source", required=True, help=sources)
     add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
     add("--field", help=as_training("field", meaning["field"]))

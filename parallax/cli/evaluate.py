@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
@@ -23,13 +23,13 @@ with loading(__name__, sys.stderr):
     from parallax.data import Reader, open_reader
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
+    from parallax.errors import ConfigError, DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
-    from parallax.runtime.errors import ConfigError, DataError, tell
-    from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.batches import put_on, saved_cache
     from parallax.step.resolve import with_tokenizer
     from parallax.step.step import make_eval_step
+    from parallax.storage.run_files import RunFiles
     from parallax.training.evaluation import mean_loss
 
 USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"

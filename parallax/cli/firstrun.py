@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallax.runtime.progress import loading, make_room, waiting
+from parallax.display.progress import loading, make_room, waiting
 
 with loading(__name__, sys.stderr):
     import jax
@@ -38,17 +38,17 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
-    from parallax.runtime.devices import start_devices
-    from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
-    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
-    from parallax.runtime.multihost.job import connect, is_first, join, leave, limited, reporting, set_phase, several
-    from parallax.runtime.units import in_bytes, percent
-    from parallax.runtime.version import code_version, version_of, versions
+    from parallax.display.units import in_bytes, percent
+    from parallax.errors import ConfigError, ParallaxError, check_whole, tell
+    from parallax.hardware.devices import start_devices
+    from parallax.processes.address import ADDRESS_FLAGS, read_address
+    from parallax.processes.job import connect, is_first, join, leave, limited, reporting, set_phase, several
     from parallax.sharding.compiler import compiler_options
     from parallax.sharding.mesh import make_mesh
     from parallax.step.batches import own_part, put_on
     from parallax.step.resolve import Devices, resolve
     from parallax.step.step import TrainState, TrainStep, model_of, step_of
+    from parallax.version import code_version, version_of, versions
 
 WARM_UP = 2  # steps that are excluded from times
 USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"

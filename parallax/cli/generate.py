@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     import absl.logging
@@ -24,10 +24,10 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
+    from parallax.errors import ConfigError, exit_status, nearest, printable, tell
+    from parallax.hardware.devices import leave_out_absent_tpu
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
-    from parallax.runtime.devices import leave_out_absent_tpu
-    from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
 # Flags from keys of the config's sections.
 SAMPLE_FIELDS = [field for field in dataclasses.fields(SampleConfig) if field.name != "prompt"]

@@ -27,8 +27,8 @@ from typing import BinaryIO, TextIO
 
 from parallax.cli.arguments import Parser, positive
 from parallax.config.reference import CONFIGS
-from parallax.runtime.errors import EXIT_RESTART, ConfigError, exit_status, tell
-from parallax.runtime.multihost.address import ADDRESS_FLAGS, TOKEN
+from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
+from parallax.processes.address import ADDRESS_FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECS = 0.05

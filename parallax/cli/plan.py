@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.analysis import plan
@@ -24,8 +24,8 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
-    from parallax.runtime.devices import simulate_devices, start_devices
-    from parallax.runtime.errors import ConfigError, check_whole
+    from parallax.errors import ConfigError, check_whole
+    from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.step.resolve import resolve
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"

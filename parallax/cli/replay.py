@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     import numpy as np
@@ -19,10 +19,10 @@ with loading(__name__, sys.stderr):
     from parallax.checkpoint.steps import complete_steps
     from parallax.cli.command import Flag, read_line_of_run, run_command
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
-    from parallax.runtime.devices import simulate_devices
-    from parallax.runtime.errors import CheckpointError, ConfigError
-    from parallax.runtime.run_files import read_metrics
+    from parallax.errors import CheckpointError, ConfigError
+    from parallax.hardware.devices import simulate_devices
     from parallax.step.step import TrainState, abstract_state, make_train_step
+    from parallax.storage.run_files import read_metrics
     from parallax.training.build import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallax.runtime.progress import loading, waiting
+from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     import jax
@@ -28,9 +28,9 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.sections import AUTO, MeshConfig
     from parallax.config.settings import Settings
+    from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import ATTENTION_KERNELS
-    from parallax.runtime.devices import simulate_devices, start_devices
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
     from parallax.step.resolve import fit_to_devices
 

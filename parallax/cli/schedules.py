@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser, positive, write_output
-from parallax.runtime.errors import ConfigError, check_local, exit_status
-from parallax.runtime.units import percent
-from parallax.runtime.user_code import FORM, imported_code
+from parallax.display.units import percent
+from parallax.errors import ConfigError, check_local, exit_status
 from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import LONGEST, SHORTEST, USUAL, Costs, figures
 from parallax.schedules.schedule import Schedule
 from parallax.schedules.timetable import grid_text
+from parallax.user_code import CODE_FORM, imported_code
 
 TERMINAL_COLOURS = {"F": 34, "B": 33, "W": 32}  # terminal codes of blue, yellow, green
 COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name == "interleaved" else (1,))]
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
-    add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, the path of a .csv file, or {FORM}")
+    add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, the path of a .csv file, or {CODE_FORM}")
     add("--stages", type=positive, metavar="P", help="pipeline ranks, each with --virtual stages")
     add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
     add("--virtual", type=positive, metavar="V", help="stages on each rank, for interleaved (default: 1)")

@@ -34,10 +34,10 @@ from rich.text import Text
 from parallax.analysis.load_picture import load_picture
 from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
-from parallax.runtime.run_files import COPIED, LARGEST_STEP, RunFiles, is_of_save, number_of, row_of
-from parallax.runtime.units import decimal, duration, in_bytes, percent
+from parallax.display.units import decimal, duration, in_bytes, percent
+from parallax.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
+from parallax.storage import files
+from parallax.storage.run_files import COPIED, LARGEST_STEP, RunFiles, is_of_save, number_of, row_of
 
 FRESH_SECS = 1.0  # between two reads of the files
 SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # without fonts from other sites

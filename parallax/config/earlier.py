@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallax.config.sections import SECTIONS
-from parallax.runtime.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, check_choice
 
 # Replacements of removed keys: a function of the old value and all sections, which returns values by key, as
 # "section.key", and raises ConfigError for a value that the old key did not accept.

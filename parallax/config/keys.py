@@ -6,8 +6,8 @@ import os
 import re
 from typing import Any, ClassVar
 
-from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
-from parallax.runtime.user_code import FORM, check_call, codes_by_name, names_code
+from parallax.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
+from parallax.user_code import CODE_FORM, check_call, codes_by_name, names_code
 
 LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
@@ -64,7 +64,7 @@ class Key:
 
     def _check_code(self, name: str, value: str) -> None:
         if bool(codes_by_name(value)) != self.by_name:
-            form = '"NAME=module:name"' if self.by_name else FORM
+            form = '"NAME=module:name"' if self.by_name else CODE_FORM
             raise ConfigError(f"{name}={quoted(value)} must be {form}.")
         if getattr(value, "target", None) is not None:
             check_call(name, value, self.code)
@@ -80,7 +80,7 @@ class Key:
             _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
             wrong = self.says or f"is unknown; {nearest(value, self.choices)}"
-            raise ConfigError(f"{name}={quoted(value)} {wrong}{f', or {FORM}' if self.code else ''}")
+            raise ConfigError(f"{name}={quoted(value)} {wrong}{f', or {CODE_FORM}' if self.code else ''}")
 
     def _check_range(self, name: str, value: float, section: type["Section"], *, whole: bool) -> None:
         most = section.most if whole and self.most is None else self.most

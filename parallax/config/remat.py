@@ -3,7 +3,7 @@ the parts whose residuals are in host memory."""
 
 from collections.abc import Iterable
 
-from parallax.runtime.errors import ConfigError, nearest, quoted
+from parallax.errors import ConfigError, nearest, quoted
 
 # Activation names, which layers set with `checkpoint_name`, in the order of a layer, and the activations of each.
 REMAT_PARTS = {

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
-from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
-from parallax.runtime.user_code import UserCode, codes_by_name, names_code
+from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
 from parallax.schedules import SCHEDULES, check_schedule
+from parallax.user_code import UserCode, codes_by_name, names_code
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")

@@ -11,10 +11,10 @@ from typing import Any
 from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS, STEP_RANGE
-from parallax.runtime.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
-from parallax.runtime.files import OBJECT_BYTES, read_object
-from parallax.runtime.html import html_table
-from parallax.runtime.user_code import UserCode, imported_code, saved_code
+from parallax.display.html import html_table
+from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
+from parallax.storage.files import OBJECT_BYTES, read_object
+from parallax.user_code import UserCode, imported_code, saved_code
 
 PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallax.runtime.errors import DataError
+from parallax.errors import DataError
 
 MOST_GROWTH = 256  # published tokenizers stay below 80
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

@@ -23,10 +23,10 @@ from parallax.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from parallax.runtime import files
-from parallax.runtime.errors import ConfigError, DataError, first_few, shown
-from parallax.runtime.progress import waiting
-from parallax.runtime.units import in_bytes
+from parallax.display.progress import waiting
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError, DataError, first_few, shown
+from parallax.storage import files
 
 SHARD_BYTES = 32 << 20  # bytes of text: a few seconds of BPE, for fine-grained progress and resuming
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text to train a BPE; more hardly changes its entries

@@ -19,9 +19,9 @@ from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
-from parallax.runtime.devices import usable_cpus
-from parallax.runtime.errors import ConfigError, DataError, check_choice
-from parallax.runtime.files import open_file
+from parallax.errors import ConfigError, DataError, check_choice
+from parallax.hardware.devices import usable_cpus
+from parallax.storage.files import open_file
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked as a whole when opened, which takes about a second
 CHECKED_IDS = 1 << 20  # at once

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from parallax.data.tokenizer import Tokenizer, as_document
-from parallax.runtime.errors import DataError, errors_as, names_of, quoted
-from parallax.runtime.files import LARGEST_BYTES, open_file, read_object, write_whole
+from parallax.errors import DataError, errors_as, names_of, quoted
+from parallax.storage.files import LARGEST_BYTES, open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"

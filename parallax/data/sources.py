@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.data.shards import MANIFEST_FILE
-from parallax.runtime.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
-from parallax.runtime.files import LARGEST_BYTES, matching, names_in, object_of, open_file
-from parallax.runtime.progress import waiting
-from parallax.runtime.user_code import named, names_code
+from parallax.display.progress import waiting
+from parallax.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
+from parallax.storage.files import LARGEST_BYTES, matching, names_in, object_of, open_file
+from parallax.user_code import named, names_code
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
 TEXT_PIECE_BYTES = 1 << 16

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from parallax.runtime.errors import DataError, quoted
+from parallax.errors import DataError, quoted
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Other projects' names of the token that ends a document, for tokenizers whose files do not name it.

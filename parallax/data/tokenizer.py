@@ -18,8 +18,8 @@ import numpy as np
 from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.data.growth import check_growth
 from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
-from parallax.runtime.errors import ConfigError, DataError, errors_as, first_line, how_to_install, imported
-from parallax.runtime.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
+from parallax.errors import ConfigError, DataError, errors_as, first_line, how_to_install, imported
+from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`

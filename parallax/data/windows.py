@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from parallax.errors import LARGEST_INT32, DataError
 from parallax.model.batch import IGNORED
-from parallax.runtime.errors import LARGEST_INT32, DataError
 
 
 def batch_arrays(

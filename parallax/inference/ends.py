@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from parallax.data.tokenizer import Tokenizer
-from parallax.runtime.errors import CheckpointError, ConfigError
-from parallax.runtime.files import object_of, read_bytes
-from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
+from parallax.errors import CheckpointError, ConfigError
+from parallax.storage.files import object_of, read_bytes
+from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
 
 def eos_ids(where: str, content: Mapping[str, Any]) -> list[int]:

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import ModelConfig, SampleConfig
 from parallax.data.tokenizer import Tokenizer, with_begin
+from parallax.errors import ConfigError, quoted
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
-from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import ConfigError, quoted
 from parallax.sharding.activations import TOKEN_AXES
+from parallax.sharding.parameter import in_32_bits
 
 
 def complete(

@@ -27,20 +27,20 @@ from parallax.config.settings import (
 )
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from parallax.display.html import html_table
+from parallax.display.progress import make_room, waiting
+from parallax.display.svg import svg
+from parallax.errors import CheckpointError, ConfigError, DataError, nearest, tell
+from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.inference.ends import ends_of_step
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
-from parallax.runtime.compile_cache import use_compile_cache
-from parallax.runtime.devices import simulate_devices, start_devices
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
-from parallax.runtime.html import html_table
-from parallax.runtime.progress import make_room, waiting
-from parallax.runtime.run_files import RunFiles, number_of, read_metrics
-from parallax.runtime.svg import svg
+from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split
 from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.step.step import model_of
+from parallax.storage.run_files import RunFiles, number_of, read_metrics
 
 MESH_KEYS = (*ALL_AXES, "simulate")  # keys of a run's mesh that a command may change
 LARGEST_DRAWN = 1e99

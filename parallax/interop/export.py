@@ -22,17 +22,17 @@ from parallax.checkpoint.steps import (
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from parallax.errors import CheckpointError, first_few, shown, writing
+from parallax.hardware.devices import start_devices
 from parallax.inference.ends import ends_of_step
 from parallax.interop.safetensors import read_model, write_model
-from parallax.runtime import files
-from parallax.runtime.devices import start_devices
-from parallax.runtime.errors import CheckpointError, first_few, shown, writing
-from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
-from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import ShardingPlan
 from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.step.step import model_of
+from parallax.storage import files
+from parallax.storage.run_files import GENERATION_CONFIG, RECORD
+from parallax.version import code_version
 
 STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 CARRIED = ("config.json", TOKENIZER_FILE)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from parallax.config.sections import ModelConfig
+from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.model.rope import Rope
-from parallax.runtime.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 
 NEEDED: Any = object()  # the default of a required field
 LARGEST_NUMBER = 1e30  # far beyond any model; values computed from it are still finite floats
@@ -109,7 +109,7 @@ class Fields:
     64
     >>> fields.only("hidden_act", "silu")
     Traceback (most recent call last):
-    parallax.runtime.errors.ConfigError: config.json: hidden_act='gelu' is not supported; supported: 'silu'
+    parallax.errors.ConfigError: config.json: hidden_act='gelu' is not supported; supported: 'silu'
     """
 
     def __init__(self, where: str, content: Mapping[str, Any], notes: list[str] | None = None):

@@ -15,6 +15,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES, flatten
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
@@ -22,10 +23,9 @@ from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import FusedTensor, ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError, errors_as
-from parallax.runtime.run_files import GENERATION_CONFIG, RECORD
 from parallax.sharding.parameter import Role
+from parallax.storage import files
+from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
 CONFIG = "config.json"
 # Small texts that users expect in such a folder.

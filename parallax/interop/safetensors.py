@@ -26,8 +26,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
-from parallax.runtime.errors import CheckpointError, quoted, shown
-from parallax.runtime.files import LARGEST_BYTES, new_file, object_of, open_file, read_object, write_whole
+from parallax.errors import CheckpointError, quoted, shown
+from parallax.storage.files import LARGEST_BYTES, new_file, object_of, open_file, read_object, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from parallax.runtime.errors import LARGEST_INT32, DataError, nearest
+from parallax.errors import LARGEST_INT32, DataError, nearest
 
 IGNORED = -1  # the label of a position that does not count
 BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
@@ -29,7 +29,7 @@ def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BA
 
     >>> checked({"tokens": np.array([[3, 9]])}, 8, names=("tokens",))
     Traceback (most recent call last):
-    parallax.runtime.errors.DataError: tokens[0, 1]=9 is out of range; use 0 to 7 (model.vocab=8)
+    parallax.errors.DataError: tokens[0, 1]=9 is out of range; use 0 to 7 (model.vocab=8)
     """
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is a dict of the arrays {', '.join(names)}, not {type(batch).__name__}")

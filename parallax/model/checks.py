@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.config.sections import AUTO, LayoutConfig, ModelConfig, PipelineConfig
+from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import (
@@ -17,7 +18,6 @@ from parallax.model.kernels import (
     TRITON_WIDEST,
     widest_head,
 )
-from parallax.runtime.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves

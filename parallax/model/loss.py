@@ -10,10 +10,10 @@ from jax import Array, lax
 from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
-from parallax.runtime.user_code import named
 from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS
+from parallax.user_code import named
 
 LOGITS = "logits"  # the scope of the head's products, for traces
 

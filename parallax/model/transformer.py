@@ -26,6 +26,8 @@ from parallax.config.sections import (
     LossConfig,
     ModelConfig,
 )
+from parallax.errors import ConfigError, quoted
+from parallax.jaxprs import needed, part
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dense import Dense
@@ -38,13 +40,11 @@ from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
-from parallax.runtime.errors import ConfigError, quoted
-from parallax.runtime.jaxprs import needed, part
-from parallax.runtime.user_code import codes_by_name, named
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
+from parallax.user_code import codes_by_name, named
 
-NORMS, MLPS = {"rms": RMSNorm}, {"gated": GatedMLP}
+RESIDUAL_NORMS, MLPS = {"rms": RMSNorm}, {"gated": GatedMLP}
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        norm = partial(_made, "model.norm", self.model.norm, NORMS, layout=residual, sizes=sizes, eps=eps)
+        norm = partial(_made, "model.norm", self.model.norm, RESIDUAL_NORMS, layout=residual, sizes=sizes, eps=eps)
         self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
         self.mlp_norm = norm(part=MLP)
@@ -166,7 +166,7 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
-        norm = named("model.norm", model.norm, NORMS)
+        norm = named("model.norm", model.norm, RESIDUAL_NORMS)
         head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
         own = codes_by_name(model.block_kinds)
         block = dict(model=model, residual=residual, family=family, kv=kv, measures=measures)

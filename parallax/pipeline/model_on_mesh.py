@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from parallax.config.remat import check_residuals_on, recomputed_parts
 from parallax.config.sections import AUTO, BLOCKS
 from parallax.config.settings import Settings
+from parallax.errors import ConfigError
 from parallax.model import checks
 from parallax.model.batch import checked
 from parallax.model.context import Context, training_context
@@ -27,7 +28,6 @@ from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
 from parallax.pipeline.slots import index
-from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS

@@ -11,8 +11,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.config.remat import REMAT_PARTS
-from parallax.runtime.errors import ConfigError, nearest
-from parallax.runtime.jaxprs import ancestors, apply, called, part, within
+from parallax.errors import ConfigError, nearest
+from parallax.jaxprs import ancestors, apply, called, part, within
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save

@@ -10,10 +10,10 @@ import io
 from collections.abc import Collection
 from pathlib import Path
 
-from parallax.runtime.errors import errors_as
-from parallax.runtime.files import OBJECT_BYTES, names_in, read_bytes, write_whole
+from parallax.errors import errors_as
 from parallax.schedules.schedule import Schedule
 from parallax.schedules.timetable import ACTION_KINDS, Action, ScheduleError, refused
+from parallax.storage.files import OBJECT_BYTES, names_in, read_bytes, write_whole
 
 Placed = tuple[int, int, Action]  # rank, tick, and action
 

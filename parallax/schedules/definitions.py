@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
-from parallax.runtime.user_code import FORM, named, names_code
+from parallax.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.csv_files import load_csv
 from parallax.schedules.schedule import Schedule
 from parallax.schedules.timetable import ACTION_KINDS, Action
+from parallax.user_code import CODE_FORM, named, names_code
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -149,7 +149,7 @@ def check_schedule(name: str, virtual: int) -> None:
     if not known:
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
-        advice = f"{nearest(spelled, SCHEDULES)}, the path of a .csv file, or {FORM}"
+        advice = f"{nearest(spelled, SCHEDULES)}, the path of a .csv file, or {CODE_FORM}"
         raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
     if virtual != 1 and name != "interleaved":
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parallax.runtime.svg import INK, PAPER, TIP, svg
+from parallax.display.svg import INK, PAPER, TIP, svg
 from parallax.schedules.pricing import Costs, figures, start_times, tick_ends
 from parallax.schedules.timetable import Timetable
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules.timetable import Action, Timetable
 
 SHORTEST, LONGEST = 1e-9, 1e9  # times of an action, in any unit; sums of them stay exact enough to compare

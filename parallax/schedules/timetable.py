@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallax.runtime.errors import ParallaxError
+from parallax.errors import ParallaxError
 
 ACTION_KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
 # Residuals that one action writes and a later one on the same rank reads: "FB" is held from F to B, and so on.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES
-from parallax.runtime.errors import NotationError
+from parallax.errors import NotationError
 from parallax.sharding.layout import Layout, check_rank, parse_move
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from parallax.runtime.chips import chip
-from parallax.runtime.errors import ConfigError, tell
-from parallax.runtime.version import version_of
+from parallax.errors import ConfigError, tell
+from parallax.hardware.chips import chip
+from parallax.version import version_of
 
 # Without this option compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}

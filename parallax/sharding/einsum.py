@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.runtime.errors import NotationError
+from parallax.errors import NotationError
 from parallax.sharding.layout import DIMS, Layout, check_rank
 
 

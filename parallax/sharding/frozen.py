@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from parallax.runtime.errors import ConfigError, nearest, quoted
+from parallax.errors import ConfigError, nearest, quoted
 from parallax.sharding.layout import named_leaves, with_parents
 from parallax.sharding.parameter import Declared, is_declared, map_declared
 

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from parallax.config.sections import ALL_AXES, AXES
-from parallax.runtime.errors import NotationError, divisors, listed, nearest, quoted
+from parallax.errors import NotationError, divisors, listed, nearest, quoted
 
 # Every dim that an array may have, with its letter in einsums and suffixes.
 DIMS = {

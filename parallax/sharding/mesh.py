@@ -10,8 +10,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from parallax.config.sections import AXES, INFERRED, MeshConfig
-from parallax.runtime.devices import start_devices
-from parallax.runtime.errors import ConfigError, divisors
+from parallax.errors import ConfigError, divisors
+from parallax.hardware.devices import start_devices
 
 SLOW_AXES = ("replica", "pp")  # axes that may use the network between slices; dp and tp send too much
 SHOWN_FACTORISATIONS = 12

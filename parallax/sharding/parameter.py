@@ -1,5 +1,6 @@
 """Parameters declared in the notation, with the shape of this device's piece."""
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,18 @@ from flax import struct
 from flax.errors import ScopeParamShapeError
 from jax import Array
 
-from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import check_choice
+from parallax.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
+
+
+def in_32_bits() -> contextlib.ContextDecorator:
+    """A context, or the decorator of a function, without JAX's 64-bit types.
+
+    With them (JAX_ENABLE_X64=1) initial values would be drawn in float64, which are other numbers, and scalars of an
+    update would be float64, to which other numbers follow.
+    """
+    return jax.enable_x64(False)
 
 
 class Role(enum.StrEnum):

@@ -28,15 +28,15 @@ from einops import pack, unpack
 from jax import Array, lax
 
 from parallax.config.sections import BLOCKS, PARTS
-from parallax.runtime.errors import ConfigError, check_choice, nearest
-from parallax.runtime.html import html_table
-from parallax.runtime.units import in_bytes
-from parallax.runtime.user_code import named, names_code
+from parallax.display.html import html_table
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError, check_choice, nearest
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
+from parallax.user_code import named, names_code
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
 WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may shard a layer's parameters

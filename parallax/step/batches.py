@@ -9,9 +9,9 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
-from parallax.runtime.files import object_if_readable
-from parallax.runtime.run_files import RunFiles
 from parallax.step.resolve import known_fingerprint, with_tokenizer
+from parallax.storage.files import object_if_readable
+from parallax.storage.run_files import RunFiles
 
 
 def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:

@@ -20,7 +20,7 @@ import optax
 from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import ParameterSpec, Role
 

@@ -14,14 +14,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
-from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import ConfigError, quoted
-from parallax.runtime.user_code import named, names_code, takes
+from parallax.errors import ConfigError, quoted
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.parameter import ParameterSpec, Role
+from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
+from parallax.user_code import named, names_code, takes
 
 UPDATE_OF = {Role.COUNTS: "balance", Role.MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
 DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay

@@ -12,12 +12,12 @@ from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
 from parallax.config.settings import Settings, read_settings
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.errors import ConfigError, DataError, quoted
 from parallax.model.checks import check_context, check_kernel_on, check_kernel_seq
 from parallax.model.kernels import BEFORE_AMPERE, FASTEST_KERNEL, LONGEST_BIAS
-from parallax.runtime.errors import ConfigError, DataError, quoted
-from parallax.runtime.run_files import RunFiles
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import resolve_sizes
+from parallax.storage.run_files import RunFiles
 
 # Matrix units work on multiples of 128, and such a vocab divides over any usual number of devices.
 VOCAB_MULTIPLE = 128

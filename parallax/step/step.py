@@ -13,16 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
+from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
-from parallax.runtime.bits import in_32_bits
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.parameter import Role
+from parallax.sharding.parameter import Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.expert_load import counts_of
 from parallax.step.guard import GuardState, init_guard, judge

@@ -16,8 +16,8 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from parallax.errors import ConfigError
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.host import HOST, argument_to_device, is_on_host, to_host
 from parallax.step.low_precision import Blocks
 

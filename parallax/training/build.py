@@ -12,19 +12,19 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.config.settings import Settings, code_of
 from parallax.data import Reader
 from parallax.data.tokenizer import Tokenizer
+from parallax.display.progress import waiting
+from parallax.errors import ConfigError
 from parallax.inference.generate import check_length, encode
 from parallax.pipeline import ShardedModel
-from parallax.runtime.compile_cache import use_compile_cache
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.multihost import job
-from parallax.runtime.progress import waiting
-from parallax.runtime.version import code_versions
+from parallax.processes import job
+from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split, own_part, put_on
 from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
 from parallax.step.step import abstract_state, model_and_optimizer
 from parallax.training.folder import RunFolder
 from parallax.training.resume import check_source, files_of_import
+from parallax.version import code_versions
 
 
 class RunComponents(NamedTuple):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
-from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
+from parallax.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.host import is_on_host, to_device
 from parallax.step.step import TrainState, in_their_memory

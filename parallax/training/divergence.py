@@ -18,13 +18,13 @@ from parallax.checkpoint.arrays import flatten
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.config.settings import Settings
 from parallax.data import Reader
+from parallax.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
-from parallax.runtime.multihost.job import set_phase
-from parallax.runtime.run_files import RunFiles
+from parallax.processes.job import set_phase
 from parallax.sharding.host import to_device
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.optimizer import global_norm
+from parallax.storage.run_files import RunFiles
 from parallax.training.logger import RunLogger
 
 SHOWN_RANGES = 8

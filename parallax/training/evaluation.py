@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from parallax.data import Reader
-from parallax.runtime.errors import DataError
-from parallax.runtime.multihost.job import tried_by_all
+from parallax.errors import DataError
+from parallax.processes.job import tried_by_all
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:

@@ -23,11 +23,11 @@ from parallax.config.settings import (
     default_settings,
     differences,
 )
-from parallax.runtime.chips import chip
-from parallax.runtime.devices import unused_accelerators
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.progress import waiting
-from parallax.runtime.units import in_bytes
+from parallax.display.progress import waiting
+from parallax.display.units import in_bytes
+from parallax.errors import ConfigError
+from parallax.hardware.chips import chip
+from parallax.hardware.devices import unused_accelerators
 from parallax.step.step import abstract_state
 from parallax.training.build import RunComponents, eval_count
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from parallax.config.settings import Settings
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, writing
-from parallax.runtime.multihost.job import is_first
-from parallax.runtime.run_files import TIME, RunFiles
-from parallax.runtime.version import VERSION, versions
+from parallax.errors import CheckpointError, ConfigError, writing
+from parallax.processes.job import is_first
+from parallax.storage import files
+from parallax.storage.run_files import TIME, RunFiles
+from parallax.version import VERSION, versions
 
 OWNER_LETTERS = 200  # most characters of a lock that are shown
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from parallax.config.settings import Settings
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
-from parallax.runtime.multihost.job import is_first
-from parallax.runtime.progress import make_room, printing_progress, progress_printer
-from parallax.runtime.run_files import ON_DISK, RunFiles, row_of
+from parallax.display.progress import make_room, printing_progress, progress_printer
+from parallax.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
+from parallax.processes.job import is_first
+from parallax.storage import files
+from parallax.storage.run_files import ON_DISK, RunFiles, row_of
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WANDB_SECS = 60  # timeout of the service at the start and at the end of a run

@@ -11,11 +11,11 @@ import jax
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
-from parallax.runtime.errors import DataError, ParallaxError
-from parallax.runtime.multihost import job
-from parallax.runtime.progress import FIRST_SECS, waiting
-from parallax.runtime.run_files import COPIED
+from parallax.display.progress import FIRST_SECS, waiting
+from parallax.errors import DataError, ParallaxError
+from parallax.processes import job
 from parallax.step.step import TrainState
+from parallax.storage.run_files import COPIED
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, not_finite
 from parallax.training.logger import RunLogger

@@ -13,7 +13,7 @@ import jax
 
 from parallax.analysis.devices import most_memory
 from parallax.analysis.flops import mfu
-from parallax.runtime.units import count, duration, in_bytes, in_flops
+from parallax.display.units import count, duration, in_bytes, in_flops
 
 LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100
 LEAST_WAIT = 0.01  # share of a step; shorter waits for data are not shown

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from parallax.config.settings import Settings
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, first_line, writing
-from parallax.runtime.multihost.job import set_phase
-from parallax.runtime.progress import waiting
-from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
+from parallax.display.progress import waiting
+from parallax.errors import CheckpointError, first_line, writing
+from parallax.processes.job import set_phase
 from parallax.step.step import TrainStep
+from parallax.storage import files
+from parallax.storage.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 
 
 class Profile(contextlib.AbstractContextManager):

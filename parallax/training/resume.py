@@ -24,12 +24,12 @@ from parallax.config.earlier import of_today
 from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings, difference_text
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
+from parallax.errors import CheckpointError, ConfigError, check_choice, first_few
 from parallax.model.transformer import Parts
-from parallax.runtime.errors import CheckpointError, ConfigError, check_choice, first_few
-from parallax.runtime.files import PlainPath, read_bytes
-from parallax.runtime.multihost.job import is_first, wait_for_all
-from parallax.runtime.run_files import GENERATION_CONFIG, RECORD, RunFiles
+from parallax.processes.job import is_first, wait_for_all
 from parallax.sharding.parameter import Role, map_declared
+from parallax.storage.files import PlainPath, read_bytes
+from parallax.storage.run_files import GENERATION_CONFIG, RECORD, RunFiles
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")

@@ -14,14 +14,13 @@ from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
 from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings, with_code
 from parallax.data import Prefetcher
+from parallax.display.progress import waiting
+from parallax.errors import writing
+from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
 from parallax.model.products import COMPUTE
-from parallax.runtime.devices import simulate_devices, start_devices
-from parallax.runtime.errors import writing
-from parallax.runtime.files import check_writable, write_file
-from parallax.runtime.multihost import job
-from parallax.runtime.progress import waiting
+from parallax.processes import job
 from parallax.step.step import (
     TrainState,
     abstract_state,
@@ -31,6 +30,7 @@ from parallax.step.step import (
     state_shardings,
     with_first_scales,
 )
+from parallax.storage.files import check_writable, write_file
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps

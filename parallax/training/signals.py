@@ -12,9 +12,9 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from parallax.runtime.errors import EXIT_RESTART
-from parallax.runtime.multihost.control_line import LAST_WORDS_SECS, end_within
-from parallax.runtime.multihost.job import is_first
+from parallax.errors import EXIT_RESTART
+from parallax.processes.control_line import LAST_WORDS_SECS, end_within
+from parallax.processes.job import is_first
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # these end the process when they come a second time
 STOPPING = (*ENDING, signal.SIGHUP)

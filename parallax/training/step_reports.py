@@ -12,7 +12,7 @@ import numpy as np
 
 from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
-from parallax.runtime.progress import FIRST_SECS, waiting
+from parallax.display.progress import FIRST_SECS, waiting
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
 from parallax.training.divergence import SkippedSteps

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 
-from parallax.runtime.errors import tell, thread_stacks
+from parallax.errors import tell, thread_stacks
 
 LEAST_STEPS = 5  # fewest steps for a meaningful median
 REMEMBERED_STEPS = 100

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from sent import step_collectives
-from tiny import build, optimizer_config
+from support.step_collectives import step_collectives
+from support.tiny_model import build, optimizer_config
 
 from parallax.analysis.collectives import (
     Sent,

@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 from parallax.analysis.command_buffers import CommandBuffers
 from parallax.analysis.hlo import parse_hlo
 from parallax.analysis.profile import profile_steps, read_traces
-from parallax.runtime.run_files import PROGRAM, TRACED
+from parallax.storage.run_files import PROGRAM, TRACED
 
 # Of each computation: instruction, kind or target, where the program asked for it, whose kernel it shares.
 LAYER = """

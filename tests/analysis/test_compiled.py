@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
+from support.tiny_model import build, make_batch, params_of
 
 from parallax import schedules
 from parallax.analysis.compiled import (
@@ -30,12 +32,10 @@ from parallax.analysis.hlo import axes_of, groups_of, parse_hlo
 from parallax.analysis.step_time import step_time
 from parallax.analysis.topology import one_way, read_topology, route
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import CHIPS, chip
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
+from parallax.hardware.chips import CHIPS, chip
 from parallax.schedules.pricing import Costs, tick_ends
 from parallax.sharding.mesh import make_mesh
-from tests.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
-from tests.tiny import build, make_batch, params_of
 
 TURNS, ROWS, WIDTH = 5, 4, 32
 

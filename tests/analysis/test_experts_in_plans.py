@@ -4,8 +4,8 @@ import re
 
 import jax
 import pytest
-import tiny
-from sent import step_collectives
+from support import tiny_model
+from support.step_collectives import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
@@ -18,7 +18,7 @@ from parallax.analysis.step_time import predict
 from parallax.analysis.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, make_train_step
@@ -28,11 +28,11 @@ FOUR = read_topology("v5e:2x2")
 
 
 def build(mesh, **changes):
-    return tiny.build(mesh, microbatches=4, **changes)
+    return tiny_model.build(mesh, microbatches=4, **changes)
 
 
 def adamw(model):
-    return make_optimizer(tiny.optimizer_config(), 1000, model.plan.rows)
+    return make_optimizer(tiny_model.optimizer_config(), 1000, model.plan.rows)
 
 
 def wide(**changes):

@@ -6,14 +6,14 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxprs import equations
-from run_examples import tiny_config
+from support.run_examples import tiny_config
+from support.traced_equations import equations
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
 from parallax.analysis.memory import memory
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.jaxprs import called, loop
+from parallax.jaxprs import called, loop
 from parallax.sharding.mesh import make_mesh
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, init_state, model_of

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from hlo_examples import HEADER
-from sent import step_collectives
+from support import tiny_model
+from support.hlo_examples import HEADER
+from support.step_collectives import step_collectives
 from test_plan import tiny as tiny_settings
 
 from parallax.analysis.compiled import costs_of, read_hlo_text
@@ -43,6 +43,8 @@ from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
+from parallax.errors import ConfigError
+from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.grouped_kernel import (
     gated_by_group,
     input_gradient_by_group,
@@ -50,8 +52,6 @@ from parallax.model.grouped_kernel import (
     weights_by_group,
 )
 from parallax.model.traffic import even_load, exchange_of, exchanged_rows
-from parallax.runtime.chips import KERNEL_EFFICIENCY
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
 from parallax.training.facts import size_tables
 
@@ -62,7 +62,7 @@ MIXTURE = dict(layers=8, layers_of="dense*2 moe*6", experts=8, experts_per_token
 
 def on(sizes, **changes):
     """The tiny mixture for accelerators, on a mesh of no devices."""
-    model = tiny.build((1, 1, 1), **MIXTURE | dict(microbatches=1, chunk_tokens=64) | changes)
+    model = tiny_model.build((1, 1, 1), **MIXTURE | dict(microbatches=1, chunk_tokens=64) | changes)
     return model.replace(mesh=abstract_mesh(dict(pp=1, dp=1, tp=1) | sizes))
 
 
@@ -84,7 +84,7 @@ def test_a_token_meets_its_experts_alone():
     assert counts["mlp"] == 2 * 3 * 32 * 64
     active = active_parameters(model.model, counts)
     assert active == counts | {"experts": 2 * moe}
-    dense = tiny.build((1, 1, 1), microbatches=1)
+    dense = tiny_model.build((1, 1, 1), microbatches=1)
     other = flops_per_token(dense.model, dense.plan.declared, seq=SEQ)
     found = flops_per_token(model.model, model.plan.declared, seq=SEQ)
     assert found - other == 6 * (3 * moe + 6 * 32 * 8 - 6 * 3 * 32 * 64)
@@ -155,7 +155,7 @@ def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have(
     assert exchange_of("auto", model, 8, on_cpus=True) == exchange_of("auto", model, 1, on_cpus=False) == "gather"
     assert exchange_of("ragged", model, 8, on_cpus=True) == "ragged"
     assert exchange_of("gather", model, 8, on_cpus=False) == "gather"
-    assert on({"ep": 4}).exchange == "ragged" and tiny.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
+    assert on({"ep": 4}).exchange == "ragged" and tiny_model.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from stand_ins import on_write
+from support.stand_ins import on_write
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
 from parallax.analysis import plan as plan_module
@@ -69,8 +69,8 @@ from parallax.cli import plan as command
 from parallax.cli.command import read_command
 from parallax.config.sections import AXES, POLICY_NAMES, ModelConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.chips import chip
-from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.errors import ConfigError, ParallaxError
+from parallax.hardware.chips import chip
 from parallax.schedules import SCHEDULES
 from parallax.step.step import model_of
 

@@ -6,17 +6,17 @@ import os
 import jax
 import pytest
 from jax.profiler import ProfileData
-from process_examples import flags_of, launched
-from run_examples import stop_at, tiny_config
-from stand_ins import Line
+from support.process_examples import flags_of, launched
+from support.run_examples import stop_at, tiny_config
+from support.stand_ins import Line
 
 from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.analysis.report import report_settings
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.report import main
 from parallax.config.settings import load_settings, read_settings
-from parallax.runtime.errors import ConfigError, DataError
-from parallax.runtime.run_files import PROGRAM, TRACED, RunFiles
+from parallax.errors import ConfigError, DataError
+from parallax.storage.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
 from parallax.training.run import train
 

@@ -12,7 +12,8 @@ import sys
 
 import jax
 import pytest
-import tiny
+from support import tiny_model
+from support.tiny_model import ROWS, SEQ, VOCAB
 
 import parallax as px
 from parallax.analysis.compiled import ModuleSecs
@@ -25,28 +26,28 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import likely_entries
 from parallax.step.step import make_train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
-HEAD = 6 * tiny.VOCAB * 32 * tiny.ROWS * tiny.SEQ  # FLOPs of its products, on all devices
+HEAD = 6 * VOCAB * 32 * ROWS * SEQ  # FLOPs of its products, on all devices
 QUICKSTART = "--config=configs/quickstart.py"
 
 
 def on(mesh, **changes):
     """A tiny model on a mesh of no devices, whose chunks of tokens are never filled up."""
     changes = dict(attention="gqa", layers=4, chunk_tokens=64) | changes
-    model = tiny.model_config(**changes)  # whose kernel no CPU may have
-    return tiny.build((1, 1, 1), **changes | {"kernel": "xla"}).replace(
+    model = tiny_model.model_config(**changes)  # whose kernel no CPU may have
+    return tiny_model.build((1, 1, 1), **changes | {"kernel": "xla"}).replace(
         model=model, mesh=abstract_mesh(dict(zip(AXES, mesh)))
     )
 
 
 def flops_of(mesh, **changes):
-    return flops_breakdown(on(mesh, **changes), tiny.ROWS, tiny.SEQ)
+    return flops_breakdown(on(mesh, **changes), ROWS, SEQ)
 
 
 # ---- FLOPs
@@ -60,8 +61,8 @@ def flops_of(mesh, **changes):
 )
 def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
     model = on(mesh, **changes)
-    flops = flops_breakdown(model, tiny.ROWS, tiny.SEQ)
-    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, tiny.make_batch())
+    flops = flops_breakdown(model, ROWS, SEQ)
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, tiny_model.make_batch())
     ranks = [flops_by_direction(program, at={"pp": rank, "dp": 0, "tp": 0}) for rank in range(mesh[0])]
     assert flops.executed == pytest.approx(sum(sum(rank.values()) for rank in ranks) / len(ranks), rel=1e-12)
     assert (flops.recomputed > 0) == (model.pipeline.remat != "none")
@@ -73,7 +74,7 @@ def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
 def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_model(kernel):
     dtype = {"dtype": "bfloat16"} if kernel == "cudnn" else {}
     flops = flops_of((1, 1, 1), remat="none", kernel=kernel, **dtype)
-    causal = 3 * 4 * tiny.SEQ * 8 * (8 + 8) * tiny.ROWS * tiny.SEQ  # as many as the model's own: half of all scores
+    causal = 3 * 4 * SEQ * 8 * (8 + 8) * ROWS * SEQ  # as many as the model's own: half of all scores
     again = causal / 3  # all scores once more, one of six products; seq is one block
     assert flops == (flops.model, causal + again, flops.padding, 0, 0, 0)
     assert 0 <= flops.padding < 0.1 * flops.model  # at most positions are rotated by products
@@ -104,9 +105,9 @@ def test_the_kernel_for_triton_is_counted_by_its_blocks_and_its_wider_heads():
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_waiting_is_the_schedules_bubble(schedule):
     model = on((4, 1, 1), schedule=schedule, remat="none")
-    flops = flops_breakdown(model, tiny.ROWS, tiny.SEQ)
+    flops = flops_breakdown(model, ROWS, SEQ)
     blocks = flops.executed - HEAD / 4
-    kernels = 4 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 64) * tiny.ROWS * tiny.SEQ / 4
+    kernels = 4 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 64) * ROWS * SEQ / 4
     bubble = figures(model.schedule, Costs(blocks / 3, 2 * blocks / 3, 2 * kernels)).lockstep_bubble
     assert flops.waiting / (flops.waiting + blocks) == pytest.approx(bubble)
 
@@ -123,10 +124,8 @@ def test_stages_of_unequal_size_wait_for_the_largest():
 @pytest.mark.slow
 def test_vocab_that_is_no_token_is_padding():
     model = on((1, 1, 1), remat="none")
-    all_tokens, some = (
-        flops_breakdown(model, tiny.ROWS, tiny.SEQ, entries=entries) for entries in (None, tiny.VOCAB - 10)
-    )
-    assert all_tokens.model - some.model == 6 * 10 * 32 * tiny.ROWS * tiny.SEQ == some.padding - all_tokens.padding
+    all_tokens, some = (flops_breakdown(model, ROWS, SEQ, entries=entries) for entries in (None, VOCAB - 10))
+    assert all_tokens.model - some.model == 6 * 10 * 32 * ROWS * SEQ == some.padding - all_tokens.padding
 
 
 # ---- the report
@@ -185,13 +184,13 @@ def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
 @pytest.mark.slow
 def test_a_step_in_a_notebook_is_reported_as_it_runs():
     # With recompute, XLA computes scores once for it and for attention's backward pass, and with one layer for F, too.
-    model = tiny.build((1, 2, 2), attention="gqa", layers=2, remat="none")
-    tx = make_optimizer(tiny.optimizer_config(warmup_steps=0), 10, model.plan.rows)
+    model = tiny_model.build((1, 2, 2), attention="gqa", layers=2, remat="none")
+    tx = make_optimizer(tiny_model.optimizer_config(warmup_steps=0), 10, model.plan.rows)
     step = make_train_step(model, tx, seed=0)
     with pytest.raises(ConfigError, match=r"the shape of this step.s batch is not known.*write report\(step, batch\)"):
         px.report(step)
-    found = px.report(make_train_step(model, tx, seed=0, batch_shape=(tiny.ROWS, tiny.SEQ)))
-    assert (found.rows, found.seq) == (tiny.ROWS, tiny.SEQ) and found.compiled_for == "4 x cpu"
+    found = px.report(make_train_step(model, tx, seed=0, batch_shape=(ROWS, SEQ)))
+    assert (found.rows, found.seq) == (ROWS, SEQ) and found.compiled_for == "4 x cpu"
     (_, given, arguments), (_, *whole) = found.beside_compiler()
     assert abs(given - arguments) < 100 and whole == [found.peak, found.compiled.together]
     made = found.compiled.collectives

@@ -4,8 +4,8 @@ import pathlib
 
 import jax.numpy as jnp
 import pytest
-import tiny
-from run_examples import as_flags, write_corpus
+from support import tiny_model
+from support.run_examples import as_flags, write_corpus
 
 import train
 from parallax.analysis.compiled import read_compiled
@@ -26,8 +26,8 @@ ROWS, SEQ = 64, 128
 
 
 def build(mesh, optimizer="adamw", **changes):
-    model = tiny.build(mesh, **(WIDE | changes))
-    return model, make_optimizer(tiny.optimizer_config(name=optimizer), 1000, model.plan.rows)
+    model = tiny_model.build(mesh, **(WIDE | changes))
+    return model, make_optimizer(tiny_model.optimizer_config(name=optimizer), 1000, model.plan.rows)
 
 
 def compiled_step(model, tx, step=None, rows=ROWS):

@@ -4,15 +4,15 @@ import re
 
 import jax
 import pytest
+from support.hlo_examples import GPU_LAYERS
 
 from parallax.analysis.compiled import instruction_flops, read_hlo_text
 from parallax.analysis.hlo import parse_hlo
 from parallax.analysis.roofline import moved_bytes, roofline_secs
 from parallax.analysis.step_time import overlaps, step_time
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import CHIPS, chip
+from parallax.hardware.chips import CHIPS, chip
 from parallax.sharding.mesh import make_mesh
-from tests.hlo_examples import GPU_LAYERS
 
 H100, MIB = CHIPS["NVIDIA H100"], 2**20
 PRODUCT = 2 * 1024 * 2048 * 2048  # FLOPs of a layer

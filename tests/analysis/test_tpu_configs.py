@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.runtime.chips import CHIPS
+from parallax.hardware.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
 NAMES = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__init__"}

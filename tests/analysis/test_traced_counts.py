@@ -3,8 +3,8 @@
 import difflib
 
 import pytest
-import traced_counts
-from traced_settings import CASES, COLUMNS
+from support import traced_counts
+from support.traced_settings import CASES, COLUMNS
 
 VALUES = {
     "mesh": {"1x1x1", "2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x1x2", "2x2x2"},

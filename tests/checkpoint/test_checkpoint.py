@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
 
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import restore
@@ -20,7 +20,7 @@ from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, sa
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import compare_settings
-from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError
 
 
 def steps_in(folder):

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_modules import command as module_of
-from run_examples import tiny_config
+from support.command_modules import command as module_of
+from support.run_examples import tiny_config
 
 import train as command_line
 from parallax.cli.command import read_line
+from parallax.errors import ConfigError, ParallaxError, why_not_local
 from parallax.inference.run import load
-from parallax.runtime.errors import ConfigError, ParallaxError, why_not_local
 from parallax.training.run import train
 
 ROOT = pathlib.Path(command_line.__file__).parent

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import save_settings
 from jax.sharding import NamedSharding, PartitionSpec
-from run_examples import TEXT, tiny_config
+from support.checkpoint_examples import save_settings
+from support.run_examples import TEXT, tiny_config
 
 from parallax.cli.command import load_config
 from parallax.cli.evaluate import evaluate, main, open_text
@@ -20,10 +20,10 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
 from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
+from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.inference.run import Run, load_trained
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import read_metrics
 from parallax.step.resolve import with_tokenizer, with_vocab_of_weights
+from parallax.storage.run_files import read_metrics
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
 from parallax.training.run import train

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from hlo_examples import CHAIN, with_cycles
-from stand_ins import Chip
-from tiny import build
+from support.hlo_examples import CHAIN, with_cycles
+from support.stand_ins import Chip
+from support.tiny_model import build
 
 from parallax.analysis.topology import read_topology
 from parallax.cli import firstrun

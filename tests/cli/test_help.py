@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from command_modules import command
+from support.command_modules import command
 
 import train
 from parallax.cli.command import Flag, read_line

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from parallax.cli import watch
 from parallax.cli.watch import Metrics, WatchedRun, follow, main, picture, plot, write_svg
-from parallax.runtime.errors import CheckpointError
-from parallax.runtime.run_files import COPIED
+from parallax.errors import CheckpointError
+from parallax.storage.run_files import COPIED
 
 GONE = 2**22 + 1  # no process has this number: it is more than Linux gives
 

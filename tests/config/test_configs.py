@@ -17,7 +17,7 @@ from parallax.analysis.plan import JAX_TAKES
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.settings import read_settings
-from parallax.runtime.units import in_bytes
+from parallax.display.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import resolve, with_entries

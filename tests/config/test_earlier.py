@@ -4,7 +4,7 @@ import json
 from typing import get_type_hints
 
 import pytest
-from checkpoint_examples import save_settings
+from support.checkpoint_examples import save_settings
 
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line
@@ -12,7 +12,7 @@ from parallax.config import earlier
 from parallax.config.earlier import RENAMED, of_today, renamed
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import Settings, load_settings, read_settings
-from parallax.runtime.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, check_choice
 from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 

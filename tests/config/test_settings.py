@@ -13,8 +13,8 @@ from configs.base import get_config
 from parallax.cli.command import read_command
 from parallax.config.sections import ALL_AXES, AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
 from parallax.config.settings import read_settings
+from parallax.errors import ConfigError
 from parallax.model.checks import check_divides, check_layouts
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.step import model_and_optimizer

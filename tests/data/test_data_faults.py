@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
+from support.data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 
 from parallax.data import open_reader
-from parallax.runtime.errors import ConfigError, DataError
+from parallax.errors import ConfigError, DataError
 
 TOKENS = sum(len(text.encode()) + 1 for text in TEXTS if text)
 

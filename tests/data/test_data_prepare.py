@@ -6,13 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from data_examples import TEXTS, prepare_texts, source_of
-from stand_ins import full_disk, on_write
+from support.data_examples import TEXTS, prepare_texts, source_of
+from support.stand_ins import full_disk, on_write
 
 from parallax.cli import data as data_command
 from parallax.data.prepare import Request, prepare, remove_prepared
 from parallax.data.shards import Manifest, smallest_dtype
-from parallax.runtime.errors import DataError
+from parallax.errors import DataError
 
 MANY = [f"document {number} " * (number % 7) for number in range(60)]
 

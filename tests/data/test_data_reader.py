@@ -9,13 +9,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 from hypothesis import given
+from support.data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 
 from parallax.data import open_reader
 from parallax.data.reader import TokenStream
+from parallax.errors import ConfigError, DataError
 from parallax.model.batch import IGNORED
-from parallax.runtime.errors import ConfigError, DataError
 
 END = 256
 documents = st.lists(st.text("ab\né", max_size=40), min_size=2, max_size=12).filter(

@@ -12,7 +12,7 @@ import pytest
 
 from parallax.data import sources
 from parallax.data.sources import TEXT_PIECE_BYTES, kind_of, open_source
-from parallax.runtime.errors import ConfigError, DataError
+from parallax.errors import ConfigError, DataError
 
 
 def documents(kind, path="", field="text", synthetic_tokens=0):

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tokenizers
-from data_examples import prepare_texts, prepared_reader
+from support.data_examples import prepare_texts, prepared_reader
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from parallax.data.prepare import Request, prepare
 from parallax.data.shards import Manifest, ids_file
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bpe, load_tokenizer, train_bpe, with_begin
+from parallax.errors import ConfigError, DataError
 from parallax.inference.generate import encode, stays_text
 from parallax.model.batch import IGNORED
-from parallax.runtime.errors import ConfigError, DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>/s|"
 END, BEGIN = "</s>", "<s>"

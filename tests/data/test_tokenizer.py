@@ -18,8 +18,8 @@ from parallax.data.prepare import Request, prepare
 from parallax.data.shards import ids_file
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, _with_long_words_cut, load_tokenizer, train_bpe
+from parallax.errors import ConfigError, DataError
 from parallax.inference.generate import encode
-from parallax.runtime.errors import ConfigError, DataError
 
 DOCUMENTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + 1\n" * 20, "日本語 and ünïcode\n" * 5]
 BPE = train_bpe(DOCUMENTS, vocab=290)

@@ -11,8 +11,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, rewrite, save_steps, truncate
-from stand_ins import forbid_code, full_disk, on_write
+from support.checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, rewrite, save_steps, truncate
+from support.stand_ins import forbid_code, full_disk, on_write
 
 import parallax
 from parallax.checkpoint.restore import restore, restore_newest
@@ -28,8 +28,8 @@ from parallax.checkpoint.steps import (
     tidy,
 )
 from parallax.config.sections import CheckpointConfig
+from parallax.errors import CheckpointError
 from parallax.interop.export import CARRIED, open_step
-from parallax.runtime.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
 
@@ -438,7 +438,7 @@ import conftest, numpy, jax
 jax.config.update("jax_enable_compilation_cache", False)  # the limit is for its files, too, and others write them
 from parallax.config.sections import CheckpointConfig
 from parallax.checkpoint.save import CheckpointWriter
-from parallax.runtime.errors import exit_status
+from parallax.errors import exit_status
 folder = pathlib.Path(sys.argv[1])
 def act():
     bits = numpy.random.default_rng(0).integers(0, 256, (4, 1 << 20), numpy.uint8)

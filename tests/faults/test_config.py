@@ -9,7 +9,7 @@ import jax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
@@ -17,7 +17,7 @@ from parallax.analysis.devices import check_fits, device_memory
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer
-from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.errors import ConfigError, ParallaxError
 from parallax.step.optimizer import learning_rate
 from parallax.training import run as run_module
 from parallax.training.run import train

@@ -16,9 +16,9 @@ import time
 import pytest
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.multihost import control_line
-from parallax.runtime.multihost.control_line import Hub
-from parallax.runtime.multihost.job import listen
+from parallax.processes import control_line
+from parallax.processes.control_line import Hub
+from parallax.processes.job import listen
 
 TOKEN = "a secret of the job"
 # What a process is answered within, on a busy machine; it is lost after distributed.heartbeat_secs=60.

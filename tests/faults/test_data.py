@@ -13,16 +13,16 @@ import time
 
 import numpy as np
 import pytest
-from data_examples import TEXTS, prepare_texts, prepared_reader
-from run_examples import at_step, tiny_config
-from stand_ins import forbid_code
+from support.data_examples import TEXTS, prepare_texts, prepared_reader
+from support.run_examples import at_step, tiny_config
+from support.stand_ins import forbid_code
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.data.shards import Manifest, write_shard
 from parallax.data.tokenizer import Bytes
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from checkpoint_examples import rewrite
-from data_examples import prepare_texts, prepared_reader
 from rich.console import Console
-from run_examples import as_flags, at_batch, at_step, tiny_config
-from stand_ins import full_disk, on_write
+from support.checkpoint_examples import rewrite
+from support.data_examples import prepare_texts, prepared_reader
+from support.run_examples import as_flags, at_batch, at_step, tiny_config
+from support.stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
@@ -33,11 +33,11 @@ from parallax.data import sources
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import load_tokenizer
+from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, tell
 from parallax.inference.run import Run as Trained
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError, exit_status, tell
-from parallax.runtime.files import AppendFile, object_of
-from parallax.runtime.run_files import read_metrics
 from parallax.step.resolve import with_vocab_of_weights
+from parallax.storage.files import AppendFile, object_of
+from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
@@ -207,7 +207,7 @@ def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, 
 
 def agreed_after(monkeypatch, steps):
     """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
-    monkeypatch.setattr("parallax.runtime.multihost.job.several", lambda: True)
+    monkeypatch.setattr("parallax.processes.job.several", lambda: True)
     asked, taken = [], []
 
     def after(self, step):

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_examples import flip as flip_file
-from checkpoint_examples import largest_file
-from run_examples import stop_at, tiny_config
-from tiny import build, make_batch, optimizer_config, params_of
+from support.checkpoint_examples import flip as flip_file
+from support.checkpoint_examples import largest_file
+from support.run_examples import stop_at, tiny_config
+from support.tiny_model import build, make_batch, optimizer_config, params_of
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
 from parallax.config.sections import GuardConfig
 from parallax.pipeline import ShardedModel
-from parallax.runtime.run_files import read_metrics
 from parallax.step.guard import init_guard, judge
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import init_state, make_train_step, state_shardings
+from parallax.storage.run_files import read_metrics
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite

@@ -7,12 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import abstract, save_steps
-from command_modules import command
 from etils import epath
 from hypothesis import example, given
 from hypothesis import strategies as st
-from run_examples import write_corpus
+from support.checkpoint_examples import abstract, save_steps
+from support.command_modules import command
+from support.run_examples import write_corpus
 
 import parallax as px
 import train as command_line
@@ -21,9 +21,9 @@ from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import DamagedError, check_steps, complete_steps, read_manifest
 from parallax.config.sections import CheckpointConfig
+from parallax.errors import CheckpointError
 from parallax.interop.export import open_step
-from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError
+from parallax.storage import files
 
 NAMES = ["exp[1]", "lr=[1e-3]", "a\\b", "run#1", "a?b", "50%", "a|b", "q%41x", "two words", "é", "-dash", "*", "a**b"]
 NAMES += ["[", "]", "{a}", "a:b", "file:x", "~", "$HOME", "a&b", "'\"", "a;b", "a\nb", "...", "x.__lock", "e\u0301"]

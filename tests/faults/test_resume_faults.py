@@ -13,15 +13,15 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_examples import fill, flip, largest_file, rewrite, truncate
-from process_examples import flags_of
-from run_examples import at_step, tiny_config
-from stand_ins import full_disk, on_write
+from support.checkpoint_examples import fill, flip, largest_file, rewrite, truncate
+from support.process_examples import flags_of
+from support.run_examples import at_step, tiny_config
+from support.stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step, read_manifest
-from parallax.runtime.errors import CheckpointError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import CheckpointError
+from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train

@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import flip, truncate
-from decoded import decoded_logits
-from jaxprs import equations
+from support.cached_logits import decoded_logits
+from support.checkpoint_examples import flip, truncate
+from support.traced_equations import equations
 
 import parallax as px
 from parallax.checkpoint.arrays import flatten
@@ -25,11 +25,11 @@ from parallax.config.sections import (
 )
 from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
+from parallax.errors import ConfigError
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import check_length, complete, generate
 from parallax.model.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import with_first_scales
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import plain_logits, plain_parts
-from tiny import build, make_batch, params_of
+from support.plain_model import plain_logits, plain_parts
+from support.tiny_model import build, make_batch, params_of
 
 import parallax as px
 from parallax.model.batch import IGNORED

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from parallax.config.sections import SampleConfig
+from parallax.errors import ConfigError
 from parallax.inference.sample import keep_top_p, noise_keys, sample_tokens
-from parallax.runtime.errors import ConfigError
 
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, seed=3)

@@ -13,14 +13,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_examples import flip, truncate
-from run_examples import first_state, tiny_config
+from support.checkpoint_examples import flip, truncate
+from support.run_examples import first_state, tiny_config
 
 from parallax.checkpoint.arrays import ArrayReader, flatten
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
 from parallax.config.sections import CheckpointConfig
+from parallax.errors import CheckpointError
 from parallax.interop.safetensors import (
     DTYPE_NAMES,
     read_header,
@@ -28,7 +29,6 @@ from parallax.interop.safetensors import (
     write_model,
     write_tensors,
 )
-from parallax.runtime.errors import CheckpointError
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

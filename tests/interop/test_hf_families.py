@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from own_runs import OWN, own_run, own_settings
+from support.exportable_runs import OWN, own_run, own_settings
 from test_convert import params_of
 from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
 
@@ -22,7 +22,7 @@ EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.t
 torch = pytest.importorskip("torch", reason=EXTRA)
 pytest.importorskip("transformers", reason=EXTRA)
 
-from hf_families import (
+from support.hf_families import (
     CONTEXT,
     FAMILIES,
     LENGTHS,
@@ -37,9 +37,9 @@ from hf_families import (
     published_pair,
     random_model,
 )
-from hf_families import MIXTURES as EXPERTS
-from hf_folders import in_blocks, read_folder, write_folder
-from published import MIXTURES, TAKEN, V3
+from support.hf_families import MIXTURES as EXPERTS
+from support.hf_folders import in_blocks, read_folder, write_folder
+from support.published_configs import MIXTURES, TAKEN, V3
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from checkpoint_examples import flip
-from hf_folders import (
+from support.checkpoint_examples import flip
+from support.exportable_runs import OWN, own_run, own_settings
+from support.hf_folders import (
     CONFIGS,
     KINDS,
     MIXTURE_KEYS,
@@ -24,8 +25,7 @@ from hf_folders import (
     without,
     write_folder,
 )
-from own_runs import OWN, own_run, own_settings
-from run_examples import first_state, tiny_config
+from support.run_examples import first_state, tiny_config
 from test_convert import params_of
 
 import parallax as px
@@ -36,11 +36,11 @@ from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import default_settings, load_settings, read_settings
 from parallax.data.tokenizer import Bytes, train_bpe
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.export import RECORD, SavedStep, make_run
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
 from parallax.model.rope import Rope
-from parallax.runtime.errors import CheckpointError, ConfigError
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {

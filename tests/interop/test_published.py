@@ -3,17 +3,17 @@
 import math
 
 import pytest
-from hf_folders import MIXTURE_KEYS
-from published import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
+from support.hf_folders import MIXTURE_KEYS
+from support.published_configs import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
 from parallax.analysis.flops import active_parameters, parameters_by_component
 from parallax.config.settings import read_settings
+from parallax.errors import ConfigError
 from parallax.interop.export import param_shapes, plain_names, plan_of
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.hf_weights import weight_views
 from parallax.model.checks import check_divides, check_window
-from parallax.runtime.errors import ConfigError
 
 
 def model_of(config, **more):

@@ -6,7 +6,16 @@ import sys
 
 import numpy as np
 import pytest
-from hf_folders import KINDS, MIXTURES, config_of, in_blocks, random_tensors, read_folder, shapes_of, write_folder
+from support.hf_folders import (
+    KINDS,
+    MIXTURES,
+    config_of,
+    in_blocks,
+    random_tensors,
+    read_folder,
+    shapes_of,
+    write_folder,
+)
 from test_convert import params_of
 from test_huggingface import CONVERT, ENVIRONMENT
 

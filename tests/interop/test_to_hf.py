@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from data_examples import prepare_texts
-from hf_folders import config_of, random_tensors, shapes_of, write_folder
-from own_runs import own_run, own_settings
-from run_examples import first_state, tiny_config
+from support.data_examples import prepare_texts
+from support.exportable_runs import own_run, own_settings
+from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
+from support.run_examples import first_state, tiny_config
 
 import parallax as px
 from parallax.checkpoint.steps import complete_steps, read_manifest, write_manifest
@@ -19,10 +19,10 @@ from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
+from parallax.errors import CheckpointError
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
-from parallax.runtime.errors import CheckpointError
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, windows
 from jax.sharding import PartitionSpec as P
-from tiny import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
+from support.sharded_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, windows
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
 
 from parallax.model.attention import attend
 from parallax.model.context import Context

@@ -5,16 +5,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiny
-from tiny import MESHES, VOCAB, make_batch, optimizer_config, params_of, section
+from support import tiny_model
+from support.tiny_model import MESHES, VOCAB, make_batch, optimizer_config, params_of, section
 
 import parallax as px
 from parallax.config.sections import GuardConfig, SampleConfig
 from parallax.data import as_batch
+from parallax.errors import ConfigError, DataError
 from parallax.inference.generate import generate
 from parallax.model.batch import BATCH_ARRAYS, IGNORED, checked
 from parallax.model.embedding import EMBEDDINGS
-from parallax.runtime.errors import ConfigError, DataError
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import init_state, make_eval_step, make_train_step
 
@@ -34,7 +34,7 @@ OUT_OF_RANGE = {
 }
 
 
-build = functools.cache(tiny.build)
+build = functools.cache(tiny_model.build)
 
 
 def batch_with(name, value, dtype=np.int32, rows=ROWS):

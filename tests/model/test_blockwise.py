@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import equations
-from tiny import mesh_of
+from support.tiny_model import mesh_of
+from support.traced_equations import equations
 
 from parallax.model import blockwise as blockwise_module
 from parallax.model.attention import attend_over_context

@@ -4,9 +4,9 @@ from collections import Counter
 
 import jax
 import pytest
-from formulas import Step
-from sent import step_collectives
-from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
+from support.step_collectives import step_collectives
+from support.tiny_model import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
+from support.traffic_formulas import Step
 
 from parallax.analysis.collectives import bytes_by
 from parallax.analysis.trace import abstract_mesh

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import HIDDEN_CUT, SEQ_CUT, build, make_batch, mesh_of, model_config, params_of
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, mesh_of, model_config, params_of
 
 from parallax.model.dropout import Dropout
 from parallax.pipeline.loss_and_grads import DROPOUT

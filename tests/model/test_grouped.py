@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import equations
+from support.traced_equations import equations
 
 from parallax.model import experts as experts_module
 from parallax.model import grouped_kernel

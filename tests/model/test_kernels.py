@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations, inside
-from stand_ins import Chip, ChipMesh
-from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
+from support.stand_ins import Chip, ChipMesh
+from support.tiny_model import build, make_batch, mesh_of, model_config, params_of, positions_of
+from support.traced_equations import equations, inside
 
 from configs.base import get_config
 from parallax.analysis.flops import product_flops
@@ -26,6 +26,7 @@ from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
+from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
@@ -40,7 +41,6 @@ from parallax.model.kernels import (
 )
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import order_of, own_tokens
 from parallax.step.resolve import resolve, with_kernel_on
 from parallax.step.step import model_of

@@ -4,17 +4,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
-from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
 from flax.errors import ScopeParamShapeError
-from jaxprs import equations
-from tiny import HIDDEN_CUT, build, model_config
+from support import numpy_layers
+from support.sharded_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
+from support.tiny_model import HIDDEN_CUT, build, model_config
+from support.traced_equations import equations
 
+from parallax.errors import ConfigError
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope, rotate
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.parameter import parameter
 
@@ -39,7 +39,7 @@ def double(tree):
 def test_norm_divides_by_the_root_of_the_mean_square():
     x, *rest = windows()
     _, params = declared(layer("norm"), None)
-    expected = oracles.rms_norm(double(x), double(params["scale"]), EPS)
+    expected = numpy_layers.rms_norm(double(x), double(params["scale"]), EPS)
     np.testing.assert_allclose(compiled(layer("norm"), None)(params, x, *rest), expected, **CLOSE)
 
 
@@ -48,7 +48,7 @@ def test_norm_computes_in_float32_and_returns_what_it_got():
     x = np.full((1, 1, SIZES["d_model"]), 3e3, np.float32)
     y = layer("norm").apply({"params": params}, jnp.asarray(x, jnp.float16))  # squares overflow float16
     assert y.dtype == jnp.float16
-    np.testing.assert_allclose(y, oracles.rms_norm(double(x), double(params["scale"]), EPS), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(y, numpy_layers.rms_norm(double(x), double(params["scale"]), EPS), rtol=1e-3, atol=1e-3)
 
 
 def test_a_parameter_of_another_shape_is_refused_with_both():
@@ -62,7 +62,7 @@ def test_the_gated_mlp_is_swiglu():
     x, *rest = windows()
     _, params = declared(layer("mlp"), None)
     kernels = [double(params[name]["kernel"]) for name in ("gate", "up", "down")]
-    expected = oracles.swiglu(double(x), *kernels)
+    expected = numpy_layers.swiglu(double(x), *kernels)
     np.testing.assert_allclose(compiled(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
 
 
@@ -75,7 +75,7 @@ def rope(**changes):
 def test_rope_turns_pairs_by_position_times_frequency():
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(2, 5, 3, 8)).astype(np.float32), rng.integers(0, 50, (2, 5))
-    expected = oracles.rotated(x, positions, oracles.frequencies(8, 100.0))
+    expected = numpy_layers.rotated(x, positions, numpy_layers.frequencies(8, 100.0))
     np.testing.assert_allclose(rotate(x, rope().tables(jnp.asarray(positions))), expected, **CLOSE)
 
 
@@ -116,8 +116,8 @@ def test_linear_scaling_divides_positions():
 )
 def test_yarn_keeps_what_turns_fast_and_stretches_what_turns_slowly(width, theta, original_seq):
     scaled = rope(width=width, theta=theta, scaling="yarn", factor=8.0, original_seq=original_seq)
-    actual, plain = scaled.frequencies(), oracles.frequencies(width, theta)
-    np.testing.assert_allclose(actual, oracles.yarn_frequencies(width, theta, 8.0, original_seq), rtol=1e-12)
+    actual, plain = scaled.frequencies(), numpy_layers.frequencies(width, theta)
+    np.testing.assert_allclose(actual, numpy_layers.yarn_frequencies(width, theta, 8.0, original_seq), rtol=1e-12)
     # The law of the paper's section 3.2: turns in the original context, more than 32 or less than 1. The ramp ends at
     # whole dims around these, so the dims next to them are not held to it.
     turns = original_seq * plain / (2 * np.pi)
@@ -138,7 +138,7 @@ def test_yarn_sharpens_attention_by_the_papers_temperature():
 )
 def test_llama3_goes_from_kept_to_stretched_by_turns(width, theta, original_seq):
     settings = dict(width=width, theta=theta, original_seq=original_seq, factor=8.0, fast_turns=4.0)
-    expected = oracles.llama3_frequencies(width, theta, 8.0, original_seq, 1.0, 4.0)
+    expected = numpy_layers.llama3_frequencies(width, theta, 8.0, original_seq, 1.0, 4.0)
     np.testing.assert_allclose(rope(scaling="llama3", **settings).frequencies(), expected, rtol=1e-12)
     assert rope(scaling="llama3", **settings).temperature() == 1.0
 
@@ -181,7 +181,7 @@ def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
     _, params = declared(gqa, Rope(model))
     x, ids, positions, segments = windows()
     angles = Rope(model).frequencies()
-    expected = oracles.gqa(double(params), double(x), positions, segments, angles, Rope(model).temperature())
+    expected = numpy_layers.gqa(double(params), double(x), positions, segments, angles, Rope(model).temperature())
     np.testing.assert_allclose(
         compiled(gqa, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
@@ -195,7 +195,7 @@ def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
     _, params = declared(mla, Rope(model))
     x, ids, positions, segments = windows()
     temperature, angles = Rope(model).temperature(), Rope(model).frequencies()
-    expected = oracles.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
+    expected = numpy_layers.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
     np.testing.assert_allclose(
         compiled(mla, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
@@ -225,7 +225,7 @@ def test_the_head_makes_logits_of_normed_activations(form):
     head = layer(f"head_{form}")
     _, params = declared(head, None)
     x, *rest = windows()
-    expected = oracles.rms_norm(double(x), double(params["norm"]["scale"]), EPS) @ double(params["table"]).T
+    expected = numpy_layers.rms_norm(double(x), double(params["norm"]["scale"]), EPS) @ double(params["table"]).T
     np.testing.assert_allclose(compiled(head, None)(params, x, *rest), expected, **CLOSE)
     assert expected.shape == (ROWS, SEQ, SIZES["vocab"])
 

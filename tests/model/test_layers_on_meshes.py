@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cut_layers import SIZES, call, declared, on_mesh, residual_layers, value_and_grads, windows
-from tiny import HIDDEN_CUT, SEQ_CUT, model_config
+from support.sharded_layers import SIZES, call, declared, on_mesh, residual_layers, value_and_grads, windows
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, model_config
 
 from parallax.model.dense import Dense
 from parallax.model.families import FAMILIES

@@ -6,16 +6,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
-from tiny import build, make_batch, mesh_of, params_of
+from support import numpy_layers
+from support.tiny_model import build, make_batch, mesh_of, params_of
+from support.traced_equations import equations
 
 from parallax.config.sections import AXES, LossConfig
+from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.layout import Layout
 
@@ -39,7 +39,7 @@ def oracle(z_coefficient):
     logsumexp = np.log(np.exp(logits).sum(1, keepdims=True))
     slope = np.exp(logits - logsumexp) * (1 + 2 * z_coefficient * logsumexp) - np.eye(VOCAB)[labels]
     slope[labels == IGNORED] = 0
-    return oracles.cross_entropy(logits, labels, z_coefficient), slope.T @ hidden, slope @ table
+    return numpy_layers.cross_entropy(logits, labels, z_coefficient), slope.T @ hidden, slope @ table
 
 
 def on_mesh(config, text):
@@ -111,7 +111,7 @@ def test_bfloat16_activations_have_a_float32_loss():
     )
     assert (loss.dtype, d_table.dtype, d_hidden.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
     logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
-    np.testing.assert_allclose(loss[0], oracles.cross_entropy(logits, labels, 0.0), rtol=1e-5)
+    np.testing.assert_allclose(loss[0], numpy_layers.cross_entropy(logits, labels, 0.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -144,7 +144,7 @@ def test_the_loss_is_the_mean_over_real_tokens_of_the_whole_batch(embedding):
     params = params_of(model)
     arrays = (batch[name] for name in ("tokens", "segments", "positions"))
     logits = np.asarray(jax.jit(model.logits)(params, *arrays), np.float64)
-    by_row = [oracles.cross_entropy(*row, 0.0) for row in zip(logits, batch["labels"])]
+    by_row = [numpy_layers.cross_entropy(*row, 0.0) for row in zip(logits, batch["labels"])]
     counts = (batch["labels"] != IGNORED).sum(1)
     metrics = jax.jit(model.loss)(params, batch)
     assert float(metrics["tokens"]) == counts.sum()

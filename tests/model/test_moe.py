@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
-from sections import expected as numbers
-from sections import sections
-from tiny import HIDDEN_CUT, SEQ_CUT, model_config
+from support.communication_sections import expected as numbers
+from support.communication_sections import sections
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, model_config
+from support.traced_equations import equations
 
 from parallax.analysis.collectives import collectives
 from parallax.analysis.trace import abstract_mesh

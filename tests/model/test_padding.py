@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoded import decoded_logits
-from hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
-from own_runs import own_run, own_settings
-from reference import plain_losses_and_grad
-from run_examples import tiny_config
+from support.cached_logits import decoded_logits
+from support.exportable_runs import own_run, own_settings
+from support.hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
+from support.plain_model import plain_losses_and_grad
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config, params_of
 from test_convert import params_of as arrays_of
-from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config
@@ -22,11 +22,11 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.errors import ConfigError, DataError
 from parallax.inference.decode import Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
-from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import with_entries, with_vocab_of_weights

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from parallax.config.sections import ModelConfig
+from parallax.errors import ConfigError
 from parallax.model.products import (
     EIGHT_BIT_PRODUCTS,
     MEASURED,
@@ -19,7 +20,6 @@ from parallax.model.products import (
     unit_of,
     with_largest_weights,
 )
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, to_eight_bits
 
 PATTERNS = {

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from hf_folders import config_of, random_tensors, shapes_of, write_folder
 from jax.sharding import AbstractMesh
-from own_runs import own_run
-from tiny import build, make_batch, params_of
+from support.exportable_runs import own_run
+from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
+from support.tiny_model import build, make_batch, params_of
 
 import parallax as px
 from parallax.checkpoint.steps import read_manifest
@@ -16,8 +16,8 @@ from parallax.cli.convert import main
 from parallax.config.earlier import of_today
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.errors import ConfigError
 from parallax.inference.generate import generate
-from parallax.runtime.errors import ConfigError
 from parallax.step.step import model_and_optimizer
 from parallax.training.resume import is_fixed
 

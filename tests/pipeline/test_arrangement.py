@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from support.tiny_model import build, make_batch, mesh_of, optimizer_config
 from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
-from tiny import build, make_batch, mesh_of, optimizer_config
 
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter

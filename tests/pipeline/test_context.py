@@ -7,12 +7,12 @@ import random
 import jax
 import numpy as np
 import pytest
-from pairwise import few_fast, pairs_of, pairwise_cases
-from reference import plain_logits
+from support.pairwise import few_fast, pairs_of, pairwise_cases
+from support.plain_model import plain_logits
+from support.tiny_model import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, params_of
 from test_parity import COSTS, CUTS, GRADIENT_ERROR, LOSS_ERROR, check_parity, is_empty, name_of
-from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, params_of
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 FORMS = ["all_gather", "ring", "ulysses"]
 FACTORS = CUTS | {"microbatches": [4], "context": FORMS, "schedule": list(SCHEDULES)} | COSTS

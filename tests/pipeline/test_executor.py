@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
-from jaxprs import equations, inside
-from random_schedules import PLACEMENTS, random_schedule
-from reference import plain_losses_and_grad, plain_parts
-from tiny import SCHEDULES, build, make_batch, model_config, params_of
+from support.plain_model import plain_losses_and_grad, plain_parts
+from support.random_schedules import PLACEMENTS, random_schedule
+from support.tiny_model import SCHEDULES, build, make_batch, model_config, params_of
+from support.traced_equations import equations, inside
 
 from parallax.analysis.flops import flops_by_direction
 from parallax.config.sections import (
     AXES,
     REMAT,
 )
+from parallax.jaxprs import loop
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
-from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
 

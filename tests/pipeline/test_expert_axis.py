@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from support.tiny_model import build, make_batch, params_of
 from test_parity import check_parity
-from tiny import build, make_batch, params_of
 
 from parallax.config.sections import POLICY_NAMES
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 
 # Expert ranks alone, and beside each other axis; on one mesh with each policy.
 BESIDE = {

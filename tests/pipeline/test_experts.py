@@ -11,8 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from pairwise import pairs_of, pairwise_cases
-from reference import closest_choices, plain_logits, plain_losses_and_grad
+from support.pairwise import pairs_of, pairwise_cases
+from support.plain_model import closest_choices, plain_logits, plain_losses_and_grad
+from support.tiny_model import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 from test_parity import (
     COSTS,
     CUTS,
@@ -25,11 +26,10 @@ from test_parity import (
     leaf_errors,
     one_update,
 )
-from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import ModelConfig
+from parallax.errors import ConfigError
 from parallax.inference.capture import capture_activations
-from parallax.runtime.errors import ConfigError
 from parallax.step.optimizer import make_optimizer
 
 # Losses that are large enough to be seen.
@@ -257,7 +257,7 @@ def test_six_axes_of_32_devices_give_the_plain_models_gradients():
     program = f"""
 import sys
 sys.path[:0] = {[str(folder) for folder in (pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[1])]}
-from parallax.runtime.devices import simulate_devices
+from parallax.hardware.devices import simulate_devices
 simulate_devices(32)
 from test_experts import check_case
 check_case({case}, print)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from reference import closest_choices, plain_losses_and_grad
-from sent import step_collectives
+from support.plain_model import closest_choices, plain_losses_and_grad
+from support.step_collectives import step_collectives
+from support.tiny_model import SCHEDULES, build, make_batch, params_of
 from test_experts import MARGIN, mixture, step_on
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
-from tiny import SCHEDULES, build, make_batch, params_of
 
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import as_varying

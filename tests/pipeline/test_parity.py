@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from pairwise import few_fast, pairs_of, pairwise_cases
-from reference import plain_losses_and_grad
-from tiny import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support.pairwise import few_fast, pairs_of, pairwise_cases
+from support.plain_model import plain_losses_and_grad
+from support.tiny_model import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import POLICY_NAMES
 from parallax.step.optimizer import make_optimizer

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jaxprs import equations, inside, sent
-from reference import plain_losses
-from tiny import SEQ_CUT, build, make_batch, params_of
+from support.plain_model import plain_losses
+from support.tiny_model import SEQ_CUT, build, make_batch, params_of
+from support.traced_equations import equations, inside, sent
 
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
+from parallax.errors import ConfigError
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
-from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
 

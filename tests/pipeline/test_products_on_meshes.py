@@ -10,14 +10,14 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from tiny import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
+from support.tiny_model import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
 
 from parallax.analysis.memory import memory
 from parallax.analysis.recompute import part_costs
 from parallax.checkpoint.arrays import flatten
+from parallax.errors import ConfigError
+from parallax.jaxprs import within
 from parallax.model.products import latest_amax
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.jaxprs import within
 from parallax.sharding.layout import named_leaves
 from parallax.step.step import with_first_scales
 

@@ -6,10 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from test_experts import batch_of, mixture, reference, step_on
-from test_experts import check as check_mixture
-from test_parity import check_parity
-from tiny import (
+from support.tiny_model import (
     HIDDEN_CUT,
     MODEL,
     ROWS,
@@ -22,6 +19,9 @@ from tiny import (
     optimizer_config,
     params_of,
 )
+from test_experts import batch_of, mixture, reference, step_on
+from test_experts import check as check_mixture
+from test_parity import check_parity
 
 from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import flops_by_direction, matmul_parameters_by_stack
@@ -30,8 +30,8 @@ from parallax.analysis.recompute import forward_flops, name_of_set, part_costs, 
 from parallax.analysis.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
+from parallax.errors import ConfigError
 from parallax.model.blockwise import blockwise_flops
-from parallax.runtime.errors import ConfigError
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state
 

@@ -4,10 +4,10 @@ import itertools
 import random
 
 import pytest
-from formulas import PER_USE
-from pairwise import few_fast, pairs_of, pairwise_cases
+from support.pairwise import few_fast, pairs_of, pairwise_cases
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT
+from support.traffic_formulas import PER_USE
 from test_parity import check_parity, name_of
-from tiny import HIDDEN_CUT, SEQ_CUT
 
 from parallax.config.sections import POLICY_NAMES
 

@@ -7,8 +7,8 @@ import sys
 
 import jax
 import pytest
-from tiny import SEQ_CUT, build, make_batch
-from turns import out_of_turn
+from support.collective_order import out_of_turn
+from support.tiny_model import SEQ_CUT, build, make_batch
 
 from parallax.pipeline import stage
 
@@ -45,7 +45,7 @@ def test_untied_gathers_are_out_of_turn(monkeypatch):
 
 STEPS = """
 import conftest, jax, numpy, pathlib
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 from parallax.config.settings import read_settings
 from parallax.sharding.mesh import make_mesh
 from parallax.step.resolve import with_entries

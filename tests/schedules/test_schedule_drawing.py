@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import random_schedules
+from support.random_schedules import random_schedules
 
 from parallax.schedules import SCHEDULES, Costs, Schedule, accumulate, by_name, figures, gantt, gpipe
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from random_schedules import random_schedules
+from support.random_schedules import random_schedules
 
 from parallax.cli.schedules import main
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules import SCHEDULES, ScheduleError, accumulate, by_name, figures, gpipe, load_csv, save_csv
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0+1B0,1F1+1B1\n"

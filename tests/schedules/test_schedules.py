@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_schedules import needs, random_schedules
+from support.random_schedules import needs, random_schedules
 
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.schedules import (
     SCHEDULES,
     Action,

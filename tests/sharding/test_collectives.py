@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
-from pieces import SIZES, along, exchanged, forward_of, gathered, kept, on_mesh, pieces_of, scattered, transpose
-from tiny import mesh_of
+from support.numpy_collectives import (
+    SIZES,
+    along,
+    exchanged,
+    forward_of,
+    gathered,
+    kept,
+    on_mesh,
+    pieces_of,
+    scattered,
+    transpose,
+)
+from support.tiny_model import mesh_of
+from support.traced_equations import equations
 
 from parallax.config.sections import AXES
-from parallax.runtime.errors import NotationError
+from parallax.errors import NotationError
 from parallax.sharding.collectives import (
     all_gather,
     all_reduce,

@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from cut_layers import SIZES, call, declared, residual_layers, windows
 from jax.sharding import PartitionSpec as P
-from sections import Item, expected, sections
-from sent import step_collectives
-from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
+from support.communication_sections import Item, expected, sections
+from support.sharded_layers import SIZES, call, declared, residual_layers, windows
+from support.step_collectives import step_collectives
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
 import parallax.sharding.einsum as contraction
 from parallax import model as layers

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from sent import step_collectives
-from stand_ins import AXES, Chip, ChipMesh
-from tiny import build, mesh_of
+from support.stand_ins import AXES, Chip, ChipMesh
+from support.step_collectives import step_collectives
+from support.tiny_model import build, mesh_of
 
 from parallax.sharding import compiler
 from parallax.sharding.compiler import clears_what_is_overwritten, compiler_options, first_group

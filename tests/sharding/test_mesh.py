@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from parallax.analysis.topology import read_topology
 from parallax.config.sections import AXES, MeshConfig
-from parallax.runtime.devices import simulate_devices
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
+from parallax.hardware.devices import simulate_devices
 from parallax.sharding.mesh import factorisations, make_mesh, place_devices, resolve_sizes
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from parallax.config.sections import AXES
-from parallax.runtime.errors import NotationError
+from parallax.errors import NotationError
 from parallax.sharding.layout import DIMS, Layout, parse_move
 
 

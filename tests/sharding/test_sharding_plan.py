@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import MESHES, build, make_batch, mesh_of, params_of
+from support.tiny_model import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.collectives import sent_by
 from parallax.config.sections import AXES, POLICY_NAMES
+from parallax.errors import ConfigError
 from parallax.model.dense import Dense
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import POLICIES, Policies, ShardingPlan
+from parallax.step.step import model_of
 
 SIZES = {"batch": 4, "seq": 8, "d_model": 16, "d_ff": 32}
 DENSE = ("d_model d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp", SIZES)
@@ -136,10 +137,13 @@ def test_the_gradient_of_a_module_alone_is_that_of_the_rounded_as_if_it_were_not
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_a_policy_of_ones_own_is_one_more_line(monkeypatch):
-    monkeypatch.setitem(POLICIES, "mine", lambda c, r: (r, c, c, c))
+def own_zero1(compute, cut):
+    return cut, compute, compute, compute
+
+
+def test_a_policy_of_ones_own_is_a_function():
     batch, one = make_batch(), build((2, 2, 2), policy="zero1")
-    mine = build((2, 2, 2), policy="mine")
+    mine = model_of(one.settings, one.mesh, code={"data_parallel.policy": own_zero1})
     same = [jax.jit(model.loss_and_grad)(params_of(model), batch) for model in (one, mine)]
     jax.tree.map(np.testing.assert_array_equal, *same)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import mesh_of
+from support.tiny_model import mesh_of
 
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.layout import Layout

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from emulated import as_float32, kept, neighbours, stored
-from run_examples import tiny_config
-from tiny import AS_WRITTEN, build, make_batch, optimizer_config
+from support.low_precision_reference import as_float32, kept, neighbours, stored
+from support.run_examples import tiny_config
+from support.tiny_model import AS_WRITTEN, build, make_batch, optimizer_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore
@@ -21,8 +21,8 @@ from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import load_settings
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
-from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.step.expert_load import EXPERT_COUNTS
 from parallax.step.low_precision import (

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from checkpoint_examples import SETTINGS
 from jax.sharding import PartitionSpec as P
-from tiny import build, optimizer_config, params_of
+from support.checkpoint_examples import SETTINGS
+from support.tiny_model import build, optimizer_config, params_of
 
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.layout import Layout
 from parallax.step.optimizer import DECAYED, clip_by_norm, global_norm, learning_rate, make_optimizer, muon_dims
 from parallax.step.step import abstract_state, init_state, make_train_step, state_shardings

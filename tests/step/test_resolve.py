@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 from configs.base import get_config
 from parallax.analysis.topology import read_topology
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.step.resolve import Devices, resolve
 from parallax.training.build import build
 from parallax.training.folder import RunFolder

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import traced_settings
-from jaxprs import inside
-from run_examples import losses, tiny_config
+from support import traced_settings
+from support.run_examples import losses, tiny_config
+from support.traced_equations import inside
 
 from parallax.cli import evaluate, generate
 from parallax.model.batch import BATCH_ARRAYS

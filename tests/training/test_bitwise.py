@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import AS_WRITTEN, build, make_batch, optimizer_config
+from support.tiny_model import AS_WRITTEN, build, make_batch, optimizer_config
 
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import make_train_step

@@ -8,11 +8,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from run_examples import tiny_config
+from support.run_examples import tiny_config
 
 from parallax.config.settings import read_settings
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import ConfigError
+from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, Wandb, metrics_writers
 

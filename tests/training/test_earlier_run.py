@@ -14,10 +14,10 @@ import zipfile
 
 import numpy as np
 import pytest
-import topologies
+import state_digests
 
 from parallax.config.settings import load_settings
-from parallax.runtime.run_files import read_metrics
+from parallax.storage.run_files import read_metrics
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
 from parallax.training.run import train
@@ -39,7 +39,7 @@ def run(tmp_path):
 
 
 def test_its_state_and_next_batches_are_restored_bitwise(run):
-    assert topologies.load(run, build(load_settings(run), RunFolder(run))) == EXPECTED["sha256"]
+    assert state_digests.load(run, build(load_settings(run), RunFolder(run))) == EXPECTED["sha256"]
 
 
 def test_it_goes_on_as_the_earlier_code_did(run, capsys):

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from emulated import Form, as_float32, kept, loss_and_grads, next_scale, stored
+from support.low_precision_reference import Form, as_float32, kept, loss_and_grads, next_scale, stored
+from support.tiny_model import build, make_batch
 from test_low_precision import ALL, EXPERTS, HALF, MIXED, SHAPE, model_of, optimizer
-from tiny import build, make_batch
 
 from parallax.sharding.layout import named_leaves
 from parallax.step.low_precision import WEIGHTS_FIELD

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxprs import equations, sent
-from run_examples import tiny_config
-from tiny import make_batch
+from support.run_examples import tiny_config
+from support.tiny_model import make_batch
+from support.traced_equations import equations, sent
 
 import parallax as px
 from configs.base import get_config
@@ -19,7 +19,7 @@ from parallax.analysis.memory import predicted_memory
 from parallax.analysis.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
-from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError
 from parallax.step.step import abstract_state, make_train_step, model_of
 from parallax.training.facts import size_tables
 from parallax.training.run import train

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs.tiny_gqa import get_config
-from parallax.runtime.run_files import read_metrics
+from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
 # Recorded with jax 0.10.2 on 2·2·2. A change of these numbers is a change of the model, the data, the order of windows,

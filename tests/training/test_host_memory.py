@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from run_examples import tiny_config
-from tiny import build, make_batch, optimizer_config
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config
 
 from configs.base import get_config
 from parallax.analysis.memory import WAITING, tick_state
@@ -23,7 +23,7 @@ from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, PipelineConfig
 from parallax.config.settings import read_settings
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.sharding.host import rests_on_host
 from parallax.sharding.plan import ShardingPlan
 from parallax.step.low_precision import places_in_stack, random_bits

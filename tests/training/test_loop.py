@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checkpoint_examples import save_settings
 from rich.console import Console
-from run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
-from stand_ins import full_disk, on_write
+from support.checkpoint_examples import save_settings
+from support.run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
+from support.stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
@@ -25,10 +25,10 @@ from parallax.cli import generate, watch
 from parallax.cli.command import load_config
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
-from parallax.runtime import progress
-from parallax.runtime.errors import CheckpointError, ConfigError
-from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
-from parallax.runtime.run_files import COPIED, ON_DISK, read_metrics
+from parallax.display import progress
+from parallax.display.progress import ProgressPrinter, printing_progress, waiting
+from parallax.errors import CheckpointError, ConfigError
+from parallax.storage.run_files import COPIED, ON_DISK, read_metrics
 from parallax.training.divergence import SkippedSteps
 from parallax.training.facts import next_commands
 from parallax.training.folder import RunFolder

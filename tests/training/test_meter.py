@@ -4,10 +4,10 @@ import math
 import re
 
 import pytest
-from stand_ins import Chip
+from support.stand_ins import Chip
 
 from parallax.analysis.devices import measure_matmul, most_memory, peak_flops
-from parallax.runtime.chips import CHIPS
+from parallax.hardware.chips import CHIPS
 from parallax.training.meter import Meter
 
 FIXED = {"clock": lambda: 0.0, "memory": lambda: int(1.3 * 2**30)}

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_examples import tiny_config
-from tiny import build, make_batch, model_config, optimizer_config, params_of
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, model_config, optimizer_config, params_of
 
 from configs.tiny_moe import get_config as tiny_moe
 from parallax.checkpoint.arrays import flatten
@@ -17,11 +17,11 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, GuardConfig
 from parallax.inference.run import load
 from parallax.model.router import Router
-from parallax.runtime.run_files import read_metrics
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.guard import init_guard
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainState, abstract_state, make_eval_step, make_train_step, state_shardings
+from parallax.storage.run_files import read_metrics
 from parallax.training.loop import checkpoint_parts, state_from
 from parallax.training.run import train
 

@@ -4,15 +4,15 @@ import json
 import pathlib
 
 import pytest
-from run_examples import as_flags, first_state, stop_at, tiny_config
+from support.run_examples import as_flags, first_state, stop_at, tiny_config
 
 import train as command_line
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line
 from parallax.config.settings import PRINTED_WIDTH, default_settings, differences, load_settings, read_settings
-from parallax.runtime.errors import ConfigError
-from parallax.runtime.run_files import read_metrics
+from parallax.errors import ConfigError
 from parallax.step.optimizer import learning_rate
+from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
 ROOT = pathlib.Path(command_line.__file__).parent

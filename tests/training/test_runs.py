@@ -6,8 +6,8 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from jaxprs import equations
-from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support.tiny_model import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support.traced_equations import equations
 
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import init_state, make_eval_step, make_train_step

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import rms_norm
-from run_examples import tiny_config
-from tiny import build, make_batch, optimizer_config
+from support.numpy_layers import rms_norm
+from support.run_examples import tiny_config
+from support.tiny_model import build, make_batch, optimizer_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main as evaluate
 from parallax.config.settings import read_settings
+from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
 from parallax.model.products import latest_amax
-from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import make_train_step
 from parallax.training.build import build as build_run

@@ -10,8 +10,8 @@ import time
 
 import pytest
 from jax.experimental import multihost_utils
-from run_examples import at_batch, at_step, stop_at, tiny_config
-from stand_ins import Line
+from support.run_examples import at_batch, at_step, stop_at, tiny_config
+from support.stand_ins import Line
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli.watch import WatchedRun

@@ -11,14 +11,14 @@ import subprocess
 import sys
 
 import pytest
-from process_examples import flags_of
-from run_examples import losses, tiny_config
-from stand_ins import Line
+from support.process_examples import flags_of
+from support.run_examples import losses, tiny_config
+from support.stand_ins import Line
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.config.settings import read_settings
-from parallax.runtime.errors import ConfigError
+from parallax.errors import ConfigError
 from parallax.training.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
@@ -206,7 +206,7 @@ class Terminal:
 
 IN_A_TERMINAL = """
 import signal, sys, time
-from parallax.runtime.errors import CheckpointError, exit_status, tell
+from parallax.errors import CheckpointError, exit_status, tell
 heard = []
 signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
 def act():
@@ -238,7 +238,7 @@ def test_a_closed_terminal_changes_no_status(what, status):
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
 def test_a_stream_that_was_closed_before_the_start_changes_no_status(closed):
-    failing = "import sys; from parallax.runtime import errors\ndef act(): raise errors.CheckpointError\n"
+    failing = "import sys; from parallax import errors\ndef act(): raise errors.CheckpointError\n"
     program = failing + "sys.exit(errors.exit_status(act))"
     assert subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], cwd=ROOT).returncode == 3
 

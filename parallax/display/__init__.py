@@ -1,0 +1,1 @@
+"""How quantities, progress, tables and pictures are shown."""

@@ -1,0 +1,269 @@
+"""Progress messages for long operations.
+
+A command installs a `ProgressPrinter`; long operations use `waiting`, which does nothing without one:
+
+    with waiting("compiling the training step"):
+        program = lowered.compile()
+
+PARALLAX_PROGRESS=off in the environment turns it off. It does not use `rich.progress`, because it starts before any
+library is loaded and writes lines to logs and pipes.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from parallax.display.units import duration
+from parallax.errors import INTERRUPTED, discard_output, encodable, printable, tell
+
+FIRST_SECS = 1.0  # silence before the first message of a wait
+LONG_SECS = 5.0  # least duration of a wait with a final message
+TICK_SECS = 0.25
+COLUMNS = 80  # for terminals that do not report their width
+ERASE = "\x1b[K"  # erases from the cursor to the end of the line
+VARIABLE = "PARALLAX_PROGRESS"
+# Variables with the number of a process in its job, before JAX knows it: ours, SLURM's, Open MPI's, of a TPU host.
+RANKS = ("PARALLAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
+
+Show = Callable[[float, float | None], None]
+Log = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Task:
+    """A long operation: `done` of `total`, if known, formatted by `unit`."""
+
+    what: str
+    begun: float
+    patience_secs: float
+    unit: Callable[[float], str]
+    done: float = 0
+    total: float | None = None
+    is_named: bool = False
+
+    def silence_secs(self, now: float) -> float:
+        """Seconds between messages; shorter at the beginning."""
+        if not self.is_named:
+            return self.patience_secs
+        secs = now - self.begun
+        return 4.0 if secs < 10 else 10.0 if secs < 60 else 30.0
+
+    def line(self, now: float) -> str:
+        """The current progress message."""
+        secs = now - self.begun
+        parts = [f"{self.unit(self.done)} of {self.unit(self.total)}"] if self.total else []
+        parts += [f"{duration(secs)} so far"] if secs >= 1 else []
+        if self.total and self.done and (left := secs * (self.total / self.done - 1)) >= 1:
+            parts.append(f"about {duration(left)} left")
+        return f"{self.what}: {', '.join(parts)}" if parts else f"{self.what} ..."
+
+    def last_line(self, now: float) -> str:
+        """The final message, with the duration."""
+        secs = now - self.begun
+        return f"{self.what}: done in {f'{secs:.1f} s' if secs < 60 else duration(secs)}"
+
+
+class ProgressPrinter:
+    """Prints progress: one changing line on a terminal; separate lines to a file, pipe or notebook.
+
+    Args:
+        stream: where to print; if it is None or closed, nothing is printed.
+        log: also gets the lines that a file would get.
+    """
+
+    def __init__(
+        self, stream: TextIO | None, log: Log = lambda line: None, *, clock: Callable[[], float] = time.monotonic
+    ):
+        self._stream, self._log, self._clock = stream, log, clock
+        self._is_terminal = _has_cursor(stream)
+        self._waits: list[Task] = []
+        self._spoke_at = clock()
+        self._is_drawn = False
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+
+    def start(self) -> "ProgressPrinter":
+        """Start a thread that calls `tick` until `close`."""
+        threading.Thread(target=self._tick_on, name="progress", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def clear(self) -> None:
+        """Clear the progress line for other output, which counts as a message."""
+        with self._lock:
+            self._erase()
+            self._spoke_at = self._clock()
+
+    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Task:
+        """Start a task, possibly inside another one, which is shown again afterwards."""
+        with self._lock:
+            self._waits.append(Task(what, self._clock(), patience_secs, unit))
+            return self._waits[-1]
+
+    def end(self, wait: Task, *, failed: bool) -> None:
+        """End a task; print its duration if it was long and did not fail."""
+        with self._lock:
+            self._waits.remove(wait)
+            self._erase()
+            now = self._clock()
+            if wait.is_named and now - wait.begun >= LONG_SECS and not failed:
+                self._log(wait.last_line(now))
+                self._print(wait.last_line(now))
+                self._spoke_at = now
+
+    def tick(self) -> None:
+        """Print a message if one is due."""
+        with self._lock:
+            if not self._waits:
+                return
+            wait, now = self._waits[-1], self._clock()
+            if now - self._spoke_at >= wait.silence_secs(now):
+                wait.is_named, self._spoke_at = True, now
+                self._log(wait.line(now))
+                if not self._is_terminal:
+                    self._print(wait.line(now))
+            if self._is_terminal and wait.is_named:
+                self._draw(wait.line(now))
+
+    def _tick_on(self) -> None:
+        while not self._closed.wait(TICK_SECS):
+            self.tick()
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(ValueError):  # the stream is closed
+            tell(line, self._stream)
+
+    def _draw(self, line: str) -> None:
+        # The cursor returns to the beginning, so that other output overwrites the line instead of following it.
+        self._write(f"\r{printable(line)[: _columns(self._stream) - 1]}{ERASE}\r")
+        self._is_drawn = True
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._write(f"\r{ERASE}")
+            self._is_drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(encodable(text, self._stream))
+            self._stream.flush()
+        except ValueError:  # it is closed
+            self._stream = None
+        except OSError:
+            discard_output(self._stream)
+
+
+_speaker: ProgressPrinter | None = None
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, *, patience_secs: float = FIRST_SECS, unit: Callable[[float], str] = "{:,.0f}".format
+) -> Iterator[Show]:
+    """Report progress while the block runs; call the yielded function with `(done, total)`.
+
+    Nothing is printed if the block ends before `patience_secs` of silence, or if no printer is installed.
+    """
+    speaker = _speaker
+    if speaker is None:
+        yield lambda done, total: None
+        return
+    wait = speaker.begin(what, patience_secs, unit)
+
+    def show(done: float, total: float | None) -> None:
+        wait.done, wait.total = done, total
+
+    failed = True
+    try:
+        yield show
+        failed = False
+    finally:
+        speaker.end(wait, failed=failed)
+
+
+@contextlib.contextmanager
+def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
+    """Use this progress printer while the block runs; None prints nothing."""
+    global _speaker
+    before, _speaker = _speaker, speaker
+    try:
+        yield
+    finally:
+        _speaker = before
+        if speaker is not None:
+            speaker.close()
+
+
+@contextlib.contextmanager
+def loading(module: str, stream: TextIO | None) -> Iterator[None]:
+    """Report that a program loads JAX, silence JAX's start-up messages, and print progress from then on.
+
+    `module` is the `__name__` of the file: nothing is printed if another program imports it, or for --help.
+    """
+    # XLA's C++ reads this when it is loaded. It hides start-up messages unless the user has set it.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
+        speak_on(stream)
+    try:
+        with waiting("loading JAX"):
+            yield
+    except KeyboardInterrupt:
+        if module != "__main__":
+            raise
+        raise SystemExit(INTERRUPTED) from None  # nothing has begun, so a traceback of imports would not help
+
+
+def speak_on(stream: TextIO | None) -> None:
+    """Print progress from now on, in the first process of a job."""
+    global _speaker
+    _speaker = progress_printer(stream) if is_likely_first(os.environ) else None
+
+
+def progress_printer(stream: TextIO | None, log: Log = lambda line: None) -> ProgressPrinter | None:
+    """A printer, or None if PARALLAX_PROGRESS=off."""
+    return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log).start()
+
+
+def be_silent() -> None:
+    """Stop printing progress in this process, since process 0 prints it for all."""
+    global _speaker
+    _speaker = None
+
+
+def make_room() -> None:
+    """Clear the progress line before something else is printed."""
+    if _speaker is not None:
+        _speaker.clear()
+
+
+def is_likely_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is process 0 as far as the environment says.
+
+    >>> is_likely_first({"SLURM_PROCID": "3"}), is_likely_first({})
+    (False, True)
+    """
+    return not any(environment.get(name, "0") not in ("", "0") for name in RANKS)
+
+
+def _has_cursor(stream: TextIO | None) -> bool:
+    """Whether the stream is a terminal on which a line can be overwritten."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    except ValueError:  # it is closed
+        return False
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError):
+        return COLUMNS

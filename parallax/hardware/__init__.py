@@ -1,0 +1,1 @@
+"""Chips as their data sheets have them, and the devices of this machine."""

@@ -1,0 +1,212 @@
+"""Peak FLOP/s, memory and links of chips, from their data sheets.
+
+FLOP/s are those of dense matrix products. A float32 product counts as in JAX's default precision: one pass of bfloat16
+on TPU, TF32 on NVIDIA. TPU clocks convert the compiler's estimated cycles into seconds: they are peak FLOP/s over the
+FLOPs of the matrix units in a cycle; at 1.5 and 1.75 GHz the estimates match published step times on v5e and v5p. GPU
+clocks are boost clocks; they convert times at peak rates into cycles. `usable_bytes` is the memory that the TPU
+compiler (libtpu 0.0.42) lets a program use, according to its errors; for v7x and GPUs it is the data sheet's memory, of
+which JAX reserves three quarters on GPUs unless XLA_CLIENT_MEM_FRACTION is set. GPUs on PCIe are modelled as if each
+could send to any other at the rate of its slot, which is more than cards without direct access to each other reach. A
+device of v4 and v5p is a chip, whose two cores share memory; a v4 topology has such devices if it is made with
+`chip_config_name="megacore"`. A device of v7x is one of a chip's two cores. Its figures are those of a core, with half
+of the chip's memory and network, but links are those of the chip.
+"""
+
+import re
+from typing import NamedTuple
+
+from parallax.errors import ConfigError, nearest
+
+GIB = 2**30
+# Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
+# no cycles for kernels, and none is measured to reach the peak.
+KERNEL_EFFICIENCY = 0.7
+
+
+class GpuTarget(NamedTuple):
+    """What XLA needs to compile for a GPU that is not present. Cores are streaming multiprocessors."""
+
+    capability: tuple[int, int]  # CUDA's
+    cores: int
+    float_units: int  # float32 units of a core
+    threads: int  # threads of a core
+    shared_kib: int  # shared memory of a core; a block may use 1 less
+    l2_bytes: int
+    clock_ghz: float
+
+
+class Chip(NamedTuple):
+    """One chip, or one of its `cores` if each is a device. Bandwidths are in bytes a second, in one direction.
+
+    `flops` is FLOP/s by dtype. `ici_links` links of `ici_bandwidth` each lead to its neighbours: on TPU two for each
+    torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
+    of `ring_multiple`; with `cube` only if all dims are such multiples. `switched` is the number of chips of one host
+    on a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its
+    link to the host, and `host_bytes` its share of the host's memory.
+    """
+
+    name: str
+    platform: str  # JAX's name: "tpu", "gpu" or "cpu"
+    flops: dict[str, float]
+    usable_bytes: int
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    ici_links: int
+    torus_dims: int
+    switched: int
+    dcn_bandwidth: float
+    clock_hz: float | None
+    ring_multiple: int = 0
+    cube: bool = False
+    host_bandwidth: float = 0.0
+    host_bytes: int = 0
+    target: GpuTarget | None = None
+    cores: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What a device is: "chip" or "core"."""
+        return "chip" if self.cores == 1 else "core"
+
+    def matmul_speed(self, matmul: str) -> float:
+        """Speed of products in 8 bits relative to bfloat16; 1 for "compute", and for chips whose 8-bit FLOP/s are not
+        known."""
+        if matmul == "compute" or "bfloat16" not in self.flops:
+            return 1.0
+        sheet = self.flops.get(matmul, self.flops["bfloat16"]) / self.flops["bfloat16"]
+        return EIGHT_BIT_SPEEDS.get(self.name, {}).get(matmul, sheet)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in this dtype; ConfigError lists the known dtypes."""
+        if dtype not in self.flops:
+            raise ConfigError(f"the peak of {self.name} in {dtype!r} is not known; {nearest(dtype, self.flops)}")
+        return self.flops[dtype]
+
+
+TORUS = {
+    "3D": dict(ici_links=6, torus_dims=3, ring_multiple=4, cube=True),
+    "2D": dict(ici_links=4, torus_dims=2, ring_multiple=16, cube=False),
+}
+# TFLOP/s in bfloat16, and in other dtypes, usable GiB, GB/s of HBM, of a link, of the network and of the link to the
+# host, GB of host memory; then GHz and torus. Links to hosts: the book How to Scale Your Model, 16 GB/s for v4, 15 for
+# v5e and v5p, 32 for v6e. Host memory: Google Cloud's page of each, over the chips of a VM or host: 407 GB for 4 on v4,
+# 384 GB for 8 on v5e, 448 GB for 4 on v5p, 1536 GiB for 8 on v6e.
+TPUS = {
+    # Google Cloud's page on TPU v4; links and clock: Jouppi et al. 2023, TPU v4, table of its features; network: a
+    # quarter of a host's 25 GB/s, as in the book How to Scale Your Model.
+    "TPU v4": (275, {"int8": 275}, 30.75, 1200, 50, 6.25, 16, 101, 1.05, "3D"),
+    # Google Cloud's page on TPU v5e: 400 GB/s in both directions over 4 ports, 2 x 100 Gbit/s for 8 chips.
+    "TPU v5e": (197, {"int8": 393}, 15.75, 819, 50, 3.125, 15, 48, 1.5, "2D"),
+    # Google Cloud's page on TPU v5p: 1200 GB/s in both directions over 6 links, 50 Gbit/s of network for a chip;
+    # int8: the book How to Scale Your Model.
+    "TPU v5p": (459, {"int8": 918, "float8": 459}, 95.74, 2765, 100, 6.25, 15, 112, 1.75, "3D"),
+    # Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips.
+    "TPU v6e": (918, {"int8": 1836, "float8": 918}, 31.25, 1638, 100, 12.5, 32, 206, 1.75, "2D"),
+    # Half of what Google Cloud's page on TPU7x has of a chip, whose two cores are devices: 2307 TFLOP/s, 192 GB, 7380
+    # GB/s, 100 Gbit/s of network; the chip has 1200 GB/s in both directions over 6 links. The page has no figure for
+    # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
+    "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
+}
+CORES = {"TPU v7x": 2}  # that are devices
+# Between the two cores of a chip, over one of its links to another chip: the same page.
+LINKS_BETWEEN_CORES = 6
+# Speed of a product of 8192 x 8192 matrices relative to bfloat16, by cycles of libtpu 0.0.52: int8 to int32, e4m3 to
+# bfloat16. For other chips, and for v4, it is taken from data sheets.
+EIGHT_BIT_SPEEDS = {
+    "TPU v5e": {"int8": 2.14, "float8": 1.06},
+    "TPU v5p": {"int8": 1.89, "float8": 0.95},
+    "TPU v6e": {"int8": 1.62, "float8": 1.14},
+    "TPU v7x": {"int8": 0.91, "float8": 2.06},
+}
+# The same; then links. Cards in a slot of PCIe 4.0 x16 have one, and for the network of their hosts, of which there is
+# no data sheet, 10 Gbit/s for each card are assumed, and 64 GB of memory. Links to hosts are the slot's 16 lanes: 31.5
+# GB/s with PCIe 4.0, 63 with 5.0; memory of hosts: DGX A100, H100, H200 and B200, 2 TB for 8.
+NVIDIA = {
+    # NVIDIA's data sheet of the A100 80GB SXM, without sparsity; network: DGX A100, 200 Gbit/s for a GPU.
+    "NVIDIA A100": (312, {"float32": 156, "int8": 624}, 80, 2039, 25, 25, 31.5, 250, 12),
+    # NVIDIA's data sheets of the H100 and H200 SXM, half of the figures with sparsity; network: DGX H100 and H200,
+    # 400 Gbit/s for a GPU.
+    "NVIDIA H100": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 80, 3350, 25, 50, 63, 250, 18),
+    "NVIDIA H200": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 141, 4800, 25, 50, 63, 250, 18),
+    # From public tables of the HGX B200 at 1000 W, without sparsity, which differ in TF32 (1100 and 1125); NVIDIA's own
+    # page was not checked. Network: 400 Gbit/s for a GPU.
+    "NVIDIA B200": (2250, {"float32": 1125, "float8": 4500, "int8": 4500}, 180, 8000, 50, 50, 63, 250, 18),
+    # NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity.
+    "NVIDIA RTX 4090": (165.2, {"float32": 82.6, "float8": 330.3, "int8": 660.6}, 24, 1008, 31.5, 1.25, 31.5, 64, 1),
+    # NVIDIA's white paper of GA102, table of the RTX 3090: sums in float32, without sparsity.
+    "NVIDIA RTX 3090": (71, {"float32": 35.6, "int8": 284}, 24, 936, 31.5, 1.25, 31.5, 64, 1),
+    # NVIDIA's data sheet of the L4, half of the figures with sparsity.
+    "NVIDIA L4": (121, {"float32": 60, "float8": 242, "int8": 242}, 24, 300, 31.5, 1.25, 31.5, 64, 1),
+    # NVIDIA's data sheet of the A10, without sparsity.
+    "NVIDIA A10": (125, {"float32": 62.5, "int8": 250}, 24, 600, 31.5, 1.25, 31.5, 64, 1),
+}
+
+# Data centre GPUs: from XLA (xla/backends/gpu/target_config/specs, 2026). Other GPUs: cores, L2 and boost clock as
+# commonly given, not checked against data sheets. XLA uses them to choose tiles; times and memory of a plan do not
+# depend on them.
+GPU_TARGETS = {
+    "NVIDIA A100": GpuTarget((8, 0), 108, 64, 2048, 164, 40 * 2**20, 1.41),
+    "NVIDIA H100": GpuTarget((9, 0), 132, 128, 2048, 228, 50 * 2**20, 1.98),
+    "NVIDIA H200": GpuTarget((9, 0), 132, 128, 2048, 228, 50 * 2**20, 1.98),
+    "NVIDIA B200": GpuTarget((10, 0), 148, 128, 2048, 228, 132_644_864, 1.965),
+    "NVIDIA RTX 4090": GpuTarget((8, 9), 128, 128, 1536, 100, 72 * 2**20, 2.52),
+    "NVIDIA RTX 3090": GpuTarget((8, 6), 82, 128, 1536, 100, 6 * 2**20, 1.695),
+    "NVIDIA L4": GpuTarget((8, 9), 58, 128, 1536, 100, 48 * 2**20, 2.04),
+    "NVIDIA A10": GpuTarget((8, 6), 72, 128, 1536, 100, 6 * 2**20, 1.695),
+}
+
+
+def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rates: float | str) -> Chip:
+    is_tpu = name in TPUS
+    hbm, link, network, host_link, host_memory, *kind = rates
+    target = GPU_TARGETS.get(name)
+    clock, links = kind if is_tpu else (target.clock_ghz, dict(ici_links=kind[0], torus_dims=0))
+    tflops = {"bfloat16": bfloat16, "float32" if is_tpu else "float16": bfloat16, **others}
+    return Chip(
+        name=name,
+        platform="tpu" if is_tpu else "gpu",
+        flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
+        usable_bytes=int(gib * GIB),
+        hbm_bandwidth=hbm * 1e9,
+        ici_bandwidth=link * 1e9,
+        **(TORUS[links] if is_tpu else links),
+        switched=0 if is_tpu else 8,
+        dcn_bandwidth=network * 1e9,
+        clock_hz=clock * 1e9,
+        host_bandwidth=host_link * 1e9,
+        host_bytes=int(host_memory * 1e9),
+        target=target,
+        cores=CORES.get(name, 1),
+    )
+
+
+CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
+# JAX's names, if they differ. Other variants, such as H100 PCIe, are different chips.
+DEVICE_KINDS = {
+    "geforce rtx 3090": "NVIDIA RTX 3090",
+    "geforce rtx 4090": "NVIDIA RTX 4090",
+    "v5 lite": "TPU v5e",
+    "v5": "TPU v5p",
+    "v6 lite": "TPU v6e",
+    "tpu7x": "TPU v7x",
+    "7x": "TPU v7x",
+    "a100-sxm4-80gb": "NVIDIA A100",
+    "h100 80gb hbm3": "NVIDIA H100",
+}
+NAMES = {name.split(maxsplit=1)[1].replace(" ", ""): name for name in CHIPS}  # without spaces, as in topologies
+SHORT = {short.lower(): name for short, name in NAMES.items()} | DEVICE_KINDS
+SHORT |= {name.split(maxsplit=1)[1].lower(): name for name in CHIPS}
+
+
+def chip(name: str) -> Chip:
+    """The chip of a topology ("v5p:4x4x4"), of a device kind ("TPU v5 lite"), or by its name ("H100").
+
+    Raises ConfigError, which lists the known ones.
+
+    >>> chip("v5e:4x4").name, chip("TPU v5 lite").flops["bfloat16"]
+    ('TPU v5e', 197000000000000.0)
+    """
+    short = re.sub(r"^(tpu|nvidia)\s+", "", name.split(":")[0].strip().lower())
+    if short not in SHORT:
+        raise ConfigError(f"chip {name!r} is unknown; {nearest(name.split(':')[0], NAMES)}")
+    return CHIPS[SHORT[short]]

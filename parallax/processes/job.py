@@ -1,0 +1,445 @@
+"""The job to which this process belongs. With one process all functions return immediately; time limits hold, too."""
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.errors import JaxRuntimeError
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from parallax.config.sections import DistributedConfig
+from parallax.display.progress import waiting
+from parallax.errors import EXIT_RESTART, ConfigError, LostError, first_line
+from parallax.hardware.devices import simulate_devices, tpu_files
+from parallax.processes import control_line
+from parallax.processes.address import VARIABLES, ProcessAddress
+from parallax.processes.control_line import ControlLine, Hub
+from parallax.processes.deadline import Deadline
+from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
+from parallax.processes.jax_settings import common_settings
+from parallax.storage import files
+
+# JAX's own limits are longer than ours, which are more informative: they end a process only if ours could not.
+BEHIND_SECS = 15
+# Messages of the runtime if another process is gone or missing: Gloo, JAX's coordination service, NCCL.
+STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls between processes
+OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+# Searched only in the first line: later lines have names of operations, such as "optimization_barrier".
+SAYINGS = re.compile(
+    r"\bgloo .*\bfailed"
+    r"|coordination ?service|GetKeyValue|heartbeats?\b|\bbarrier (timed out|failed)|shutdown barrier"
+    # NCCL's network errors, not those of devices or of invalid arguments.
+    r"|nccl.*(remote process|network error|system error|remote ?error|abort|timed? ?out)",
+    re.IGNORECASE,
+)
+
+JAX_SETTINGS = "the settings of JAX"
+
+_line: ControlLine | None = None
+_deadline: Deadline | None = None  # of a process without a line, while `limited`
+
+
+def is_first() -> bool:
+    """Whether this process writes the run's files, on behalf of all."""
+    return jax.process_index() == 0
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return _line is not None
+
+
+def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate: int) -> None:
+    """Join the processes of a job: at a given address, or in a cluster that JAX detects.
+
+    `simulate` is the number of CPU devices to simulate in all processes together, 0 for none.
+
+    Raises:
+        ConfigError: the port of the coordinator is taken, or the processes disagree about who they are or about
+            settings of JAX.
+        LostError: not all processes have connected in time.
+    """
+    global _line
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", True)
+    processes = address.processes if address is not None else started_by_scheduler(os.environ)
+    if processes > 1 and needs_detour():
+        avoid_reduce_scatter()
+    if simulate:
+        simulate_devices(simulate, processes)
+    if address is not None and processes > 1:
+        _line = _meet_at(address, config)
+        check_equal(JAX_SETTINGS, common_settings())
+        with _ending_after(config.start_secs):
+            _initialize(
+                config,
+                coordinator_address=address.coordinator,
+                num_processes=address.processes,
+                process_id=address.process,
+                coordinator_bind_address=f"127.0.0.1:{address.port}" if address.is_loopback else None,
+                # JAX would assign one device per process if a launcher runs inside a scheduler's job.
+                cluster_detection_method="deactivate",
+            )
+    elif address is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
+        _line = _meet_by_jax(config, processes)
+        check_equal(JAX_SETTINGS, common_settings())
+    set_phase("starting the devices", compiling=True)
+
+
+def set_phase(what: str, *, compiling: bool = False) -> None:
+    """Set the phase of this process, which distributed.wait_secs or compile_secs limits."""
+    _limit(what, "compile_secs" if compiling else "wait_secs")
+
+
+def _limit(what: str, setting: str) -> None:
+    if (limited_by := _line or _deadline) is not None:
+        limited_by.set_phase(what, setting)
+
+
+@contextlib.contextmanager
+def limited(config: DistributedConfig) -> Iterator[None]:
+    """Limit the phases of a process that runs alone, too, while the block runs: it ends with 75 if one takes longer."""
+    global _deadline
+    if _line is None:
+        _deadline = Deadline(config)
+        set_phase("starting the devices", compiling=True)
+    try:
+        yield
+    finally:
+        if _deadline is not None:
+            _deadline.close()
+            _deadline = None
+
+
+def connect(mesh: Mesh) -> None:
+    """Run a first collective along each of the mesh's axes and along all their products.
+
+    Gloo connects a group of devices at its first collective and waits only half a minute for a missing process; in a
+    connected group the limit of collectives applies.
+    """
+    if _line is None:
+        return
+    wait_for_all("the first collective", setting="compile_secs")
+    set_phase("connecting the devices", compiling=True)
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    multihost_utils.sync_global_devices("the first collective")  # between processes, as for checkpoints
+    wide = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.permutations(wide, count):  # the same devices in another order are another group
+            _sum_over(mesh, axes)
+
+
+def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
+    """Return when every process has reached `what`."""
+    if _line is not None:
+        with waiting(f"waiting for the other processes to reach {what!r}"):
+            _line.meet(what, {}, setting)
+
+
+def agree(what: str, text: str) -> str:
+    """The first process's text, in all processes."""
+    if _line is None:
+        return text
+    return _line.meet(what, {"text": text}, "wait_secs")["values"]["text"]
+
+
+def check_equal(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless all processes have the same values (JSON); the error shows differences."""
+    if _line is None:
+        return
+    answer = _line.meet(what, values, "wait_secs")
+    if answer["differences"]:
+        named = "; ".join(
+            f"{key} is {first!r} in process 0, {other!r} in process {rank}"
+            for key, first, rank, other in answer["differences"]
+        )
+        more = f" (and {answer['more']} more)" if answer["more"] else ""
+        raise ConfigError(f"the processes disagree about {what}: {named}{more}")
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ConfigError unless all processes see the same folder, which process 0 has created."""
+    if _line is None:
+        return
+    word = agree("a word in a folder", secrets.token_hex(8))
+    mark = folder / f".seen-by-all-{word}"  # unique, since another job may check the folder, too
+    if is_first():
+        files.write_whole(mark, word)
+    wait_for_all("the run folder")
+    try:
+        found = "there" if files.read_bytes(mark) == word.encode() else f"another file: {mark}"
+    except OSError as error:
+        found = f"{os.strerror(error.errno)}: {mark}"
+    try:
+        check_equal("the run folder, which all hosts must share", {"the file of process 0": found})
+    finally:
+        if is_first():
+            files.remove(mark)
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether all processes see the same folder and process 0 can write in it."""
+    try:
+        check_shared(folder)
+    except ConfigError:
+        return False
+    return True
+
+
+def prepare_once(act: Callable[[], Any], what: str) -> Any:
+    """Run `act` in process 0 first, then in the others, which find its results."""
+    if is_first():
+        _limit(what, "prepare_secs")
+        result = act()
+        wait_for_all(what, setting="prepare_secs")
+        return result
+    wait_for_all(what, setting="prepare_secs")
+    return act()
+
+
+def tried_by_all(
+    act: Callable[[], Any], kind: type[Exception], code_of: Callable[[Any], int] = lambda error: 1
+) -> tuple[Any, Any, np.ndarray]:
+    """The result of `act` and None, or None and its error of this kind; and the error code of each process.
+
+    All processes call this together, and none continues alone; a code is 0 if there was no error.
+    """
+    result = error = None
+    try:
+        result = act()
+    except kind as raised:
+        error = raised
+    code = np.array([0 if error is None else code_of(error)])
+    return result, error, multihost_utils.process_allgather(code, tiled=True) if jax.process_count() > 1 else code
+
+
+def log_to(log: Callable[[str], None]) -> None:
+    """Set where process 0 writes the reason of its end, in addition to stderr."""
+    if (ends_by := _line or _deadline) is not None and is_first():
+        ends_by.log = log
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Report an error in the block to the other processes; if another process caused it, report that instead."""
+    try:
+        yield
+    except BaseException as error:
+        known = _as_lost(error)
+        if _line is not None:
+            if not isinstance(known, ConfigError | KeyboardInterrupt):
+                _line.wait_for_word()
+            _line.leave(getattr(known, "exit_status", 1), f"{type(known).__name__}: {known}")
+        if known is error:
+            raise
+        raise known from error
+
+
+def leave(command: Callable[[], int]) -> int:
+    """Run a command to its exit status and end: together with the others after success, otherwise at once."""
+    try:
+        status = command()
+    except Exception:
+        if _line is None:
+            raise
+        with control_line.nothing_in_the_way():
+            traceback.print_exc()
+        status = 1
+    if _line is None:
+        return status
+    if status or _line.is_leaving:
+        control_line.end_now(status)
+    wait_for_all("the end of the run")
+    _line.leave(0, "")
+    try:
+        jax.distributed.shutdown()
+    except JaxRuntimeError:
+        control_line.end_now(status)  # a process that is lost now has finished its work
+    return status
+
+
+def _as_lost(error: BaseException) -> BaseException:
+    """A LostError if the runtime says that a process is lost, otherwise the error itself."""
+    if not isinstance(error, Exception) or isinstance(error, LostError) or not jax.distributed.is_initialized():
+        return error
+    said = lost_process(error)
+    if said is None:
+        return error
+    where = f"; this process was at {_line.doing!r}" if _line is not None else ""
+    return LostError(
+        f"another process is gone or missing: {said}{where}; "
+        "start the same command again to resume from the last checkpoint"
+    )
+
+
+# ---- meeting
+
+
+def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
+    """Connect on the coordinator's own port, which is free again when JAX needs it."""
+    listener = None
+    if address.process == 0:
+        try:
+            listener = listen("127.0.0.1" if address.is_loopback else "", address.port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on port {address.port} for distributed.coordinator={address.coordinator} "
+                f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
+            ) from None
+    return _connect(address, config, listener)
+
+
+def _meet_by_jax(config: DistributedConfig, started: int) -> ControlLine | None:
+    """Connect to the address that process 0 sends by JAX's collectives, which exist already; None with one process.
+
+    `started` is the number of processes that a scheduler has started, 1 for none.
+    """
+    # JAX would take all tasks of SLURM's job, of which this step may have a part.
+    count = {"num_processes": started} if started > 1 else {}
+    with _ending_after(config.start_secs):
+        _initialize(config, **count)
+        processes = jax.process_count()
+        if processes == 1:
+            return None
+        token, host, port, listener = secrets.token_hex(16), _own_address(), 0, None
+        if is_first():
+            listener = listen("", 0)
+            port = listener.getsockname()[1]
+        text = f"{token} {host} {port}".ljust(128).encode("ascii")
+        codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
+    return _connect(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, listener)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; without a host, on every address."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, port))
+
+
+def _connect(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> ControlLine:
+    """Connect to process 0; it is this process if it has the `listener`."""
+    hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
+    hub = Hub(listener, address.processes, address.token, config) if listener else None
+    return ControlLine((address.host, address.port), hello, config, hub)
+
+
+def _own_address() -> str:
+    """The address of this host on its outgoing network; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _initialize(config: DistributedConfig, **address: Any) -> None:
+    """Let JAX connect the processes; its own limits are longer than ours, since it aborts the process."""
+    try:
+        jax.distributed.initialize(
+            **address,
+            initialization_timeout=config.start_secs + BEHIND_SECS,
+            heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
+            shutdown_timeout_seconds=BEHIND_SECS,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"JAX cannot tell which process of the job this is ({first_line(error)}); set {', '.join(VARIABLES)}"
+        ) from error
+    except RuntimeError as error:
+        raise LostError(f"JAX could not connect the processes: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _ending_after(secs: float) -> Iterator[None]:
+    """End the process if JAX takes longer to connect the processes and to run their first collective."""
+    late = threading.Timer(secs, _started_too_late, (secs,))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """A tiny sum in each group of devices along these axes."""
+    others = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in axes))
+    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    one_each = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
+    add = jax.shard_map(
+        lambda one: lax.psum(one, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
+    )
+    jax.jit(add)(one_each).block_until_ready()
+
+
+def _started_too_late(secs: float) -> None:
+    control_line.end_within(control_line.LAST_WORDS_SECS, EXIT_RESTART)
+    with control_line.nothing_in_the_way():
+        control_line.say_last(
+            f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
+            "are all of them running? Start the same command again"
+        )
+    control_line.end_now(EXIT_RESTART)
+
+
+# ---- messages of the runtime, and the environment
+
+
+def lost_process(error: BaseException | None) -> str | None:
+    """The runtime's message about a lost process, in an error or its causes; None if there is none.
+
+    >>> lost_process(JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234"))
+    'UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234'
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        said = first_line(error)
+        if isinstance(error, JaxRuntimeError) and (
+            said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS))
+        ):
+            return said
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def started_by_scheduler(environment: Mapping[str, str]) -> int:
+    """Number of processes that SLURM or Open MPI has started together with this one; 1 if neither has.
+
+    >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_NUM_TASKS": "4"}
+    >>> started_by_scheduler({"SLURM_NTASKS": "8", **step})
+    4
+    """
+    # Open MPI first: its daemons are a step of SLURM's, and their processes are not. A job of SLURM may have many
+    # steps, of which an interactive one has a single task; without a step, this is only the batch script.
+    for counts, needed in (
+        (("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",)),
+        (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_PROCID", "SLURM_STEP_NODELIST")),
+    ):
+        found = [environment[name] for name in counts if name in environment]
+        if found and all(name in environment for name in needed):
+            return int(found[0])
+    return 1
+
+
+def has_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether this host has TPU chips and may be part of a pod."""
+    wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
+    return wanted and (bool(tpu_files()) or "TPU_WORKER_HOSTNAMES" in environment)

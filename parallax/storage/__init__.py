@@ -1,0 +1,1 @@
+"""Files: opened, replaced, locked and parsed, and their names in a run's folder."""

@@ -1,0 +1,431 @@
+"""Opens, replaces, locks and parses files of runs, checkpoints and data.
+
+Files are local. Only regular files are opened: links are not followed for writing, and pipes and devices never block.
+Functions raise OSError unless they say otherwise.
+"""
+
+import collections
+import contextlib
+import errno
+import fcntl
+import glob
+import grp
+import json
+import math
+import os
+import pwd
+import re
+import shutil
+import stat
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from parallax.errors import ESCAPED, CheckpointError, errors_as, writing
+
+LARGEST_BYTES = 1 << 28  # of a file that is read as a whole; a manifest of 10^5 shards has a tenth of it
+OBJECT_BYTES = 1 << 24  # of a JSON object such as a config, which Python may need twenty times the memory for
+READ_BYTES = 1 << 20
+LINE_BYTES = 1 << 22  # of a line; metrics with the load of ten thousand experts have a tenth of it
+DEEPEST = 64  # nested lists and objects; ours have six levels
+SHOWN = 40
+DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
+# More than a name to Orbax or TensorStore: patterns, backslashes taken for slashes, locks, buckets; or not tried.
+MEANT_OTHERWISE = re.compile(r"[^\w./=+,@:~ -]|\.__lock(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
+PROBE = "probe-"  # prefix of files that `check_writable` creates and that a kill may leave behind
+WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
+WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
+
+
+# ---- what is there
+
+
+def names_in(folder: Path) -> list[str]:
+    """Sorted names in a folder; empty if it is not a folder."""
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
+    """Paths that match a glob pattern, sorted; relative to `folder` if given. Folders at its beginning that exist by
+    their letters are not patterns: "lr=[1e-3]/*.txt"."""
+    find = lambda written: glob.glob(written, root_dir=folder, recursive=True)  # noqa: E731
+    pattern = Path(pattern)
+    at = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
+    found = find(os.path.join(glob.escape(str(at)), pattern.relative_to(at)))
+    return sorted(map(Path, found or find(str(pattern))))
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+# ---- reading and writing
+
+
+def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
+    """`open` for regular files; text is UTF-8, whatever the locale. Use `write_whole` to replace a file."""
+    encoding = {} if "b" in mode else {"encoding": "utf-8"}
+    return open(path, mode, opener=plain, **encoding | how)
+
+
+def plain(path: str | Path, flags: int) -> int:
+    """An opener for `open` that accepts only regular files and never blocks on a pipe.
+
+    For writing it also refuses symbolic and hard links, which would redirect the output.
+    """
+    assert not flags & os.O_TRUNC, "a file would be truncated before it is checked; use write_whole"
+    writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
+    try:
+        opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _odd(path, "is a symbolic link") from None
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+            raise _odd(path, "is no plain file") from None
+        raise
+    about = os.fstat(opened)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(opened)
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise _odd(path, "is no plain file")
+    if writes and about.st_nlink > 1:
+        os.close(opened)
+        raise _odd(path, f"has {about.st_nlink} names, as hard links are made")
+    return opened
+
+
+def _odd(path: str | Path, what: str) -> OSError:
+    return OSError(errno.EINVAL, f"{Path(path).name} {what}; remove it", str(path))
+
+
+def read_bytes(path: Path, most: int = LARGEST_BYTES) -> bytes:
+    """The content of a plain file; OSError if it has more than `most` bytes. It takes memory for what is there."""
+    content = bytearray()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        while size <= most and (block := file.read(READ_BYTES)):
+            content += block
+            size = max(size, len(content))
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return bytes(content)
+
+
+class LineReader:
+    """Reads the lines of a file that may grow, in little memory: a line of more than LINE_BYTES, or with a block of
+    zeros, as sparse files have, is empty."""
+
+    def __init__(self) -> None:
+        self.offset = 0  # of what is read next
+        self._begun, self._is_odd = b"", False  # the line that has no end yet
+
+    def read(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Lines that have ended since the last call."""
+        file.seek(self.offset)
+        while block := file.read(READ_BYTES):
+            self.offset += len(block)
+            *ends, begun = block.split(b"\n")
+            for end in ends:
+                self._add(end)
+                yield self.rest()
+            self._add(begun)
+            if not block.strip(b"\0"):
+                self._is_odd = True
+                self.offset = _next_data(file, self.offset)
+                file.seek(self.offset)
+
+    def rest(self) -> bytes:
+        """The line that has no end yet, which is then forgotten."""
+        line, self._begun, self._is_odd = b"" if self._is_odd else self._begun, b"", False
+        return line
+
+    def _add(self, piece: bytes) -> None:
+        self._is_odd = self._is_odd or len(self._begun) + len(piece) > LINE_BYTES
+        self._begun = b"" if self._is_odd else self._begun + piece
+
+
+def lines_in(path: Path) -> Iterator[bytes]:
+    """The lines of a file, as of `LineReader`, also the last one if it has no end."""
+    lines = LineReader()
+    with open_file(path) as file:
+        yield from lines.read(file)
+    if rest := lines.rest():
+        yield rest
+
+
+def _next_data(file: IO[bytes], offset: int) -> int:
+    """Where a sparse file has data next; the offset itself on a file system that does not know."""
+    number = file.fileno()
+    place = os.lseek(number, 0, os.SEEK_CUR)
+    try:
+        return os.lseek(number, offset, os.SEEK_DATA)
+    except OSError as error:
+        return os.fstat(number).st_size if error.errno == errno.ENXIO else offset
+    finally:
+        os.lseek(number, place, os.SEEK_SET)  # the file's own buffer counts on it
+
+
+def write_whole(path: Path, content: str | bytes | memoryview | Iterable[bytes]) -> None:
+    """Replace a file atomically and durably: write, flush and rename. The pieces of an iterable are written in turn."""
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
+        with open(aside, "xb") as file:  # exclusive: an existing link is not followed
+            content = in_utf8(content) if isinstance(content, str) else content
+            file.writelines([content] if isinstance(content, bytes | memoryview) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        # Remove the useless part from a full disk. The error of a failed write names no file, so it is added.
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file without atomicity; a crash may leave a partial file."""
+    path.write_bytes(in_utf8(content) if isinstance(content, str) else content)
+
+
+def in_utf8(text: str) -> bytes:
+    """Text as a file has it. Halves of surrogate pairs, as in names that are not UTF-8, are escaped."""
+    return text.encode("utf-8", ESCAPED)
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """A new file to write in pieces, which replaces an existing one; a kill may leave an incomplete file."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def copy_file(path: Path, target: Path) -> None:
+    """Copy the content of a file."""
+    shutil.copyfile(path, target)
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a folder's entries."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+class AppendFile:
+    """A file to append lines to; CheckpointError if the disk is full or the folder is gone."""
+
+    def __init__(self, path: Path):
+        self._folder = path.parent
+        with writing(self._folder, WHEN_FULL):
+            self._file = open_file(path, "a", errors=ESCAPED)
+            # While it is open, no other folder gets its inode number.
+            self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, text: str) -> None:
+        """Append text and flush it."""
+        with writing(self._folder, WHEN_FULL):
+            self._file.write(text)
+            self._file.flush()
+        # Writes to a folder that was removed or renamed succeed, but their text is lost or elsewhere.
+        with errors_as(CheckpointError, f"{self._folder} cannot be looked at (", f"); {WHEN_GONE}"):
+            there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
+        if not there:
+            raise CheckpointError(f"{self._folder} is not the same folder as when the run began; {WHEN_GONE}")
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._opened)
+            self._file.close()
+
+
+# ---- folders, names and locks
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Create a folder and its parents, if missing."""
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+
+class PlainPath:
+    """`path` leads to an existing folder, and libraries take each of its letters for itself.
+
+    It is the folder's own path, or one through a descriptor of the folder, valid while this object exists.
+
+    Raises:
+        OSError: the folder cannot be opened.
+        CheckpointError: its own path has other letters, and this system has no paths of descriptors.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder.resolve()
+        found = MEANT_OTHERWISE.search(str(self.path))
+        if found is None:
+            return
+        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, opened)
+        self.path = DESCRIPTORS / str(opened)
+        if not (self.path.exists() and self.path.samefile(folder)):
+            raise CheckpointError(
+                f"{str(folder)!r} cannot hold checkpoints: {found[0]!r} is not part of a name for the library that "
+                f"writes them, and {DESCRIPTORS} is missing; use letters, digits and any of . _ - = + , @ : ~"
+            )
+
+
+def remove(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file, a link, or a folder with its content."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=missing_ok)
+
+
+def remove_what_can_be(path: Path) -> None:
+    """Remove a folder, ignoring errors; others may still be writing in it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def lock(opened: IO, *, wait: bool) -> None:
+    """Lock an open file until it is closed; BlockingIOError if it is taken and not `wait`."""
+    fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def try_writing(folder: Path) -> None:
+    """Write, rename and remove a file in a folder; OSError if that fails."""
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
+    probe.write_bytes(b"x")
+    probe.rename(probe.with_suffix(".renamed")).unlink()
+
+
+def check_writable(folder: Path) -> None:
+    """Create the folder; CheckpointError unless files can be written, renamed and removed in it."""
+    with writing(folder):
+        make_folder(folder)
+        try_writing(folder)
+
+
+def open_to_others(folder: Path) -> Path | None:
+    """What gives other users a way to change the files in a folder whose path has no link: the folder, one above it, or
+    a file in it; None if there is nothing.
+
+    Root is nobody else, and owns /. In a folder above it with the sticky bit, as /tmp, anybody may write: there, nobody
+    can rename what others own.
+    """
+    trusted = {os.getuid(), Path("/").stat().st_uid}
+    about = folder.stat()
+    if about.st_uid != os.getuid() or _others_write(about):
+        return folder
+    for above in folder.parents:
+        there = above.stat()
+        if there.st_uid not in trusted or (_others_write(there) and not there.st_mode & stat.S_ISVTX):
+            return above
+    if about.st_mode & (stat.S_IXGRP | stat.S_IXOTH):  # others can open what is in it
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process may just have removed it
+                there = file.lstat()
+                if there.st_uid not in trusted or _others_write(there):
+                    return file
+    return None
+
+
+def _others_write(about: os.stat_result) -> bool:
+    """Whether other users may write; a group with this user's name and without other members is nobody else."""
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    if not about.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(about.st_gid)
+    except KeyError:
+        return True
+    return group.gr_gid != user.pw_gid or group.gr_name != user.pw_name or not {*group.gr_mem} <= {user.pw_name}
+
+
+# ---- JSON
+
+
+def read_object(path: Path, *, odd_numbers: bool = False, most: int = OBJECT_BYTES) -> dict[str, Any]:
+    """The JSON object of a file; OSError if it cannot be read or has more than `most` bytes, ValueError as in
+    `object_of`."""
+    return object_of(read_bytes(path, most), odd_numbers=odd_numbers)
+
+
+def object_if_readable(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
+    """The JSON object of a file; empty if it is missing or cannot be read."""
+    try:
+        return read_object(path, odd_numbers=odd_numbers)
+    except (OSError, ValueError):
+        return {}
+
+
+def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:
+    """Parse a JSON object strictly; ValueError names the problem briefly.
+
+    `odd_numbers` accepts NaN and infinities, which Python writes although JSON does not have them. If only the entry
+    `read` will be used, only that key must be unique; other entries may be any JSON.
+
+    >>> object_of('{"steps": 8}')
+    {'steps': 8}
+    """
+    how = {} if odd_numbers else {"parse_constant": _no_number, "parse_float": _finite}
+    pairs: list[tuple[str, Any]] = []
+
+    def outermost(inner: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal pairs
+        pairs = inner  # the outermost object ends last
+        return dict(inner)
+
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        content = json.loads(text, object_pairs_hook=_each_once if read is None else outermost, **how)
+        _each_once([pair for pair in pairs if pair[0] == read])
+    except RecursionError:
+        raise ValueError("it is nested without end") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8") from None
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # Python's own advice does not help users
+            raise ValueError("a whole number has thousands of digits") from None
+        raise
+    if not isinstance(content, dict):
+        raise ValueError(f"it is {text.strip()[:SHOWN]!r}, not a JSON object")
+    if read is None and text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
+    return content
+
+
+def _is_deep(content: dict[str, Any]) -> bool:
+    level: list[Any] = [content]
+    for _ in range(DEEPEST):
+        items = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in items if isinstance(each, dict | list)]
+    return bool(level)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{twice[:SHOWN]!r} is there twice")
+    return content
+
+
+def _no_number(written: str) -> float:
+    raise ValueError(f"{written} is not a number of JSON")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if not math.isfinite(number):
+        raise ValueError(f"{written[:SHOWN]} is more than a float holds")
+    return number

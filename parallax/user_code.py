@@ -1,0 +1,321 @@
+"""Code of a user's own that a config names, as "my_module:name" or "my_module:name(setting=1)"."""
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallax.errors import ConfigError, nearest, quoted, shown
+from parallax.storage.files import read_bytes
+from parallax.version import version_of
+
+WRITTEN = re.compile(r"\s*([A-Za-z_][\w.]*):([A-Za-z_][\w.]*\s*(?:\(.*\))?)\s*", re.DOTALL)
+CODE_FORM = '"module:name" or "module:name(setting=1)"'
+INSTALLED = {"site-packages", "dist-packages"}
+LITERALS = (bool, int, float, str)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class UserCode(str):
+    """The text in a config that names code, with the function or class `target` that it names and its `settings`.
+
+    It is a text wherever settings are printed, saved or compared. Two of them are equal if they name the same object,
+    so that nothing computed with a class of a notebook is used for a later class of that name. `source` is the SHA-256
+    of the code's files; "" if there are none to read. The text of a saved config has no target: its folder may come
+    from somebody else, and a run's folder imports nothing.
+    """
+
+    target: Any
+    settings: Mapping[str, Any]
+    source: str
+
+    def __new__(cls, text: str, target: Any = None, settings: Mapping[str, Any] | None = None, source: str = ""):
+        code = super().__new__(cls, text)
+        code.target, code.settings, code.source = target, dict(settings or {}), source
+        return code
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, str) and str.__eq__(self, other)
+        return same and (not isinstance(other, UserCode) or self.target == other.target)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __deepcopy__(self, memo: dict) -> "UserCode":
+        return self  # as any text
+
+    def __reduce__(self) -> tuple:
+        return str, (str(self),)  # another process gets the text
+
+
+def names_code(value: object) -> bool:
+    """Whether a value of a config names code.
+
+    >>> [names_code(value) for value in ("lion:make(b1=0.9)", "adamw", "order.csv", "gs://bucket")]
+    [True, False, False, False]
+    """
+    if isinstance(value, UserCode):
+        return True
+    return isinstance(value, str) and bool(WRITTEN.fullmatch(value) or codes_by_name(value))
+
+
+def codes_by_name(value: str) -> dict[str, str]:
+    """The code of each name in a text "name=module:name name=module:name(setting=1)"; empty for other texts.
+
+    >>> codes_by_name("wide=blocks:Wide(width=4) deep=blocks:Deep"), codes_by_name("embedding=zero1")
+    ({'wide': 'blocks:Wide(width=4)', 'deep': 'blocks:Deep'}, {})
+    """
+    if isinstance(value, UserCode) and isinstance(value.target, Mapping):
+        return dict(value.target)
+    words, ended = [""], True
+    for letter in value:
+        # A settings text may hold spaces, so a word ends only where its parentheses are closed.
+        if letter.isspace() and words[-1].count("(") == words[-1].count(")"):
+            ended = True
+        else:
+            words += [""] if ended and words[-1] else []
+            words[-1], ended = words[-1] + letter, False
+    pairs = [word.partition("=")[::2] for word in words]
+    return dict(pairs) if all(name.isidentifier() and WRITTEN.fullmatch(code) for name, code in pairs) else {}
+
+
+def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
+    """A value of `key`, with its code if it names some or is some: a function or a class, or a functools.partial of one
+    with settings. Other values, and texts of saved configs, are returned as they are. `given` are the arguments with
+    which Parallax calls the code: see `check_call`.
+
+    A module is found as Python finds it, then in the current folder. Raises ConfigError if there is none, if importing
+    it fails, or if the code has no such settings.
+    """
+    if isinstance(value, UserCode):
+        return value
+    by_name = value if isinstance(value, Mapping) else codes_by_name(value) if isinstance(value, str) else {}
+    codes = {name: imported_code(f"{key}: {name}", code, given) for name, code in by_name.items()}
+    if codes and all(isinstance(code, UserCode) for code in codes.values()):
+        text = " ".join(f"{name}={code}" for name, code in codes.items())
+        return UserCode(text, codes, source=_hash(*(code.source for code in codes.values())))
+    if isinstance(value, str):
+        return _of_text(key, value, given) if names_code(value) else value
+    return _of_object(key, value, given) if callable(value) else value
+
+
+def saved_code(value: Any) -> Any:
+    """The same of a saved config: a text that names code, which is not imported."""
+    return UserCode(value) if names_code(value) else value
+
+
+def named(key: str, value: str, known: Mapping[str, Any]) -> Callable:
+    """What a setting chooses: the entry of `known`, or its code with its settings.
+
+    Raises ConfigError for code of a saved config.
+    """
+    if not names_code(value):
+        return known[value]
+    target = getattr(value, "target", None)
+    if target is None:
+        raise ConfigError(
+            f"{key}={quoted(value)} names code, and the saved config of a run imports none, since its folder may come "
+            f"from somebody else; if this code is yours, write --config.{key}={shlex.quote(shown(str(value)))} on the "
+            f"command line, or code={{{key!r}: ...}} in a notebook."
+        )
+    return functools.partial(target, **value.settings) if value.settings else target
+
+
+def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
+    """Raise ConfigError unless code can be called with the arguments `given`, by position or name, besides its
+    settings. Those that end in "?" are given only if the code has them."""
+    if isinstance(code.target, Mapping):
+        for name, one in code.target.items():
+            check_call(f"{key}: {name}", one, given)
+        return
+    parameters = _parameters(code.target)
+    if parameters is None:
+        return
+    name, names = code.target.__name__, [argument.removesuffix("?") for argument in given]
+    needed = [argument for argument in given if not argument.endswith("?")]
+    several = {kind for parameter in parameters.values() if (kind := parameter.kind) in VARIADIC}
+    for setting in code.settings:
+        if setting in names:
+            raise ConfigError(f"{key}={quoted(code)}: {setting} is not a setting of {name}, since Parallax gives it.")
+    if missing := [argument for argument in needed if argument not in parameters and not several]:
+        raise ConfigError(
+            f"{key}={quoted(code)}: {name} has no parameter {missing[0]!r}; Parallax calls it with {', '.join(needed)}."
+        )
+    open_ = [
+        own
+        for own, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
+    ]
+    if missing := [own for own in open_ if own not in (*names, *code.settings)]:
+        example = _text(code, {**code.settings, missing[0]: ...})
+        raise ConfigError(f"{key}={quoted(code)} has no {missing[0]}, which {name} needs; write {example!r}.")
+
+
+def takes(code: UserCode, name: str) -> bool:
+    """Whether code has a parameter of this name."""
+    return name in (_parameters(code.target) or {})
+
+
+# ---- from a text
+
+
+def _of_text(key: str, text: str, given: Sequence[str]) -> UserCode:
+    module_name, call = WRITTEN.fullmatch(text).groups()
+    name, settings = _parsed(key, text, call.strip())
+    module = _module(key, text, module_name)
+    target = module
+    for part in name.split("."):
+        if not hasattr(target, part):
+            public = [known for known in vars(target) if not known.startswith("_")]
+            raise ConfigError(f"{key}={quoted(text)}: {module_name} has no {part!r}; {nearest(part, public)}")
+        target = getattr(target, part)
+    return _made(key, f"{module_name}:{name}", target, settings, _source_of(module), given)
+
+
+def _parsed(key: str, text: str, call: str) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of "name(setting=value, ...)"."""
+    try:
+        tree = ast.parse(call, mode="eval").body
+        if isinstance(tree, ast.Call):
+            if tree.args or any(word.arg is None for word in tree.keywords):
+                raise ValueError("settings have names")
+            return ast.unparse(tree.func), {word.arg: ast.literal_eval(word.value) for word in tree.keywords}
+        return ast.unparse(tree), {}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else f"{error}".split(" on line")[0]
+        raise ConfigError(
+            f"{key}={quoted(text)} cannot be read as {CODE_FORM}: {why}; settings are NAME=VALUE, with numbers, texts, "
+            "True and False as values."
+        ) from None
+
+
+def _module(key: str, text: str, name: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise _failed(key, text, name, error) from error
+        raise ConfigError(
+            f"{key}={quoted(text)}: there is no module {name!r} where Python looks, nor in {here}; start in its "
+            "folder, or add the folder to PYTHONPATH."
+        ) from None
+    except Exception as error:
+        raise _failed(key, text, name, error) from error
+
+
+def _failed(key: str, text: str, name: str, error: Exception) -> ConfigError:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    how = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"{key}={quoted(text)}: importing {name} failed with {how}{where}")
+
+
+# ---- from an object
+
+
+def _of_object(key: str, target: Any, given: Sequence[str]) -> UserCode:
+    settings: dict[str, Any] = {}
+    while isinstance(target, functools.partial):
+        if target.args:
+            raise ConfigError(f"{key}={quoted(target)}: give settings by name, as functools.partial(name, setting=1).")
+        target, settings = target.func, {**target.keywords, **settings}
+    name = getattr(target, "__qualname__", None)
+    if name is None:
+        raise ConfigError(f"{key}={quoted(target)} is not a function or a class; give one, or {CODE_FORM}.")
+    try:
+        source = inspect.getsource(target)
+    except (OSError, TypeError):  # typed into an interpreter
+        source = ""
+    module = sys.modules.get(target.__module__)
+    file = getattr(module, "__file__", None)
+    source = _source_of(module) if file else _hash(source) if source else ""
+    return _made(key, f"{target.__module__}:{name.replace('<locals>.', '')}", target, settings, source, given)
+
+
+def _made(key: str, name: str, target: Any, settings: Mapping[str, Any], source: str, given: Sequence[str]) -> UserCode:
+    if not callable(target):
+        raise ConfigError(f"{key}={quoted(name)} is a {type(target).__name__}, not a function or a class.")
+    parameters = _parameters(target)
+    for setting, value in settings.items():
+        if not isinstance(value, LITERALS):
+            kind = type(value).__name__
+            wrong = f"{name} has {setting}={quoted(value)}, a {kind}"
+            raise ConfigError(f"{key}: {wrong}; use a number, a text, True or False.")
+        if parameters is None or any(parameter.kind in VARIADIC for parameter in parameters.values()):
+            continue
+        if setting not in parameters:
+            own = [known for known in parameters if known not in given and f"{known}?" not in given]
+            raise ConfigError(f"{key}: {name} has no setting {setting!r}; {nearest(setting, own)}")
+        _check_type(key, name, setting, value, parameters[setting].annotation)
+    return UserCode(_text(name, settings), target, settings, source)
+
+
+def _text(name: str, settings: Mapping[str, Any]) -> str:
+    """The canonical text.
+
+    >>> _text("lion:make", {"b2": 0.98, "b1": 0.9})
+    'lion:make(b1=0.9, b2=0.98)'
+    """
+    written = ", ".join(f"{key}={'...' if value is ... else repr(value)}" for key, value in sorted(settings.items()))
+    return f"{name.split('(')[0]}({written})" if written else str(name)
+
+
+def _check_type(key: str, name: str, setting: str, value: Any, wanted: Any) -> None:
+    wanted = {str(kind.__name__): kind for kind in LITERALS}.get(wanted, wanted)  # under `from __future__ import ...`
+    if wanted not in LITERALS:
+        return
+    fits = isinstance(value, int | float if wanted is float else wanted)
+    if not fits or (wanted is not bool and isinstance(value, bool)):
+        raise ConfigError(
+            f"{key}: {name} has {setting}={quoted(value)}, a {type(value).__name__}; it must be a {wanted.__name__}."
+        )
+
+
+def _parameters(target: Any) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a call; None if Python does not know them. Those that Flax adds to modules are left out."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None
+    return {name: parameter for name, parameter in parameters.items() if name not in ("parent", "name")}
+
+
+def _source_of(module: Any) -> str:
+    """The SHA-256 of a module's file, and of the files that it imports from its own folder or below; of an installed
+    package its name and version."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return ""
+    if INSTALLED & {*Path(file).parts}:
+        package = module.__name__.partition(".")[0]
+        return f"{package} {version_of(package)}"
+    folder, files, left = Path(file).resolve().parent, {}, [module]
+    while left:
+        each = left.pop()
+        path = Path(getattr(each, "__file__", None) or os.devnull).resolve()
+        if path in files or not path.is_relative_to(folder) or not path.is_file():
+            continue
+        files[path] = hashlib.sha256(read_bytes(path)).hexdigest()
+        owners = (getattr(value, "__module__", None) for value in vars(each).values() if callable(value))
+        left += [value for value in vars(each).values() if inspect.ismodule(value)]
+        left += [sys.modules[owner] for owner in {*owners} if isinstance(owner, str) and owner in sys.modules]
+    return _hash(*(files[path] for path in sorted(files)))
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

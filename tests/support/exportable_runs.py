@@ -1,0 +1,60 @@
+"""Runs of our own, as if they had trained, of every kind that has an architecture elsewhere."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+
+from parallax.config.settings import read_settings
+from parallax.data.tokenizer import Bytes
+from parallax.interop.export import json_text, make_run, param_shapes
+from support.run_examples import tiny_config
+
+LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
+V2 = "DeepseekV2ForCausalLM"
+GROUPS = dict(experts=8, router_groups=4, router_groups_chosen=2, experts_per_token=3, d_expert=12, shared_experts=2)
+SIZES = dict(vocab=384, d_rope=4, d_latent=16)
+OWN = {
+    "gqa": (dict(attention="gqa"), LLAMA),
+    "biases": (dict(attention="gqa", qkv_bias=True), "Qwen2ForCausalLM"),
+    "norms": (dict(attention="gqa", qk_norm=True), QWEN3),
+    "mla": (dict(attention="mla", d_latent_q=16), V3),
+    "mla, yarn": (dict(attention="mla", rope_scaling="yarn", rope_factor=4.0), V3),
+    "mla, a part": (dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=1.0), V3),
+    "gqa, yarn": (dict(attention="gqa", rope_scaling="yarn", rope_factor=4.0), LLAMA),
+    "gqa, llama3": (dict(attention="gqa", rope_scaling="llama3", rope_factor=4.0, rope_fast_turns=4.0), LLAMA),
+    "gqa, linear": (dict(attention="gqa", rope_scaling="linear", rope_factor=4.0), LLAMA),
+    "mixture": (dict(attention="gqa", layers_of="moe*2", experts=4, d_expert=24), "MixtralForCausalLM"),
+    "mixture, norms": (
+        dict(attention="gqa", qk_norm=True, layers_of="moe dense", experts=4, d_expert=24, router_normalized=False),
+        "Qwen3MoeForCausalLM",
+    ),
+    "mixture, sigmoid": (
+        dict(attention="mla", layers_of="dense moe", router_score="sigmoid", router_scale=2.0, **GROUPS),
+        V3,
+    ),
+    "mixture, latents": (dict(attention="mla", layers_of="moe*2", router_normalized=False, **GROUPS), V2),
+}
+
+
+def own_settings(corpus, **changes):
+    return read_settings(tiny_config(corpus, **{f"model.{key}": value for key, value in (SIZES | changes).items()}))
+
+
+def own_run(folder, settings, tokenizer=None):
+    """A run of random parameters, as if it had trained; it reads bytes where no tokenizer is given.
+
+    Its routers have biases where they score by sigmoids, as if optimizer.balance_rate had moved them.
+    """
+    tokenizer = tokenizer or Bytes()
+    draw, made = np.random.default_rng(0), {}
+    for name, about in param_shapes(settings).items():
+        around = 1.0 if name.endswith("scale") else 0.0
+        size = 0.0 if name.endswith("router.bias") and settings.model.router_score != "sigmoid" else 0.2
+        made[name] = (around + size * draw.normal(size=about.shape)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as beside:
+        tokenizer.save(pathlib.Path(beside))
+        carried = {path.name: path for path in pathlib.Path(beside).iterdir()}
+        carried["config.json"] = json_text(settings.to_dict())
+        make_run(folder, settings, tokenizer, carried, lambda _, here: [(here.index, [made[here.name][here.index]])])
+    return made
