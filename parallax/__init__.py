@@ -22,6 +22,7 @@ HOME = {
     "mesh_of": "sharding.mesh",
     "model_of": "step.step",
     "named_leaves": "sharding.layout",
+    "new_dims": "sharding.layout",
     "plan": "analysis.plan",
     "read_settings": "config.settings",
     "report": "analysis.report",

@@ -6,6 +6,7 @@
 
 import dataclasses
 import functools
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,27 @@ DIMS = {
     "columns": "O",
     "operands": "A",  # of a product: input, weight, gradient of the output
 }
+
+
+def new_dims(*names: str) -> None:
+    """Declare dims that only layers of your own have, as "rank". Their letters in einsums are small ones.
+
+    Raises NotationError for a name that is not one, or that of an axis.
+
+    >>> new_dims("rank")
+    >>> Layout.parse("d_model/tp rank")
+    Layout.parse('d_model/tp rank')
+    """
+    for name in names:
+        if not name.isidentifier() or name in ALL_AXES:
+            raise NotationError(
+                f"{quoted(name)} cannot be a dim; use a name that is not an axis: {', '.join(ALL_AXES)}."
+            )
+        if name not in DIMS:
+            free = [letter for letter in string.ascii_lowercase if letter not in DIMS.values()]
+            if not free:
+                raise NotationError(f"{quoted(name)} is one dim too many: {len(DIMS)} are known; use one of them.")
+            DIMS[name] = free[0]
 
 
 # Colours of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.

@@ -1,0 +1,75 @@
+"""Parts of a user's own, named in a config or given as objects: the same loss, gradients and step on every mesh."""
+
+import functools
+
+import jax
+import pytest
+from support import user_parts
+from support.tiny_model import build, make_batch, mesh_of, params_of, settings_of
+from test_parity import GRADIENT_ERROR, LOSS_ERROR, leaf_errors
+
+from parallax.config.settings import read_settings, with_code
+from parallax.step.step import model_of
+
+PARTS = {
+    "model.mlp": (user_parts.SquaredMLP, {}),
+    "model.norm": (user_parts.ScaledNorm, {}),
+    "model.attention": (user_parts.CoolGQA, {}),
+    "model.dense": (user_parts.LoRA, {}),
+    "model.block_kinds": ({"side": user_parts.ParallelBlock}, {"layers_of": "(dense side)*4"}),
+    "loss.name": (user_parts.smoothed, {"z_coefficient": 1e-3}),
+    "data_parallel.policy": (user_parts.wide_gathered, {}),
+    "pipeline.schedule": (user_parts.eager, {}),
+}
+FORMS = [
+    ((2, 2, 2), {}),
+    ((1, 2, 2), {"tensor_parallel": "scatter", "residual": "batch/dp seq/tp d_model"}),
+    ((4, 1, 2), {"remat": "norm swiglu ffn"}),
+]
+STEP = {
+    "optimizer": {"warmup_steps": 0, "clip_norm": 0.0},
+    "train": {"steps": 4},
+    "data": {"seq": 16, "global_batch": 64},
+}
+
+
+def settings_with(key, mesh, **changes):
+    """The tiny model with this part."""
+    code, others = PARTS[key]
+    kept = {"schedule": "zero_bubble"} if mesh[0] > 1 and key != "pipeline.schedule" else {}
+    base = settings_of(attention="gqa", **kept, **changes)
+    if "layers_of" in others:  # only with the classes of its kinds
+        return read_settings(base, model={"block_kinds": code, **others})
+    return with_code(read_settings(base, loss=others) if others else base, {key: code})
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Loss and gradients of one device."""
+
+    @functools.cache
+    def of(key):
+        # On one rank a schedule is gradient accumulation.
+        settings = settings_of(attention="gqa") if key == "pipeline.schedule" else settings_with(key, (1, 1, 1))
+        model = model_of(settings, mesh_of(1, 1, 1))
+        return jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
+
+    return of
+
+
+@pytest.mark.parametrize(("mesh", "changes"), FORMS, ids=str)
+@pytest.mark.parametrize("key", PARTS)
+def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):
+    if key == "pipeline.schedule" and mesh[0] == 1:
+        mesh = (2, *mesh[1:])
+    model = model_of(settings_with(key, mesh, **changes), mesh_of(*mesh))
+    expected, actual = whole(key), jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
+    assert abs(actual[0]["loss"] / expected[0]["loss"] - 1) <= LOSS_ERROR
+    assert max(leaf_errors(actual[1], expected[1]).values()) <= GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("key", [key for key in PARTS if key not in ("data_parallel.policy", "pipeline.schedule")])
+def test_a_part_of_ones_own_is_used(key, whole):
+    plain = build((1, 1, 1), attention="gqa")
+    loss = jax.jit(plain.loss)(params_of(plain), make_batch())["loss"]
+    assert abs(whole(key)[0]["loss"] - float(loss)) > 1e-4
