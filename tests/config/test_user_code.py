@@ -1,0 +1,226 @@
+"""Code that a config names: what is understood, what is refused, and that a received folder imports nothing."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+import textwrap
+
+import flax.linen as nn
+import optax
+import pytest
+from support import user_parts
+from support.tiny_model import build, mesh_of, settings_of
+
+from configs.base import get_config
+from parallax.cli.command import read_line
+from parallax.config.sections import ModelConfig
+from parallax.config.settings import CODE, code_of, load_settings, read_settings, with_code
+from parallax.errors import ConfigError
+from parallax.schedules import by_name
+from parallax.sharding.parameter import parameter
+from parallax.step.optimizer import make_optimizer
+from parallax.step.step import model_of
+from parallax.user_code import UserCode, imported_code, saved_code
+
+MLP = "support.user_parts:SquaredMLP"
+
+
+def changed(key, value):
+    section, _, name = key.partition(".")
+    return read_settings(get_config(), **{section: {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("written", "canonical"),
+    [
+        (f"{MLP}(power=3.0)", f"{MLP}(power=3.0)"),
+        (f" {MLP}( power = 3.0 ) ", f"{MLP}(power=3.0)"),
+        (f"{MLP}()", MLP),
+        (user_parts.SquaredMLP, MLP),
+        (functools.partial(user_parts.SquaredMLP, power=3.0), f"{MLP}(power=3.0)"),
+        (functools.partial(functools.partial(user_parts.SquaredMLP, power=1.0), power=3.0), f"{MLP}(power=3.0)"),
+    ],
+    ids=str,
+)
+def test_a_text_and_an_object_are_the_same_code(written, canonical):
+    settings = changed("model.mlp", written)
+    assert settings.model.mlp == canonical and settings.model.mlp.target is user_parts.SquaredMLP
+    again = read_settings(json.loads(json.dumps(settings.to_dict())))
+    assert again == settings and hash(again.model) == hash(settings.model)
+    assert [*code_of(settings)] == ["model.mlp"] and len(settings.model.mlp.source) == 64
+    assert read_settings(settings, mesh={"dp": 2}).model.mlp.target is user_parts.SquaredMLP
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model.mlp", "nowhere:X", "there is no module 'nowhere' where Python looks, nor in "),
+        ("model.mlp", "support.user_parts:SquareMLP", "has no 'SquareMLP'; did you mean 'SquaredMLP'"),
+        ("model.mlp", f"{MLP}(powr=3.0)", f"{MLP} has no setting 'powr'; did you mean 'power'"),
+        ("model.mlp", f"{MLP}(power='a')", "has power='a', a str; it must be a float"),
+        ("model.mlp", f"{MLP}(power=True)", "has power=True, a bool; it must be a float"),
+        ("model.mlp", f"{MLP}(power=[1])", "has power=[1], a list; use a number, a text, True or False"),
+        ("model.mlp", f"{MLP}(dtype='bfloat16')", "dtype is not a setting of SquaredMLP, since Parallax gives it"),
+        ("model.mlp", f"{MLP}(3.0)", "settings have names; settings are NAME=VALUE"),
+        ("model.mlp", f"{MLP}(power=__import__('os'))", "cannot be read as"),
+        ("model.mlp", f"{MLP}.power", "is a float, not a function or a class"),
+        ("model.mlp", "gatd", "did you mean 'gated'? Known: gated, or \"module:name\""),
+        ("model.mlp", 7, "is a whole number, but it must be a text"),
+        ("model.mlp", {"wide": user_parts.SquaredMLP}, "must be"),
+        ("model.mlp", functools.partial(user_parts.SquaredMLP, 1), "give settings by name"),
+        ("model.norm", "support.user_parts:eager", "eager has no parameter 'layout'; Parallax calls it with layout, "),
+        ("model.block_kinds", "support.user_parts:ParallelBlock", 'must be "NAME=module:name"'),
+        ("model.block_kinds", "side=support.user_parts:ParallelBlock", "no such layer; its kinds are dense"),
+        ("loss.name", "math:sqrt", "sqrt has no parameter 'logits_CV'"),
+        ("pipeline.schedule", "support.user_parts:numbers", "numbers has no parameter 'ranks'"),
+        ("data.source", "support.user_parts:eager", "has no ranks, which eager needs; write"),
+        ("optimizer.name", "optax:lion(learning_rate=1.0)", "learning_rate is not a setting of lion"),
+        ("optimizer.name", "optax:scale_by_lion(b3=1)", "has no setting 'b3'; known: b1, b2"),
+    ],
+    ids=str,
+)
+def test_code_that_cannot_be_called_is_one_line_that_says_why(key, value, message):
+    with pytest.raises(ConfigError) as error:
+        changed(key, value)
+    text = str(error.value)
+    assert key in text and message in text and "\n" not in text
+
+
+def module(folder: pathlib.Path, name: str, text: str) -> pathlib.Path:
+    file = folder / f"{name}.py"
+    file.write_text(textwrap.dedent(text))
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, in which modules are found; they are forgotten afterwards."""
+    before, path = {*sys.modules}, [*sys.path]
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def test_a_module_that_fails_is_named_with_file_and_line(folder):
+    module(folder, "failing", "import os\n\n1 / 0\n")
+    with pytest.raises(ConfigError, match=r"importing failing failed with ZeroDivisionError: .*failing.py, line 3\)"):
+        changed("model.mlp", "failing:X")
+    module(folder, "needing", "import not_there_at_all\n")
+    with pytest.raises(ConfigError, match="importing needing failed with ModuleNotFoundError: .*'not_there_at_all'"):
+        changed("model.mlp", "needing:X")
+
+
+def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
+    module(folder, "inner_part", "POWER = 2\n")
+    module(folder, "outer_part", "import inner_part\n\ndef step(file=None):\n    yield str(inner_part.POWER)\n")
+    first = changed("data.source", "outer_part:step").data.source.source
+    assert changed("data.source", "outer_part:step").data.source.source == first
+    module(folder, "inner_part", "POWER = 3\n")
+    assert changed("data.source", "outer_part:step").data.source.source != first
+    assert changed("optimizer.name", "optax:scale_by_lion").optimizer.name.source == f"optax {optax.__version__}"
+
+
+def test_a_received_config_imports_nothing(folder):
+    """Reading it, and whatever a command does with it, does not run the code that it names."""
+    module(folder, "planted", "open('ran', 'w').close()\n")
+    planted = {key: "a=planted:x" if key == "model.block_kinds" else "planted:x" for key in CODE}
+    saved = read_settings(get_config()).to_dict()
+    for key, value in planted.items():
+        section, _, name = key.partition(".")
+        saved[section][name] = value
+    saved["model"]["layers_of"], saved["data"]["path"] = "a*4", "corpus.txt"
+    run = folder / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(saved))
+    settings = load_settings(run)
+    assert {key: str(code) for key, code in code_of(settings).items()} == planted
+    with pytest.raises(ConfigError, match=r"names code, and the saved config of a run imports none"):
+        model_of(read_settings(settings, model={"vocab": 64}), mesh_of(2, 1, 1))
+    line = read_line(["train.py", f"--config={run / 'config.json'}"], {})
+    read_settings(line.config)
+    dataclasses.replace(settings.model, layers=4)
+    assert not (folder / "ran").exists() and "planted" not in sys.modules
+
+
+def test_a_command_line_says_which_code_of_a_run_is_imported(folder):
+    saved = changed("model.mlp", MLP).to_dict()
+    (folder / "config.json").write_text(json.dumps(saved))
+    line = read_line(["x", f"--config={folder / 'config.json'}"], {})
+    with pytest.raises(ConfigError, match=f"write --config.model.mlp={MLP} on the command line"):
+        model_of(read_settings(line.config, model={"vocab": 64}), mesh_of(1, 1, 1))
+    line = read_line(["x", f"--config={folder / 'config.json'}", f"--config.model.mlp={MLP}"], {})
+    assert read_settings(line.config).model.mlp.target is user_parts.SquaredMLP
+
+
+def test_a_class_that_a_notebook_defines_anew_is_used():
+    """No shape of the older class is left in a cache, also where only what the class uses is new."""
+    rank = [2]
+
+    def class_of_a_cell():
+        class Wide(user_parts.SquaredMLP):
+            @nn.compact
+            def __call__(self, x):
+                sizes = {**self.sizes, "rank": rank[0]}
+                parameter(self, "extra", "rank", sizes, nn.initializers.zeros, role="bias")
+                return super().__call__(x)
+
+        return Wide
+
+    small, mesh = settings_of(layers=2, attention="gqa"), mesh_of(1, 1, 1)
+    earlier, later = (with_code(small, {"model.mlp": class_of_a_cell()}) for _ in range(2))
+    assert earlier.model.mlp == str(later.model.mlp) and earlier.model != later.model
+    assert model_of(earlier, mesh).shapes["blocks"]["mlp"]["extra"].shape == (2, 2)
+    rank[0] = 3
+    for settings in (earlier, later):
+        assert model_of(settings, mesh).shapes["blocks"]["mlp"]["extra"].shape == (2, 3)
+
+
+def test_only_keys_that_may_be_code_take_some():
+    with pytest.raises(ConfigError, match=r"code=\{'model.layers': ...\} is not a key that may be code; "):
+        with_code(settings_of(), {"model.layers": int})
+    with pytest.raises(ConfigError, match="must be a text in quotes"):
+        read_settings(get_config(), model={"layers_of": len})
+
+
+# ---- optimizers
+
+
+def optimizer(name, **changes):
+    settings = changed("optimizer.name", name)
+    config = dataclasses.replace(settings.optimizer, warmup_steps=0, **changes)
+    return make_optimizer(config, 4, build((1, 1, 1)).plan.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("optax:scale_by_lion", {"b1": 0.5}, "optimizer.b1=0.5 does nothing with optimizer.name='optax:scale_by_lion'"),
+        ("optax:sgd", {}, "optimizer.weight_decay=0.1 does nothing with optimizer.name='optax:sgd'"),
+        ("support.user_parts:numbers", {}, "not an optax.GradientTransformation"),
+    ],
+)
+def test_settings_that_an_optimizer_does_not_read_are_refused(name, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        optimizer(name, **changes)
+
+
+def test_a_schedule_of_another_size_is_refused():
+    code = imported_code("pipeline.schedule", lambda ranks, microbatches: user_parts.eager(ranks, 2 * microbatches))
+    with pytest.raises(
+        ConfigError, match="returns a schedule of 2 ranks and 8 microbatches; it was called with ranks=2"
+    ):
+        by_name(code, 2, 4)
+    with pytest.raises(ConfigError, match="pipeline.virtual=2 does nothing with"):
+        by_name(imported_code("pipeline.schedule", user_parts.eager), 2, 4, 2)
+    assert by_name(imported_code("pipeline.schedule", user_parts.eager), 2, 4).name == "eager"
+
+
+def test_a_saved_text_is_no_code_until_somebody_imports_it():
+    code = saved_code(MLP)
+    assert code == MLP and code.target is None and isinstance(code, UserCode)
+    assert ModelConfig(mlp=code).has_user_code
+    assert imported_code("model.mlp", str(code)).target is user_parts.SquaredMLP
