@@ -23,7 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.config.settings import read_settings
     from parallax.errors import ConfigError
     from parallax.processes.address import ADDRESS_FLAGS, read_address
-    from parallax.processes.job import agree, check_equal, is_first, join, leave, limited, reporting, several
+    from parallax.processes.job import broadcast, check_equal, is_first, join, leave, limited, reporting, several
     from parallax.storage.run_files import RunFiles
     from parallax.training.folder import check_run_name
     from parallax.training.resume import RESUME
@@ -136,7 +136,7 @@ def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
 
 def default_workdir(path: str) -> Path:
     """The run's folder below runs/, by config and time; the same in all processes of a job."""
-    started = agree("the name of the run", time.strftime("%Y%m%d-%H%M%S"))
+    started = broadcast("the name of the run", time.strftime("%Y%m%d-%H%M%S"))
     return RUNS / check_run_name(f"{Path(path).stem}-{started}")
 
 

@@ -57,10 +57,10 @@ def main() -> int:
         elif fault == "die-starting":
             die()
         elif fault.startswith("late-"):
-            be_late(*((job, "connect") if fault == "late-connecting" else (run, "begin")), int(step))
+            be_late(*((job, "connect_devices") if fault == "late-connecting" else (run, "begin")), int(step))
         elif fault == "say-connected":
-            connect = job.connect
-            job.connect = lambda mesh: connect(mesh) or print("all groups are connected", flush=True)
+            connect_devices = job.connect_devices
+            job.connect_devices = lambda mesh: connect_devices(mesh) or print("all groups are connected", flush=True)
         elif fault == "die-saving":
             die_saving(int(step))
         elif fault == "skip":

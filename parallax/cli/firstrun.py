@@ -42,7 +42,7 @@ with loading(__name__, sys.stderr):
     from parallax.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.hardware.devices import start_devices
     from parallax.processes.address import ADDRESS_FLAGS, read_address
-    from parallax.processes.job import connect, is_first, join, leave, limited, reporting, set_phase, several
+    from parallax.processes.job import connect_devices, is_first, join, leave, limited, reporting, set_phase, several
     from parallax.sharding.compiler import compiler_options
     from parallax.sharding.mesh import make_mesh
     from parallax.step.batches import own_part, put_on
@@ -278,7 +278,7 @@ def make_plan(found: Found) -> None:
 def compile_step(found: Found) -> None:
     """Compile the step and read the compiler's memory and time."""
     settings, mesh = found.settings, make_mesh(found.settings.mesh)
-    connect(mesh)
+    connect_devices(mesh)
     found.options = {name: str(value) for name, value in compiler_options(mesh, settings.model.matmul).items()}
     found.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
     found.step_flops = flops_per_token(settings.model, found.step.model.plan.declared, seq=shape[1]) * math.prod(shape)

@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from parallax.errors import tell
-from parallax.processes.job import agree, is_first, is_shared
+from parallax.processes.job import broadcast, is_first, is_shared
 from parallax.storage import files
 
 AUTO_FOLDER, OFF = "auto", "off"
@@ -33,7 +33,7 @@ def use_compile_cache(setting: str) -> None:
     if setting == OFF or not _may_keep(setting):
         _tell_jax(None)
         return
-    folder = agree("the compilation cache", _made(setting) if is_first() else "")
+    folder = broadcast("the compilation cache", _made(setting) if is_first() else "")
     if folder and not is_shared(Path(folder)):
         _complain(f"the processes do not share {folder}; name a folder that they share in train.compile_cache")
         folder = ""

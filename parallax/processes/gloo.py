@@ -31,21 +31,23 @@ def avoid_reduce_scatter() -> None:
     It sends the same number of bytes and adds in the order of the ranks. In JAX it remains a reduce_scatter; traced
     programs and transposes do not change.
     """
-    mlir.register_lowering(_primitive(), mlir.lower_fun(_exchanged_and_added, multiple_results=False), platform="cpu")
+    lowering = mlir.lower_fun(reduce_scatter_by_exchange, multiple_results=False)
+    mlir.register_lowering(_primitive(), lowering, platform="cpu")
 
 
 def _primitive() -> Any:
     """The primitive of psum_scatter, for which JAX has no public name."""
     # Not an array, which would initialise the devices before JAX connects the processes.
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
-    traced = jax.make_jaxpr(lambda x: lax.psum_scatter(x, "i", tiled=True), axis_env=[("i", 1)])(one)
+    shape = jax.ShapeDtypeStruct((1,), jnp.float32)
+    traced = jax.make_jaxpr(lambda x: lax.psum_scatter(x, "i", tiled=True), axis_env=[("i", 1)])(shape)
     (primitive,) = {equation.primitive for equation in traced.eqns if "scatter" in equation.primitive.name}
     return primitive
 
 
-def _exchanged_and_added(
+def reduce_scatter_by_exchange(
     x: Array, *, scatter_dimension: int, axis_name: Any, axis_index_groups: Any, axis_size: int, tiled: bool
 ) -> Array:
+    """What `psum_scatter` computes, with its parameters."""
     before, length, behind = x.shape[:scatter_dimension], x.shape[scatter_dimension], x.shape[scatter_dimension + 1 :]
     pieces = x.reshape(*before, axis_size, length // axis_size, *behind)
     pieces = lax.all_to_all(

@@ -24,21 +24,23 @@ from parallax.config.sections import DistributedConfig
 from parallax.display.progress import waiting
 from parallax.errors import EXIT_RESTART, ConfigError, LostError, first_line
 from parallax.hardware.devices import simulate_devices, tpu_files
-from parallax.processes import control_line
 from parallax.processes.address import VARIABLES, ProcessAddress
-from parallax.processes.control_line import ControlLine, Hub
+from parallax.processes.client import CoordinatorClient
+from parallax.processes.coordinator import Coordinator
 from parallax.processes.deadline import Deadline
+from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, ignoring_write_errors, print_reason
 from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
 from parallax.processes.jax_settings import common_settings
 from parallax.storage import files
 
 # JAX's own limits are longer than ours, which are more informative: they end a process only if ours could not.
-BEHIND_SECS = 15
+LATER_SECS = 15
 # Messages of the runtime if another process is gone or missing: Gloo, JAX's coordination service, NCCL.
-STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls between processes
-OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+LOST_STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls between processes
+STATUS = re.compile("[A-Z_]+: ")
+LOCAL_STATUSES = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
 # Searched only in the first line: later lines have names of operations, such as "optimization_barrier".
-SAYINGS = re.compile(
+LOST_MESSAGES = re.compile(
     r"\bgloo .*\bfailed"
     r"|coordination ?service|GetKeyValue|heartbeats?\b|\bbarrier (timed out|failed)|shutdown barrier"
     # NCCL's network errors, not those of devices or of invalid arguments.
@@ -48,8 +50,8 @@ SAYINGS = re.compile(
 
 JAX_SETTINGS = "the settings of JAX"
 
-_line: ControlLine | None = None
-_deadline: Deadline | None = None  # of a process without a line, while `limited`
+_client: CoordinatorClient | None = None
+_deadline: Deadline | None = None  # of a process that is alone, while `limited`
 
 
 def is_first() -> bool:
@@ -59,7 +61,7 @@ def is_first() -> bool:
 
 def several() -> bool:
     """Whether this process is one of several."""
-    return _line is not None
+    return _client is not None
 
 
 def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate: int) -> None:
@@ -72,7 +74,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
             settings of JAX.
         LostError: not all processes have connected in time.
     """
-    global _line
+    global _client
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", True)
     processes = address.processes if address is not None else started_by_scheduler(os.environ)
@@ -81,7 +83,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
     if simulate:
         simulate_devices(simulate, processes)
     if address is not None and processes > 1:
-        _line = _meet_at(address, config)
+        _client = _connect_to(address, config)
         check_equal(JAX_SETTINGS, common_settings())
         with _ending_after(config.start_secs):
             _initialize(
@@ -94,26 +96,26 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
                 cluster_detection_method="deactivate",
             )
     elif address is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
-        _line = _meet_by_jax(config, processes)
+        _client = _connect_by_jax(config, processes)
         check_equal(JAX_SETTINGS, common_settings())
     set_phase("starting the devices", compiling=True)
 
 
-def set_phase(what: str, *, compiling: bool = False) -> None:
+def set_phase(phase: str, *, compiling: bool = False) -> None:
     """Set the phase of this process, which distributed.wait_secs or compile_secs limits."""
-    _limit(what, "compile_secs" if compiling else "wait_secs")
+    _limit(phase, "compile_secs" if compiling else "wait_secs")
 
 
-def _limit(what: str, setting: str) -> None:
-    if (limited_by := _line or _deadline) is not None:
-        limited_by.set_phase(what, setting)
+def _limit(phase: str, setting: str) -> None:
+    if (limited_by := _client or _deadline) is not None:
+        limited_by.set_phase(phase, setting)
 
 
 @contextlib.contextmanager
 def limited(config: DistributedConfig) -> Iterator[None]:
     """Limit the phases of a process that runs alone, too, while the block runs: it ends with 75 if one takes longer."""
     global _deadline
-    if _line is None:
+    if _client is None:
         _deadline = Deadline(config)
         set_phase("starting the devices", compiling=True)
     try:
@@ -124,68 +126,68 @@ def limited(config: DistributedConfig) -> Iterator[None]:
             _deadline = None
 
 
-def connect(mesh: Mesh) -> None:
+def connect_devices(mesh: Mesh) -> None:
     """Run a first collective along each of the mesh's axes and along all their products.
 
     Gloo connects a group of devices at its first collective and waits only half a minute for a missing process; in a
     connected group the limit of collectives applies.
     """
-    if _line is None:
+    if _client is None:
         return
-    wait_for_all("the first collective", setting="compile_secs")
+    barrier("the first collective", setting="compile_secs")
     set_phase("connecting the devices", compiling=True)
     if mesh.devices.flat[0].platform != "cpu":
         return
     multihost_utils.sync_global_devices("the first collective")  # between processes, as for checkpoints
-    wide = [axis for axis, size in mesh.shape.items() if size > 1]
-    for count in range(1, len(wide) + 1):
-        for axes in itertools.permutations(wide, count):  # the same devices in another order are another group
-            _sum_over(mesh, axes)
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for group in itertools.permutations(axes, count):  # the same devices in another order are another group
+            _run_collective(mesh, group)
 
 
-def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
-    """Return when every process has reached `what`."""
-    if _line is not None:
-        with waiting(f"waiting for the other processes to reach {what!r}"):
-            _line.meet(what, {}, setting)
+def barrier(name: str, *, setting: str = "wait_secs") -> None:
+    """Return when every process has reached the barrier of this name."""
+    if _client is not None:
+        with waiting(f"waiting for the other processes to reach {name!r}"):
+            _client.barrier(name, {}, setting)
 
 
-def agree(what: str, text: str) -> str:
+def broadcast(name: str, text: str) -> str:
     """The first process's text, in all processes."""
-    if _line is None:
+    if _client is None:
         return text
-    return _line.meet(what, {"text": text}, "wait_secs")["values"]["text"]
+    return _client.barrier(name, {"text": text}, "wait_secs")["values"]["text"]
 
 
 def check_equal(what: str, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless all processes have the same values (JSON); the error shows differences."""
-    if _line is None:
+    if _client is None:
         return
-    answer = _line.meet(what, values, "wait_secs")
+    answer = _client.barrier(what, values, "wait_secs")
     if answer["differences"]:
-        named = "; ".join(
+        listed = "; ".join(
             f"{key} is {first!r} in process 0, {other!r} in process {rank}"
             for key, first, rank, other in answer["differences"]
         )
         more = f" (and {answer['more']} more)" if answer["more"] else ""
-        raise ConfigError(f"the processes disagree about {what}: {named}{more}")
+        raise ConfigError(f"the processes disagree about {what}: {listed}{more}")
 
 
 def check_shared(folder: Path) -> None:
     """Raise ConfigError unless all processes see the same folder, which process 0 has created."""
-    if _line is None:
+    if _client is None:
         return
-    word = agree("a word in a folder", secrets.token_hex(8))
-    mark = folder / f".seen-by-all-{word}"  # unique, since another job may check the folder, too
+    text = broadcast("a text for the run folder", secrets.token_hex(8))
+    mark = folder / f".seen-by-all-{text}"  # unique, since another job may check the folder, too
     if is_first():
-        files.write_whole(mark, word)
-    wait_for_all("the run folder")
+        files.write_whole(mark, text)
+    barrier("the run folder")
     try:
-        found = "there" if files.read_bytes(mark) == word.encode() else f"another file: {mark}"
+        seen = "there" if files.read_bytes(mark) == text.encode() else f"another file: {mark}"
     except OSError as error:
-        found = f"{os.strerror(error.errno)}: {mark}"
+        seen = f"{os.strerror(error.errno)}: {mark}"
     try:
-        check_equal("the run folder, which all hosts must share", {"the file of process 0": found})
+        check_equal("the run folder, which all hosts must share", {"the file of process 0": seen})
     finally:
         if is_first():
             files.remove(mark)
@@ -205,9 +207,9 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
     if is_first():
         _limit(what, "prepare_secs")
         result = act()
-        wait_for_all(what, setting="prepare_secs")
+        barrier(what, setting="prepare_secs")
         return result
-    wait_for_all(what, setting="prepare_secs")
+    barrier(what, setting="prepare_secs")
     return act()
 
 
@@ -229,8 +231,8 @@ def tried_by_all(
 
 def log_to(log: Callable[[str], None]) -> None:
     """Set where process 0 writes the reason of its end, in addition to stderr."""
-    if (ends_by := _line or _deadline) is not None and is_first():
-        ends_by.log = log
+    if (reports := _client or _deadline) is not None and is_first():
+        reports.log = log
 
 
 @contextlib.contextmanager
@@ -240,10 +242,10 @@ def reporting() -> Iterator[None]:
         yield
     except BaseException as error:
         known = _as_lost(error)
-        if _line is not None:
+        if _client is not None:
             if not isinstance(known, ConfigError | KeyboardInterrupt):
-                _line.wait_for_word()
-            _line.leave(getattr(known, "exit_status", 1), f"{type(known).__name__}: {known}")
+                _client.wait_for_lost()
+            _client.leave(getattr(known, "exit_status", 1), f"{type(known).__name__}: {known}")
         if known is error:
             raise
         raise known from error
@@ -254,21 +256,21 @@ def leave(command: Callable[[], int]) -> int:
     try:
         status = command()
     except Exception:
-        if _line is None:
+        if _client is None:
             raise
-        with control_line.nothing_in_the_way():
+        with ignoring_write_errors():
             traceback.print_exc()
         status = 1
-    if _line is None:
+    if _client is None:
         return status
-    if status or _line.is_leaving:
-        control_line.end_now(status)
-    wait_for_all("the end of the run")
-    _line.leave(0, "")
+    if status or _client.is_leaving:
+        exit_now(status)
+    barrier("the end of the run")
+    _client.leave(0, "")
     try:
         jax.distributed.shutdown()
     except JaxRuntimeError:
-        control_line.end_now(status)  # a process that is lost now has finished its work
+        exit_now(status)  # a process that is lost now has finished its work
     return status
 
 
@@ -276,20 +278,20 @@ def _as_lost(error: BaseException) -> BaseException:
     """A LostError if the runtime says that a process is lost, otherwise the error itself."""
     if not isinstance(error, Exception) or isinstance(error, LostError) or not jax.distributed.is_initialized():
         return error
-    said = lost_process(error)
-    if said is None:
+    message = lost_process(error)
+    if message is None:
         return error
-    where = f"; this process was at {_line.doing!r}" if _line is not None else ""
+    where = f"; this process was at {_client.phase!r}" if _client is not None else ""
     return LostError(
-        f"another process is gone or missing: {said}{where}; "
+        f"another process is gone or missing: {message}{where}; "
         "start the same command again to resume from the last checkpoint"
     )
 
 
-# ---- meeting
+# ---- connecting
 
 
-def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
+def _connect_to(address: ProcessAddress, config: DistributedConfig) -> CoordinatorClient:
     """Connect on the coordinator's own port, which is free again when JAX needs it."""
     listener = None
     if address.process == 0:
@@ -300,10 +302,10 @@ def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
                 f"cannot listen on port {address.port} for distributed.coordinator={address.coordinator} "
                 f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
             ) from None
-    return _connect(address, config, listener)
+    return _client_at(address, config, listener)
 
 
-def _meet_by_jax(config: DistributedConfig, started: int) -> ControlLine | None:
+def _connect_by_jax(config: DistributedConfig, started: int) -> CoordinatorClient | None:
     """Connect to the address that process 0 sends by JAX's collectives, which exist already; None with one process.
 
     `started` is the number of processes that a scheduler has started, 1 for none.
@@ -315,14 +317,14 @@ def _meet_by_jax(config: DistributedConfig, started: int) -> ControlLine | None:
         processes = jax.process_count()
         if processes == 1:
             return None
-        token, host, port, listener = secrets.token_hex(16), _own_address(), 0, None
+        token, host, port, listener = secrets.token_hex(16), _host_address(), 0, None
         if is_first():
             listener = listen("", 0)
             port = listener.getsockname()[1]
         text = f"{token} {host} {port}".ljust(128).encode("ascii")
         codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _connect(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, listener)
+    return _client_at(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, listener)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -332,14 +334,15 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port))
 
 
-def _connect(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> ControlLine:
+def _client_at(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> CoordinatorClient:
     """Connect to process 0; it is this process if it has the `listener`."""
-    hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
-    hub = Hub(listener, address.processes, address.token, config) if listener else None
-    return ControlLine((address.host, address.port), hello, config, hub)
+    hello = {"rank": address.process, "processes": address.processes, "token": address.token}
+    hello["host"] = socket.gethostname()
+    coordinator = Coordinator(listener, address.processes, address.token, config) if listener else None
+    return CoordinatorClient((address.host, address.port), hello, config, coordinator)
 
 
-def _own_address() -> str:
+def _host_address() -> str:
     """The address of this host on its outgoing network; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -354,9 +357,9 @@ def _initialize(config: DistributedConfig, **address: Any) -> None:
     try:
         jax.distributed.initialize(
             **address,
-            initialization_timeout=config.start_secs + BEHIND_SECS,
-            heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
-            shutdown_timeout_seconds=BEHIND_SECS,
+            initialization_timeout=config.start_secs + LATER_SECS,
+            heartbeat_timeout_seconds=config.heartbeat_secs + LATER_SECS,
+            shutdown_timeout_seconds=LATER_SECS,
         )
     except ValueError as error:
         raise ConfigError(
@@ -369,34 +372,34 @@ def _initialize(config: DistributedConfig, **address: Any) -> None:
 @contextlib.contextmanager
 def _ending_after(secs: float) -> Iterator[None]:
     """End the process if JAX takes longer to connect the processes and to run their first collective."""
-    late = threading.Timer(secs, _started_too_late, (secs,))
-    late.daemon = True
-    late.start()
+    timer = threading.Timer(secs, _exit_unconnected, (secs,))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        late.cancel()
+        timer.cancel()
 
 
-def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
+def _run_collective(mesh: Mesh, axes: tuple[str, ...]) -> None:
     """A tiny sum in each group of devices along these axes."""
     others = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in axes))
     everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    one_each = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
+    ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
     add = jax.shard_map(
-        lambda one: lax.psum(one, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
+        lambda x: lax.psum(x, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
     )
-    jax.jit(add)(one_each).block_until_ready()
+    jax.jit(add)(ones).block_until_ready()
 
 
-def _started_too_late(secs: float) -> None:
-    control_line.end_within(control_line.LAST_WORDS_SECS, EXIT_RESTART)
-    with control_line.nothing_in_the_way():
-        control_line.say_last(
+def _exit_unconnected(secs: float) -> None:
+    exit_within(EXIT_LIMIT_SECS, EXIT_RESTART)
+    with ignoring_write_errors():
+        print_reason(
             f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
             "are all of them running? Start the same command again"
         )
-    control_line.end_now(EXIT_RESTART)
+    exit_now(EXIT_RESTART)
 
 
 # ---- messages of the runtime, and the environment
@@ -411,11 +414,12 @@ def lost_process(error: BaseException | None) -> str | None:
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
-        said = first_line(error)
-        if isinstance(error, JaxRuntimeError) and (
-            said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS))
+        line = first_line(error)
+        # multihost_utils raise a runtime's error as a plain ValueError.
+        if (isinstance(error, JaxRuntimeError) or (type(error) is ValueError and STATUS.match(line))) and (
+            line.startswith(LOST_STATUSES) or (LOST_MESSAGES.search(line) and not line.startswith(LOCAL_STATUSES))
         ):
-            return said
+            return line
         error = error.__cause__ or error.__context__
     return None
 
@@ -433,9 +437,9 @@ def started_by_scheduler(environment: Mapping[str, str]) -> int:
         (("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",)),
         (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_PROCID", "SLURM_STEP_NODELIST")),
     ):
-        found = [environment[name] for name in counts if name in environment]
-        if found and all(name in environment for name in needed):
-            return int(found[0])
+        given = [environment[name] for name in counts if name in environment]
+        if given and all(name in environment for name in needed):
+            return int(given[0])
     return 1
 
 

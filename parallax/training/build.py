@@ -42,7 +42,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
-    job.connect(mesh)
+    job.connect_devices(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_weights(settings, folder.path)

@@ -26,7 +26,7 @@ from parallax.config.settings import compare_settings, difference_text
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, check_choice, first_few
 from parallax.model.transformer import Parts
-from parallax.processes.job import is_first, wait_for_all
+from parallax.processes.job import barrier, is_first
 from parallax.sharding.parameter import Role, map_declared
 from parallax.storage.files import PlainPath, read_bytes
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD, RunFiles
@@ -141,7 +141,7 @@ def load_newest(
         how = f"the checkpoint of step {error.step} is damaged: {error.how}"
         aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
         say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
-    wait_for_all("damaged checkpoints are set aside")
+    barrier("damaged checkpoints are set aside")
     return step, parts
 
 

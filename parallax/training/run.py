@@ -116,7 +116,7 @@ def train(
         folder.write_end(outcome.reason)
         if outcome.reason == "stopped":
             # The process that asked to stop may have to report an error.
-            job.wait_for_all("the other processes to stop")
+            job.barrier("the other processes to stop")
         return outcome
 
 
@@ -161,7 +161,7 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
             corruption_check=SilentCorruptionCheck(state_shardings(model, parts.tx)),
             profile=stack.enter_context(Profile(settings, train_step, folder, logger.say)),
         )
-        job.wait_for_all("the first step", setting="compile_secs")
+        job.barrier("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
         job.set_phase("finishing the last save")
         with waiting(f"writing the checkpoint of step {done}"):
@@ -182,7 +182,7 @@ def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
         for line in tidy(folder.checkpoints):
             logger.say(line)
         check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
-    job.wait_for_all("checkpoints are in order")
+    job.barrier("checkpoints are in order")
 
 
 def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:

@@ -13,7 +13,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from parallax.errors import EXIT_RESTART
-from parallax.processes.control_line import LAST_WORDS_SECS, end_within
+from parallax.processes.exit import EXIT_LIMIT_SECS, exit_within
 from parallax.processes.job import is_first
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # these end the process when they come a second time
@@ -109,7 +109,7 @@ class StopRequest:
 
     def _end(self, name: str) -> None:
         """End the process, with a word about it; a disk that stands still does not delay the end for long."""
-        end_within(LAST_WORDS_SECS, EXIT_RESTART)
+        exit_within(EXIT_LIMIT_SECS, EXIT_RESTART)
         why = f"{name} again: the run ends at once; the same command goes on from the last saved step"
         _say(why)
         with contextlib.suppress(Exception):  # nothing may keep the process

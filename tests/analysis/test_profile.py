@@ -8,7 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 from support.process_examples import flags_of, launched
 from support.run_examples import stop_at, tiny_config
-from support.stand_ins import Line
+from support.stand_ins import ClientStandIn
 
 from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.analysis.report import report_settings
@@ -66,11 +66,11 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job, tmp_path, traces_nothing):
-    settings, line = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(Line())
+    settings, client = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(ClientStandIn())
     profile = Profile(settings, None, RunFiles(tmp_path))
     profile.begin(2, ())
     profile.end()
-    assert [setting for _, setting in line.said] == ["compile_secs"]
+    assert [setting for _, setting in client.calls] == ["compile_secs"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from support.stand_ins import Chip, Line
+from support.stand_ins import Chip, ClientStandIn
 
 from configs.base import get_config
 from parallax.config.settings import read_settings
@@ -167,7 +167,7 @@ def test_a_group_of_one_user_is_nobody_else(members, on, tmp_path, monkeypatch, 
 
 def test_processes_that_do_not_share_the_folder_keep_nothing(on, in_job, capsys):
     on("gpu")
-    in_job(Line(differences=[["the file of process 0", "there", 1, "No such file or directory"]]))
+    in_job(ClientStandIn(differences=[["the file of process 0", "there", 1, "No such file or directory"]]))
     use_compile_cache("auto")
     assert jax.config.jax_compilation_cache_dir is None and "processes do not share" in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ def test_each_phase_has_its_own_time_and_none_is_limited_after_the_end(exits):
 
 def test_the_time_in_which_a_process_was_suspended_does_not_count(exits, monkeypatch):
     monkeypatch.setattr(deadline, "LONGEST_TICK_SECS", 0.1)
-    monkeypatch.setattr(deadline, "CLOCK_SECS", 0.9)  # the thread sleeps as the process would
+    monkeypatch.setattr(deadline, "TIMER_SECS", 0.9)  # the thread sleeps as the process would
     limits = Deadline(LIMITS)
     limits.set_phase("step 7", "wait_secs")
     time.sleep(2)

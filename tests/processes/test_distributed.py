@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.stand_ins import Line
+from support.relay import DOWN, UP, Relay
+from support.stand_ins import ClientStandIn
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import ConfigError, LostError
 from parallax.processes import gloo
 from parallax.processes import job as job_module
 from parallax.processes.address import ProcessAddress, read_address
-from parallax.processes.control_line import ControlLine, Hub, end_now
+from parallax.processes.client import CoordinatorClient
+from parallax.processes.coordinator import Coordinator
+from parallax.processes.exit import exit_now
 from parallax.processes.job import listen, started_by_scheduler
 from parallax.training.watchdog import Watchdog
 
@@ -60,6 +63,15 @@ def test_places_that_cannot_be_are_refused(changes, message):
         read_address(PLACE | changes, {})
 
 
+@pytest.fixture
+def scheduled(monkeypatch):
+    """By the environment Open MPI has started two processes, of which this is the second; JAX stays as it is."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(job_module, "needs_detour", lambda: False)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -72,7 +84,7 @@ def test_places_that_cannot_be_are_refused(changes, message):
         (RuntimeError("no route\nto it"), LostError, "JAX could not connect the processes: no route"),
     ],
 )
-def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, kind, message):
+def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, scheduled, error, kind, message):
     """Open MPI 5 says how many processes there are, and not what JAX needs to know."""
 
     def initialize(**_):
@@ -80,10 +92,10 @@ def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, 
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(kind, match=re.escape(message)):
-        job_module._initialize(DistributedConfig(1, 1, 1, 1, 1, 1))
+        job_module.join(None, DistributedConfig(1, 1, 1, 1, 1, 1), simulate=0)
 
 
-def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch, exits, second_of_two):
+def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch, scheduled, exits, second_of_two):
     """The collective after the connection too; JAX's own limit, at which it aborts, lies behind ours."""
     limits = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: limits.update(given))
@@ -95,7 +107,7 @@ def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch, exits, second_of_
 
     monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
     with pytest.raises(TimeoutError):
-        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1), 2)
+        job_module.join(None, DistributedConfig(1, 1, 1, 1, 1, 1), simulate=0)
     assert exits == [75] and limits["initialization_timeout"] > 1 and limits["num_processes"] == 2
 
 
@@ -137,11 +149,11 @@ def test_the_detour_is_a_reduce_scatter(tiled, groups, dim):
     shape[dim] = 2 * ranks if tiled else ranks
     x = np.random.default_rng(0).integers(0, 100, (8, *shape)).astype(np.float32)
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    how = dict(scatter_dimension=dim, axis_index_groups=groups, tiled=tiled)
+    options = dict(scatter_dimension=dim, axis_index_groups=groups, tiled=tiled)
 
     def both(x):
-        around = gloo._exchanged_and_added(x[0], axis_name="i", axis_size=ranks, **how)
-        return around[None], jax.lax.psum_scatter(x[0], "i", **how)[None]
+        around = gloo.reduce_scatter_by_exchange(x[0], axis_name="i", axis_size=ranks, **options)
+        return around[None], jax.lax.psum_scatter(x[0], "i", **options)[None]
 
     spec = jax.sharding.PartitionSpec("i")
     around, straight = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))(x)
@@ -164,22 +176,27 @@ assert "all_to_all" in text and "reduce_scatter" not in text, text
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# ---- meeting
+# ---- joining
 
 
-JOINED = []
+def test_jax_has_no_public_barriers_or_messages_between_processes():
+    """Ours are to go when it has them."""
+    assert {name for name in dir(jax.distributed) if name[0] != "_"} == {"initialize", "is_initialized", "shutdown"}
+
+
+LIMITS = {}  # of each client
 
 
 @pytest.fixture(autouse=True)
 def all_leave(monkeypatch):
     """Nobody is left to be lost, which would end the process of the tests once the patches are undone."""
     yield
-    at_once(*(functools.partial(line.leave, 0, "") for line in JOINED))
-    JOINED.clear()
+    at_once(*(functools.partial(client.leave, 0, "") for client in LIMITS))
+    LIMITS.clear()
 
 
-class Meeting:
-    """A hub, and lines that join it from threads of this process."""
+class Job:
+    """A coordinator, and clients that connect to it from threads of this process, each over a network of its own."""
 
     def __init__(self, processes, *, start_secs=20.0, heartbeat_secs=20.0):
         self.processes = processes
@@ -187,13 +204,16 @@ class Meeting:
         self.limits.wait_secs = self.limits.compile_secs = 20
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
-        self.hub = Hub(listener, processes, "token", self.limits)
+        self.coordinator = Coordinator(listener, processes, "token", self.limits)
+        self.networks = {}
 
-    def join(self, rank, **changes):
-        hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
-        line = ControlLine(self.address, hello, self.limits, None if rank else self.hub)
-        JOINED.append(line)
-        return line
+    def join(self, rank, /, **changes):
+        hello = {"rank": rank, "processes": self.processes, "token": "token", "host": f"host{rank}"} | changes
+        network = self.networks[rank] = Relay(self.address)
+        limits = SimpleNamespace(**vars(self.limits))
+        client = CoordinatorClient(network.address, hello, limits, None if rank else self.coordinator)
+        LIMITS[client] = limits
+        return client
 
     def join_all(self, *ranks, **changes):
         return at_once(*(functools.partial(self.join, rank, **changes) for rank in ranks))
@@ -203,13 +223,13 @@ def at_once(*acts):
     """What each of them returns or raises, run side by side."""
     results = [None] * len(acts)
 
-    def run(at, act):
+    def run(number, act):
         try:
-            results[at] = act()
+            results[number] = act()
         except Exception as error:
-            results[at] = error
+            results[number] = error
 
-    threads = [threading.Thread(target=run, args=(at, act)) for at, act in enumerate(acts)]
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(acts)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,14 +240,14 @@ def at_once(*acts):
 @pytest.fixture
 def ended(exits, monkeypatch):
     """Instead of ending, a process notes its status."""
-    monkeypatch.setattr("parallax.processes.control_line.GRACE_SECS", 0.1)
+    monkeypatch.setattr("parallax.processes.client.GRACE_SECS", 0.1)
     return exits
 
 
-def at(line, what, secs):
-    """From now on this line is at `what`, where it may be for so long."""
-    line._config = SimpleNamespace(**vars(line._config) | {"wait_secs": secs})
-    line.set_phase(what, "wait_secs")
+def set_phase(client, phase, secs):
+    """From now on this process is in a phase that has this limit."""
+    LIMITS[client].wait_secs = secs
+    client.set_phase(phase, "wait_secs")
 
 
 def wait_until(condition):
@@ -238,26 +258,26 @@ def wait_until(condition):
 
 
 def test_all_hear_the_values_of_the_first_and_each_difference():
-    first, second, third = Meeting(3).join_all(0, 1, 2)
+    first, second, third = Job(3).join_all(0, 1, 2)
     values = [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 0, "more": True}]
-    meet = [
-        functools.partial(line.meet, "config", value, "wait_secs")
-        for line, value in zip((first, second, third), values)
+    waits = [
+        functools.partial(client.barrier, "config", value, "wait_secs")
+        for client, value in zip((first, second, third), values)
     ]
-    answers = at_once(*meet)
+    answers = at_once(*waits)
     assert all(answer["values"] == values[0] for answer in answers)
     assert answers[2]["differences"] == [["lr", 1, 1, 2], ["more", None, 2, True]]
 
 
 def test_differences_are_refused_with_both_values(in_job):
-    in_job(Line(differences=[["mesh.tp", 2, 3, 4]], more=7))
+    in_job(ClientStandIn(differences=[["mesh.tp", 2, 3, 4]], more=7))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
     with pytest.raises(ConfigError, match=expected):
         job_module.check_equal("config", {"mesh.tp": 2})
 
 
 def test_who_is_missing_at_the_start_is_named():
-    (first, third) = Meeting(4, start_secs=0.5).join_all(0, 2)
+    (first, third) = Job(4, start_secs=0.5).join_all(0, 2)
     assert isinstance(first, LostError) and str(first) == str(third)
     assert str(first) == "2 of 4 processes are there after 0 s (distributed.start_secs); missing: 1, 3"
 
@@ -265,23 +285,23 @@ def test_who_is_missing_at_the_start_is_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": 0}, "distributed.process-id=0 was given twice: on host0 and on host1"),
-        ({"of": 3}, "distributed.num-processes is 2 in process 0, 3 in process 1"),
+        ({"rank": 0}, "distributed.process-id=0 was given twice: on host0 and on host1"),
+        ({"processes": 3}, "distributed.num-processes is 2 in process 0, 3 in process 1"),
         ({"token": "guessed"}, "this coordinator port belongs to another job; give each job its own port"),
     ],
 )
 def test_who_does_not_belong_is_refused(changes, message):
-    meeting = Meeting(2, start_secs=1.0)
-    first, second = at_once(functools.partial(meeting.join, 0), lambda: time.sleep(0.3) or meeting.join(1, **changes))
+    job = Job(2, start_secs=1.0)
+    first, second = at_once(functools.partial(job.join, 0), lambda: time.sleep(0.3) or job.join(1, **changes))
     assert isinstance(second, ConfigError) and message in str(second)
     # To a stranger the job owes nothing: it goes on waiting for its own.
     assert isinstance(first, LostError if "token" in changes else ConfigError)
 
 
 def test_clocks_that_differ_are_refused_with_both_times():
-    meeting = Meeting(1)
-    hello = {"hello": 0, "of": 1, "token": "token", "host": "host0", "clock": 1e9}
-    with socket.create_connection(meeting.address) as other:
+    job = Job(1)
+    hello = {"rank": 0, "processes": 1, "token": "token", "host": "host0", "clock": 1e9}
+    with socket.create_connection(job.address) as other:
         other.sendall(json.dumps(hello).encode() + b"\n")
         refused = json.loads(other.makefile("rb").readline())
     assert refused["status"] == 2 and refused["refused"].startswith("the clocks disagree: 20")
@@ -292,24 +312,24 @@ def test_clocks_that_differ_are_refused_with_both_times():
 
 
 def test_a_stranger_who_talks_nonsense_does_no_harm():
-    meeting = Meeting(1)
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"hello": "x", "token": "token"}\n'):
-        with socket.create_connection(meeting.address) as stranger:
+    job = Job(1)
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"rank": "x", "token": "token"}\n'):
+        with socket.create_connection(job.address) as stranger:
             try:
                 stranger.sendall(nonsense)
             except OSError:
                 continue
-    assert isinstance(meeting.join(0), ControlLine)
+    assert isinstance(job.join(0), CoordinatorClient)
 
 
 # ---- ending
 
 
 def test_a_lost_process_ends_the_others_with_75(ended, capsys):
-    first, second, third = Meeting(3).join_all(0, 1, 2)
-    for line in (first, second, third):
-        at(line, "step 7", 20)
-    second._socket.shutdown(socket.SHUT_RDWR)
+    job = Job(3)
+    for client in job.join_all(0, 1, 2):
+        set_phase(client, "step 7", 20)
+    job.networks[1].cut()
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}
     message = "process 1 on host1 is gone: its connection was closed. It was at 'step 7'; this process was at 'step 7'"
@@ -317,10 +337,10 @@ def test_a_lost_process_ends_the_others_with_75(ended, capsys):
 
 
 def test_a_process_that_says_nothing_is_lost(ended, capsys):
-    meeting = Meeting(2, heartbeat_secs=1.0)
-    first, second = meeting.join_all(0, 1)
-    second._send = lambda message: None
-    wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
+    job = Job(2, heartbeat_secs=1.0)
+    first, second = job.join_all(0, 1)
+    job.networks[1].hold(UP, DOWN)
+    wait_until(lambda: len(ended) >= 2)  # it hears nothing, either
     assert (
         "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
         in capsys.readouterr().err
@@ -330,27 +350,27 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
 
 @pytest.mark.slow
 def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
-    """Its hub stands still, and answers nothing, as where its host has vanished."""
-    meeting = Meeting(2, heartbeat_secs=1.0)
-    _, second = meeting.join_all(0, 1)
-    at(second, "step 7", 20)
+    """It answers nothing, as where its host has vanished."""
+    job = Job(2, heartbeat_secs=1.0)
+    _, second = job.join_all(0, 1)
+    set_phase(second, "step 7", 20)
     time.sleep(2)
     assert ended == []
-    meeting.hub._look_at_the_clock = lambda: time.sleep(20)
+    job.networks[1].hold(DOWN)
     wait_until(lambda: ended)
     said = capsys.readouterr().err
     assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
 
 
 @pytest.mark.slow
-def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
-    first, second = Meeting(2).join_all(0, 1)
-    for line in (first, second):
-        at(line, "step 3", 1.5)
-    meet = functools.partial(first.meet, "the folder", {}, "compile_secs")
+def test_a_phase_has_behind_a_barrier_what_it_had_left_of_its_limit(ended, capsys):
+    first, second = Job(2).join_all(0, 1)
+    for client in (first, second):
+        set_phase(client, "step 3", 1.5)
+    wait = functools.partial(first.barrier, "the folder", {}, "compile_secs")
     begun = time.monotonic()
-    at(second, "a slow disk", 20)
-    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, "compile_secs"))
+    set_phase(second, "a slow disk", 20)
+    at_once(wait, lambda: time.sleep(2) or second.barrier("the folder", {}, "compile_secs"))
     assert ended == []
     wait_until(lambda: len(ended) >= 2)
     assert time.monotonic() - begun > 3
@@ -359,11 +379,11 @@ def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
-    meeting = Meeting(2)
-    _, second = meeting.join_all(0, 1)
-    meeting.hub._places = lambda: time.sleep(3) or {}
-    at(second, "step 3", 0.5)
+def test_where_process_0_does_not_say_who_is_late_it_is_late_itself(ended, capsys):
+    job = Job(2)
+    _, second = job.join_all(0, 1)
+    job.networks[1].hold(DOWN)
+    set_phase(second, "step 3", 0.5)
     wait_until(lambda: len(ended) >= 2)
     assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
@@ -371,7 +391,7 @@ def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
 def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expected):
-    _, second = Meeting(2).join_all(0, 1)
+    _, second = Job(2).join_all(0, 1)
     second.leave(status, "DataError: a shard is damaged")
     wait_until(lambda: ended)
     assert ended == [expected]
@@ -382,9 +402,9 @@ def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expec
 
 
 def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
-    first, second = Meeting(2).join_all(0, 1)
-    at(second, "reading a slow disk", 100)
-    at(first, "step 3", 0.5)
+    first, second = Job(2).join_all(0, 1)
+    set_phase(second, "reading a slow disk", 100)
+    set_phase(first, "step 3", 0.5)
     wait_until(lambda: len(ended) >= 2)
     said = capsys.readouterr().err
     assert (
@@ -394,24 +414,31 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
 
 
 def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
-    monkeypatch.setattr("parallax.processes.control_line.GRACE_SECS", 5.0)
-    first, second = Meeting(2).join_all(0, 1)
-    second._end = lambda *_: time.sleep(1) or second._socket.shutdown(socket.SHUT_RDWR)
+    monkeypatch.setattr("parallax.processes.client.GRACE_SECS", 5.0)
+    job = Job(2)
+    first, _ = job.join_all(0, 1)
+    job.networks[1].hold(DOWN)  # the second does not hear it
+    threading.Timer(1, job.networks[1].cut).start()
     begun = time.monotonic()
     first.leave(5, "DataError: a shard is damaged")
-    assert 1 < time.monotonic() - begun < 5
+    assert 0.9 < time.monotonic() - begun < 5
+    wait_until(lambda: ended)
 
 
 def test_process_0_waits_for_the_others_only_so_long(ended):
-    first, _ = Meeting(2).join_all(0, 1)
+    job = Job(2)
+    first, _ = job.join_all(0, 1)
+    job.networks[1].hold(UP, DOWN)
     begun = time.monotonic()
-    first._go_last()
+    first.leave(5, "DataError: a shard is damaged")
     assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
+    job.networks[1].release()
+    wait_until(lambda: ended)
 
 
 def test_who_has_said_goodbye_waits_for_nobody(ended, in_job):
     """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
-    first, _ = Meeting(2).join_all(0, 1)
+    first, _ = Job(2).join_all(0, 1)
     in_job(first)
     with pytest.raises(SystemExit):
         job_module.leave(lambda: first.leave(0, "BrokenPipeError") or 0)
@@ -428,27 +455,30 @@ class Full:
 
 
 def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatch):
-    first, second = Meeting(2).join_all(0, 1)
+    job = Job(2)
+    first, _ = job.join_all(0, 1)
     first.log = Full().write
     monkeypatch.setattr(sys, "stderr", Full())
-    second._socket.shutdown(socket.SHUT_RDWR)
+    job.networks[1].cut()
     wait_until(lambda: len(ended) >= 2)
     assert ended == [75, 75]
 
 
 STALLED = """
-import socket, sys, threading
+import sys, threading
+sys.path.insert(0, "tests")
 from types import SimpleNamespace
-from parallax.processes import control_line
+from support.relay import Relay
+from parallax.processes import client, coordinator
 from parallax.processes.job import listen
-control_line.LAST_WORDS_SECS = 0.5
+client.EXIT_LIMIT_SECS = 0.5
 listener = listen("127.0.0.1", 0)
-address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
+network, hello = Relay(listener.getsockname()), {"rank": 0, "processes": 1, "token": "", "host": "here"}
 limits = SimpleNamespace(start_secs=20, heartbeat_secs=20, clock_secs=60)
-control_line.Hub(listener, 1, "", limits)
-first = control_line.ControlLine(address, hello, limits)
+coordinator.Coordinator(listener, 1, "", limits)
+first = client.CoordinatorClient(network.address, hello, limits)
 first.log = lambda text: threading.Event().wait()
-first._socket.shutdown(socket.SHUT_RDWR)
+network.cut()
 threading.Event().wait(60)
 """
 
@@ -461,12 +491,12 @@ def test_a_process_ends_where_its_last_words_stand_still():
 def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(exits, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Full())
     with pytest.raises(SystemExit):
-        end_now(75)
+        exit_now(75)
     assert exits == [75]
 
 
 def test_processes_that_leave_together_are_not_lost(ended):
-    first, second = Meeting(2).join_all(0, 1)
+    first, second = Job(2).join_all(0, 1)
     second.leave(0, "")
     first.leave(0, "")
     time.sleep(0.5)

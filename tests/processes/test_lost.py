@@ -5,11 +5,11 @@ import itertools
 import jax
 import pytest
 from jax.errors import JaxRuntimeError
-from support.stand_ins import Line
+from support.stand_ins import ClientStandIn
 
 from parallax.errors import CheckpointError, exit_status
 from parallax.processes import job as job_module
-from parallax.processes.job import connect, lost_process
+from parallax.processes.job import connect_devices, lost_process
 from parallax.sharding.mesh import mesh_of
 
 # The first was seen here; the others are put together of what jaxlib, and for GPUs NCCL, hold as texts.
@@ -48,8 +48,8 @@ OURS = [
 
 
 @pytest.fixture
-def line(in_job):
-    return in_job(Line())
+def client(in_job):
+    return in_job(ClientStandIn())
 
 
 def fail(error):
@@ -61,27 +61,34 @@ def fail(error):
 
 
 @pytest.mark.parametrize("text", LOST, ids=lambda text: text[:40])
-def test_whatever_the_runtime_says_of_a_lost_process_is_status_75_in_one_line(line, capsys, text):
+def test_whatever_the_runtime_says_of_a_lost_process_is_status_75_in_one_line(client, capsys, text):
     assert exit_status(fail(JaxRuntimeError(text)), one_line=True) == 75
     said = capsys.readouterr().err
     assert said == (
         f"LostError: another process is gone or missing: {text}; this process was at 'step 3'; "
         "start the same command again to resume from the last checkpoint\n"
     )
-    assert line.said[0] == "waited" and line.said[1][0] == 75  # if one is known to be lost, it is named
+    assert client.calls[0] == "waited" and client.calls[1][0] == 75  # if one is known to be lost, it is named
 
 
-def test_a_save_that_fails_because_a_process_is_lost_is_no_fault_of_the_checkpoint(line):
+def test_a_plain_value_error_with_a_status_is_one_of_the_runtime(client):
+    """As `multihost_utils.sync_global_devices` raises it where a process has died."""
+    assert exit_status(fail(ValueError(LOST[1]))) == 75
+    with pytest.raises(ValueError, match="^the barrier timed out"):
+        fail(ValueError("the barrier timed out"))()
+
+
+def test_a_save_that_fails_because_a_process_is_lost_is_no_fault_of_the_checkpoint(client):
     error = CheckpointError("cannot save step 3")
     error.__cause__ = JaxRuntimeError(LOST[4])
     assert exit_status(fail(error)) == 75
 
 
 @pytest.mark.parametrize("error", [*map(JaxRuntimeError, OURS), RuntimeError(LOST[1])], ids=lambda each: str(each)[:40])
-def test_what_the_runtime_says_of_other_things_stays_an_error(line, error):
+def test_what_the_runtime_says_of_other_things_stays_an_error(client, error):
     with pytest.raises(type(error)) as raised:
         fail(error)()
-    assert raised.value is error and line.said[1][0] == 1
+    assert raised.value is error and client.calls[1][0] == 1
 
 
 def test_a_process_alone_has_lost_nobody():
@@ -96,7 +103,7 @@ def test_an_error_that_came_of_itself_ends_the_search():
     assert lost_process(error) is None
 
 
-def test_who_is_lost_after_the_last_meeting_changes_no_status(line, monkeypatch, exits):
+def test_who_is_lost_after_the_last_barrier_changes_no_status(client, monkeypatch, exits):
     def shutdown():
         raise JaxRuntimeError("DEADLINE_EXCEEDED: Shutdown barrier timed out")
 
@@ -109,30 +116,30 @@ def test_who_is_lost_after_the_last_meeting_changes_no_status(line, monkeypatch,
 # ---- the first collective
 
 
-def test_processes_wait_for_each_other_before_they_first_send_and_then_connect_each_group(line, monkeypatch):
+def test_processes_wait_for_each_other_before_they_first_send_and_then_connect_each_group(client, monkeypatch):
     from jax.experimental import multihost_utils
 
     def summed(x, axes):
-        line.said.append(axes)
+        client.calls.append(axes)
         return psum(x, axes)
 
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", summed)
-    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: line.said.append("all processes"))
-    connect(mesh_of(2, 2, 2))
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: client.calls.append("all processes"))
+    connect_devices(mesh_of(2, 2, 2))
     axes = ("pp", "dp", "tp")
     groups = [group for count in (1, 2, 3) for group in itertools.permutations(axes, count)]
-    assert line.said == [
-        ("met", "the first collective", "compile_secs"),
+    assert client.calls == [
+        ("barrier", "the first collective", "compile_secs"),
         ("connecting the devices", "compile_secs"),
         "all processes",
         *groups,
     ]
-    line.said.clear()
-    connect(mesh_of(1, 4, 1))
-    assert line.said[3:] == [("dp",)]
+    client.calls.clear()
+    connect_devices(mesh_of(1, 4, 1))
+    assert client.calls[3:] == [("dp",)]
 
 
 def test_a_process_alone_connects_nothing(monkeypatch):
     monkeypatch.setattr(jax.lax, "psum", lambda *_: pytest.fail("it sends"))
-    connect(mesh_of(2, 2, 2))
+    connect_devices(mesh_of(2, 2, 2))

@@ -110,7 +110,7 @@ def test_processes_with_other_settings_of_jax_are_refused_with_both_values(corpu
 @pytest.mark.slow
 @pytest.mark.parametrize("difference", ["", "JAX_ENABLE_X64=1"])
 def test_processes_that_jax_connects_compare_its_settings_too(corpus, tmp_path, difference):
-    """As under Open MPI: JAX finds the others, and sends the address of the control connection by a first program."""
+    """As under Open MPI: JAX finds the others, and sends the address of its coordinator by a first program."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": f"4096.0;tcp://127.0.0.1:{port}"}

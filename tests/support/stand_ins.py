@@ -99,39 +99,36 @@ def known_speed(monkeypatch):
 # ---- other processes
 
 
-class Line:
-    """The line to the others. They have no other values than this process, or what `answer` says of them."""
+class ClientStandIn:
+    """For the coordinator's client. The others have the values of this process, or what `answer` says of them."""
 
-    doing, is_leaving = "step 3", False
+    phase, is_leaving = "step 3", False
 
     def __init__(self, **answer):
-        self.said, self.answer = [], answer
+        self.calls, self.answer = [], answer
 
-    def wait_for_word(self):
-        self.said.append("waited")
+    def wait_for_lost(self):
+        self.calls.append("waited")
 
-    def leave(self, status, why):
-        self.said.append((status, why))
+    def leave(self, status, reason):
+        self.calls.append((status, reason))
 
-    def set_phase(self, what, setting):
-        self.said.append((what, setting))
+    def set_phase(self, phase, setting):
+        self.calls.append((phase, setting))
 
-    def meet(self, what, values, setting):
-        self.said.append(("met", what, setting))
+    def barrier(self, name, values, setting):
+        self.calls.append(("barrier", name, setting))
         return {"values": values, "differences": [], "more": 0} | self.answer
-
-    def log_with(self, log):
-        pass
 
 
 @pytest.fixture
 def in_job(monkeypatch):
-    """A function that makes this process one of several, which talk on a line."""
+    """A function that makes this process one of several, with this client of the coordinator."""
 
-    def join(line):
-        monkeypatch.setattr(job, "_line", line)
+    def join(client):
+        monkeypatch.setattr(job, "_client", client)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-        return line
+        return client
 
     return join
 

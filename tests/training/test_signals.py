@@ -11,7 +11,7 @@ import time
 import pytest
 from jax.experimental import multihost_utils
 from support.run_examples import at_batch, at_step, stop_at, tiny_config
-from support.stand_ins import Line
+from support.stand_ins import ClientStandIn
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli.watch import WatchedRun
@@ -64,7 +64,7 @@ def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_p
 @pytest.fixture
 def jax_agrees(in_job, monkeypatch):
     """A function that has JAX's preemption service answer for each step by another function."""
-    in_job(Line())
+    in_job(ClientStandIn())
     return lambda answer: monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", answer)
 
 

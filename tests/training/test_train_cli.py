@@ -13,7 +13,7 @@ import sys
 import pytest
 from support.process_examples import flags_of
 from support.run_examples import losses, tiny_config
-from support.stand_ins import Line
+from support.stand_ins import ClientStandIn
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
@@ -108,7 +108,7 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
 
 
 def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
-    in_job(Line(values={"text": "20260102-030405"}))
+    in_job(ClientStandIn(values={"text": "20260102-030405"}))
     parse = functools.partial(command_line.parse, ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"])
     assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
 

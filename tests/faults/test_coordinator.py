@@ -1,4 +1,4 @@
-"""The line to process 0, against bytes: whoever writes on it, the job's own processes are answered, and meet.
+"""The coordinator against bytes: whoever connects, the job's own processes are answered, and reach their barriers.
 
 All of it is on loopback, with sockets in place of processes, and fixed seeds.
 """
@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import random
+import select
 import socket
 import struct
 import threading
@@ -16,8 +17,8 @@ import time
 import pytest
 
 from parallax.config.sections import DistributedConfig
-from parallax.processes import control_line
-from parallax.processes.control_line import Hub
+from parallax.processes import coordinator
+from parallax.processes.coordinator import Coordinator
 from parallax.processes.job import listen
 
 TOKEN = "a secret of the job"
@@ -38,28 +39,28 @@ def no_tracebacks(monkeypatch, capfd):
 
 
 class Job:
-    """A hub for so many processes, and what they have connected."""
+    """A coordinator of so many processes, and what they have connected."""
 
     def __init__(self, processes):
         self.processes = processes
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
-        self.hub = Hub(listener, processes, TOKEN, DistributedConfig(60, 60, 60, 60, 60, 60))
+        self.coordinator = Coordinator(listener, processes, TOKEN, DistributedConfig(60, 60, 60, 60, 60, 60))
 
     def connect(self):
-        return Line(socket.create_connection(self.address, timeout=ANSWER_SECS))
+        return Connection(socket.create_connection(self.address, timeout=ANSWER_SECS))
 
-    def hello(self, rank, **changes):
-        hello = {"hello": rank, "of": self.processes, "token": TOKEN, "host": f"host{rank}", "clock": time.time()}
+    def hello(self, rank, /, **changes):
+        hello = {"rank": rank, "processes": self.processes, "token": TOKEN, "host": f"host{rank}", "clock": time.time()}
         return hello | changes
 
-    def join(self, rank, **changes):
+    def join(self, rank, /, **changes):
         line = self.connect()
         line.send(self.hello(rank, **changes))
         return line
 
 
-class Line:
+class Connection:
     """A process's end: it writes what it likes, and reads messages."""
 
     def __init__(self, connected):
@@ -87,10 +88,10 @@ class Line:
         return message
 
     def is_answered(self):
-        """Ask where all are, and hear it in time."""
-        self.send({"where": True})
+        """Ask for the phases of all, and get them in time."""
+        self.send({"phases": True})
         begun = time.monotonic()
-        answer = self.read_until("where")
+        answer = self.read_until("phases")
         return answer is not None and time.monotonic() - begun < ANSWER_SECS
 
     def is_ended(self):
@@ -106,7 +107,7 @@ class Line:
 def meets(job, *joined):
     """Whether the others can join those that are there, and all hear that the job is complete."""
     lines = [*joined, *(job.join(rank) for rank in range(len(joined), job.processes))]
-    return all(line.read_until("all") is not None for line in lines)
+    return all(line.read_until("complete") is not None for line in lines)
 
 
 # ---- before the job is complete
@@ -119,30 +120,30 @@ def says(data):
 def leaves(line):
     """A reset in place of an end."""
     line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    line.write(b'{"hello"')
+    line.write(b'{"rank"')
     line.close()
 
 
 def never_reads(line):
     """Each line would have an answer; they fill what the sockets hold."""
     line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    line.write(b'{"hello": 1, "token": "guessed"}\n' * 200_000)
+    line.write(b'{"rank": 1, "token": "guessed"}\n' * 200_000)
 
 
 STRANGERS = {
-    "nested JSON": says(b'{"hello": ' + DEEP + b"}\n"),
+    "nested JSON": says(b'{"rank": ' + DEEP + b"}\n"),
     "short nested JSON": says(b"[" * 5000 + b"]" * 5000 + b"\n"),
     "an endless line": says(b"x" * (64 << 20)),
-    "a long number": says(b'{"hello": ' + b"1" * 9000 + b"}\n"),
+    "a long number": says(b'{"rank": ' + b"1" * 9000 + b"}\n"),
     "no text": says(bytes(range(128, 256)) + b"\n"),
-    "half a surrogate": says(b'{"hello": 1, "token": "\\ud800"}\n'),
+    "half a surrogate": says(b'{"rank": 1, "token": "\\ud800"}\n'),
     "no object": says(b"null\n[]\n1\n"),
     "another protocol": says(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
     "a closed end": lambda line: line.socket.shutdown(socket.SHUT_WR),
     "a reset": leaves,
     "silence": lambda line: None,
-    "half a line": says(b'{"hello": 1, "tok'),
-    "no token": says(json.dumps({"hello": 1, "of": 2, "host": "h", "clock": 0.0}).encode() + b"\n"),
+    "half a line": says(b'{"rank": 1, "tok'),
+    "no token": says(json.dumps({"rank": 1, "processes": 2, "host": "h", "clock": 0.0}).encode() + b"\n"),
     "never reading": never_reads,
 }
 
@@ -162,10 +163,10 @@ def test_a_stranger_neither_stops_nor_stalls_a_job_that_is_not_complete(stranger
 
 
 def test_a_stranger_who_writes_slowly_or_not_at_all_is_sent_away(monkeypatch):
-    monkeypatch.setattr(control_line, "STRANGER_SECS", 0.5)
+    monkeypatch.setattr(coordinator, "IDENTIFY_SECS", 0.5)
     job = Job(2)
     first, silent, slow = job.join(0), job.connect(), job.connect()
-    for byte in b'{"hello"':
+    for byte in b'{"rank"':
         slow.write(bytes([byte]))
         time.sleep(0.05)
     assert silent.is_ended() and slow.is_ended()
@@ -186,7 +187,14 @@ def test_of_thousands_of_strangers_a_few_are_listened_to():
             HALF_OPEN.pop(0).close()
         if not each % 250:
             assert first.is_answered()
-    assert oldest.is_ended() and len(job.hub._strangers) <= control_line.MOST_STRANGERS
+    assert oldest.is_ended()
+    ended = select.poll()
+    for line in HALF_OPEN:
+        ended.register(line.socket, select.POLLIN)
+    deadline = time.monotonic() + ANSWER_SECS
+    while len(HALF_OPEN) - len(ended.poll(0)) > coordinator.MOST_UNIDENTIFIED:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert meets(job, first)
 
 
@@ -194,8 +202,9 @@ def test_of_thousands_of_strangers_a_few_are_listened_to():
 def test_only_for_want_of_open_files_is_the_oldest_stranger_hung_up(number, ends, monkeypatch):
     job, failed = Job(2), threading.Event()
     stranger = job.connect()
-    while not job.hub._strangers:
-        time.sleep(0.01)
+    other = job.connect()
+    other.write(b"\n")
+    assert other.is_ended()  # it came second, so the first is known
 
     def fails(listener):
         monkeypatch.undo()
@@ -225,19 +234,19 @@ def closed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": -5}, "distributed.process-id=-5 is not one of 2 processes; use 0 to 1"),
-        ({"hello": 2}, "distributed.process-id=2 is not one of 2 processes; use 0 to 1"),
-        ({"hello": 10**300}, "is not one of 2 processes"),
+        ({"rank": -5}, "distributed.process-id=-5 is not one of 2 processes; use 0 to 1"),
+        ({"rank": 2}, "distributed.process-id=2 is not one of 2 processes; use 0 to 1"),
+        ({"rank": 10**300}, "is not one of 2 processes"),
         *(
             (change, "the first message is not that of a job's process")
             for change in (
-                {"hello": True},
-                {"hello": 1.0},
-                {"hello": "1"},
-                {"hello": None},
-                {"hello": [1]},
-                {"of": True},
-                {"of": "2"},
+                {"rank": True},
+                {"rank": 1.0},
+                {"rank": "1"},
+                {"rank": None},
+                {"rank": [1]},
+                {"processes": True},
+                {"processes": "2"},
                 {"clock": math.nan},
                 {"clock": math.inf},
                 {"clock": -math.inf},
@@ -280,7 +289,7 @@ def test_when_the_job_is_complete_nobody_else_is_listened_to():
     job = Job(2)
     waiting = [job.connect() for _ in range(5)]
     first, second = job.join(0), job.join(1)
-    assert first.read_until("all") and second.read_until("all")
+    assert first.read_until("complete") and second.read_until("complete")
     assert all(line.is_ended() for line in waiting)
     with pytest.raises(ConnectionRefusedError):
         job.join(1)
@@ -288,18 +297,18 @@ def test_when_the_job_is_complete_nobody_else_is_listened_to():
 
 
 NONSENSE = {
-    "a number for a place": b'{"doing": 5}\n',
-    "a list for a point": b'{"reached": [], "values": {}}\n',
-    "a point without values": b'{"reached": "x"}\n',
-    "values that are none": b'{"reached": "x", "values": 5}\n',
-    "nested values": b'{"reached": "x", "values": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}\n",
-    "no status": b'{"bye": "x", "why": ""}\n',
-    "a boolean for a status": b'{"bye": true, "why": ""}\n',
-    "a status without its reason": b'{"bye": 1}\n',
+    "a number for a phase": b'{"phase": 5}\n',
+    "a list for a barrier": b'{"barrier": [], "values": {}}\n',
+    "a barrier without values": b'{"barrier": "x"}\n',
+    "values that are none": b'{"barrier": "x", "values": 5}\n',
+    "nested values": b'{"barrier": "x", "values": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}\n",
+    "no status": b'{"exit": "x", "reason": ""}\n',
+    "a boolean for a status": b'{"exit": true, "reason": ""}\n',
+    "a status without its reason": b'{"exit": 1}\n',
     "nested JSON": DEEP + b"\n",
     "an endless line": b"x" * (2 << 20),
     "no text": b"\xff\xfe\n",
-    "many points": b"".join(b'{"reached": "%d", "values": {}}\n' % at for at in range(100)),
+    "many barriers": b"".join(b'{"barrier": "%d", "values": {}}\n' % number for number in range(100)),
 }
 
 
@@ -307,7 +316,7 @@ NONSENSE = {
 def test_a_process_that_talks_nonsense_is_lost_and_the_others_hear_it(said):
     job = Job(3)
     first, second, third = (job.join(rank) for rank in range(3))
-    assert third.read_until("all")
+    assert third.read_until("complete")
     third.write(said)
     for line in (first, second):
         lost = line.read_until("lost")
@@ -319,14 +328,14 @@ def test_a_process_that_talks_nonsense_is_lost_and_the_others_hear_it(said):
 def test_a_process_that_reads_nothing_stalls_nobody_and_is_lost():
     job = Job(2)
     first, second = job.join(0), job.join(1)
-    assert second.read_until("all")
+    assert second.read_until("complete")
     second.socket.settimeout(30)
-    asking = threading.Thread(target=second.write, args=(b'{"where": 1}\n' * 150_000,))
+    asking = threading.Thread(target=second.write, args=(b'{"phases": 1}\n' * 150_000,))
     asking.start()
     message, deadline = {}, time.monotonic() + 30
     while "lost" not in message:
         assert time.monotonic() < deadline
-        first.send({"sign": "of life"})
+        first.send({"heartbeat": True})
         begun = time.monotonic()
         message = first.read()
         assert time.monotonic() - begun < ANSWER_SECS
@@ -341,11 +350,11 @@ def valid_messages(job, rank, rng):
     """What processes say, as text."""
     messages = [
         job.hello(rank),
-        {"doing": "step 12"},
-        {"reached": f"the run {rng.random()}", "values": {"step": 0, "data": "ab"}},
-        {"sign": "of life"},
-        {"where": True},
-        {"bye": 75, "why": "LostError: gone"},
+        {"phase": "step 12"},
+        {"barrier": f"the run {rng.random()}", "values": {"step": 0, "data": "ab"}},
+        {"heartbeat": True},
+        {"phases": True},
+        {"exit": 75, "reason": "LostError: gone"},
     ]
     return [json.dumps(message).encode() for message in messages]
 
@@ -417,7 +426,7 @@ def test_any_bytes_of_processes_of_a_complete_job_leave_the_others_answered(seed
     rng, job = random.Random(seed), Job(CASES)
     lines = [job.join(rank) for rank in range(CASES)]
     first, last = lines[0], lines[-1]
-    assert last.read_until("all")
+    assert last.read_until("complete")
     for rank, line in enumerate(lines[1:-1], 1):
         line.write(fuzzed(job, rank, rng))
         if not rank % 10:
