@@ -76,7 +76,7 @@ def config_with(name: str, changes: Mapping[str, Any]) -> Any:
 
 def absent_devices(name: str) -> list[Any]:
     """Devices of chips that are not present; ConfigError for an unknown name, or without their compiler."""
-    from parallax.analysis.topology import devices_of, without_chips
+    from parallax.analysis.planned.topology import devices_of, without_chips
 
     without_chips([f"--topology={name}"])
     return devices_of(name)

@@ -99,7 +99,7 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     from jax.sharding import PartitionSpec as P
 
     import parallax as px
-    from parallax.analysis.compiled import read_compiled
+    from parallax.analysis.compiled.program import read_compiled
     from parallax.hardware.chips import chip
     from parallax.model.blockwise import blockwise_attention
     from parallax.model.context import causal_mask

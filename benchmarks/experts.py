@@ -40,7 +40,7 @@ def main() -> None:
     import jax
 
     import parallax as px
-    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.traced.flops import flops_per_token
 
     sizes = dict(zip(("pp", "ep", "tp"), map(int, args.mesh.split(","))))
     devices = math.prod(sizes.values())

@@ -41,8 +41,8 @@ def main() -> None:
 
 def figures(name: str, where: str) -> list[str]:
     """The cells of a row after the first two; of a step that is refused, the reason."""
-    from parallax.analysis.step_time import compile_and_read, predict
-    from parallax.analysis.topology import read_topology
+    from parallax.analysis.planned.step_time import compile_and_read, predict
+    from parallax.analysis.planned.topology import read_topology
     from parallax.config.settings import read_settings
     from parallax.display.units import in_bytes
     from parallax.errors import ConfigError

@@ -95,9 +95,9 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     import math
 
     import parallax as px
-    from parallax.analysis.compiled import read_step
-    from parallax.analysis.flops import flops_per_token
-    from parallax.analysis.step_time import step_time
+    from parallax.analysis.compiled.program import read_step
+    from parallax.analysis.planned.step_time import step_time
+    from parallax.analysis.traced.flops import flops_per_token
     from parallax.hardware.chips import chip
     from parallax.sharding import compiler
 

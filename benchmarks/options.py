@@ -141,8 +141,8 @@ def settings_on(args: argparse.Namespace, name: str, count: int) -> Any:
 def figures(args: argparse.Namespace, name: str) -> Figures:
     import jax
 
-    from parallax.analysis.step_time import compile_and_read, predict
-    from parallax.analysis.topology import read_topology
+    from parallax.analysis.planned.step_time import compile_and_read, predict
+    from parallax.analysis.planned.topology import read_topology
     from parallax.errors import ConfigError
 
     devices, topology, predicted = absent_devices(args.topology), read_topology(args.topology), (math.nan, math.nan)

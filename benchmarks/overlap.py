@@ -159,9 +159,9 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import math
 
     import parallax as px
-    from parallax.analysis.compiled import read_step
-    from parallax.analysis.flops import flops_per_token
-    from parallax.analysis.step_time import overlaps, step_time
+    from parallax.analysis.compiled.program import read_step
+    from parallax.analysis.planned.step_time import overlaps, step_time
+    from parallax.analysis.traced.flops import flops_per_token
     from parallax.hardware.chips import chip
     from parallax.sharding import compiler
     from parallax.step.step import step_of

@@ -36,9 +36,9 @@ def main() -> None:
     import parallax as px
 
     px.simulate_devices(DEVICES)
-    from parallax.analysis.devices import local_topology
-    from parallax.analysis.layouts import Choice
-    from parallax.analysis.step_time import predict
+    from parallax.analysis.planned.devices import local_topology
+    from parallax.analysis.planned.layouts import Choice
+    from parallax.analysis.planned.step_time import predict
 
     settings, choices = work(args.config), [Choice(*layout) for layout in LAYOUTS[: args.layouts]]
     topology = local_topology(settings.model.dtype)

@@ -72,8 +72,8 @@ def main() -> None:
 
 def predicted_secs(row: Published) -> float:
     """Seconds of the compiled step."""
-    from parallax.analysis.step_time import compile_and_read
-    from parallax.analysis.topology import devices_of, read_topology, without_chips
+    from parallax.analysis.planned.step_time import compile_and_read
+    from parallax.analysis.planned.topology import devices_of, read_topology, without_chips
     from parallax.config.settings import read_settings
     from parallax.step.resolve import resolve
 

@@ -126,7 +126,7 @@ def memory(args: argparse.Namespace) -> None:
 
 def sizes(work: Work) -> tuple[int, int]:
     """The compiler's temporaries and the computed activations, in bytes on a device."""
-    from parallax.analysis.memory import memory
+    from parallax.analysis.traced.memory import memory
 
     analysis = compiled(work).memory_analysis()
     computed = memory(work.model, {}, global_batch=work.rows, seq=work.seq)
@@ -196,7 +196,7 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
-    from parallax.analysis.flops import matmul_flops
+    from parallax.analysis.traced.flops import matmul_flops
     from parallax.model.batch import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes

@@ -80,7 +80,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
     import jax
 
     import parallax as px
-    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.traced.flops import flops_per_token
     from parallax.step.step import init_state, make_train_step, model_and_optimizer
 
     pp, dp, tp = map(int, mesh.split(","))

@@ -27,8 +27,8 @@ COLUMNS = (*SIZES, *COLLECTIVES, "messages", *TIMES, "compile s")
 
 
 class Step(NamedTuple):
-    compiled: Any  # parallax.analysis.compiled.Compiled
-    time: Any  # parallax.analysis.step_time.StepTime
+    compiled: Any  # parallax.analysis.compiled.program.Compiled
+    time: Any  # parallax.analysis.planned.step_time.StepTime
     compile_secs: float
 
 
@@ -68,9 +68,9 @@ def parse() -> Any:
 
 def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     import parallax as px
-    from parallax.analysis.compiled import read_step
-    from parallax.analysis.flops import flops_per_token
-    from parallax.analysis.step_time import step_time
+    from parallax.analysis.compiled.program import read_step
+    from parallax.analysis.planned.step_time import step_time
+    from parallax.analysis.traced.flops import flops_per_token
     from parallax.hardware.chips import chip
     from parallax.step.step import step_of
 
@@ -114,7 +114,7 @@ def row(step: Step) -> str:
 
 def messages(events: list) -> list[bool]:
     """For each message between stages, whether there is a branch or a loop between its start and its done."""
-    from parallax.analysis.compiled import BranchEvent, CompiledCollective, End, LoopEvent
+    from parallax.analysis.compiled.program import BranchEvent, CompiledCollective, End, LoopEvent
 
     found = []
     for at, event in enumerate(events):

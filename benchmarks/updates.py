@@ -60,7 +60,7 @@ def figures(args: Any, dtypes: dict[str, str], *, whole: bool = False) -> tuple[
     import jax.numpy as jnp
 
     import parallax as px
-    from parallax.analysis.compiled import read_compiled, weight
+    from parallax.analysis.compiled.program import read_compiled, weight
     from parallax.step import step as of_step
 
     config, devices = config_of(args.config), absent_devices(args.topology)

@@ -9,8 +9,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.analysis.sweep import Cache, PricedLayout, Sweep, front
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.sweep import Cache, PricedLayout, Sweep, front
+from parallax.analysis.planned.topology import read_topology
 from parallax.cli.command import read_command
 from parallax.config.remat import REMAT
 from parallax.display.svg import INK, svg

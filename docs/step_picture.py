@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from parallax.analysis.report import Report, report_settings
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.settings import Settings
 from parallax.display.units import in_bytes

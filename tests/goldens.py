@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from support import traced_counts
 
 from docs import config_keys, remat_picture, step_picture, zigzag_picture
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.sections import INFERRED
 from parallax.sharding.mesh import resolve_sizes

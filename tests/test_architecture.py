@@ -88,6 +88,19 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not left
 
 
+# What is read from traced programs needs no compiler, and what is read from compiled ones no plan.
+ROOMS_OF_ANALYSIS = ("traced", "compiled", "planned")
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_ANALYSIS)
+def test_rooms_of_the_analysis_import_one_way(room):
+    files = [*(PACKAGE / "analysis" / room).glob("*.py")]
+    imported = set().union(*map(imported_modules, files))
+    later = ROOMS_OF_ANALYSIS[ROOMS_OF_ANALYSIS.index(room) + 1 :]
+    assert files and not {name for name in imported if name.startswith(tuple(f"parallax.analysis.{o}" for o in later))}
+    assert "parallax.analysis.report" not in imported
+
+
 @every_file
 def test_the_pipeline_is_used_through_its_front(path):
     inner = {f"parallax.pipeline.{file.stem}" for file in (PACKAGE / "pipeline").glob("*.py")}
@@ -98,8 +111,12 @@ def test_the_pipeline_is_used_through_its_front(path):
 PURE = [
     "config/",
     "errors.py",
+    "display/html.py",
+    "display/tables.py",
+    "display/svg.py",
     "storage/files.py",
     "storage/run_files.py",
+    "user_code.py",
     "schedules/",
     "cli/schedules.py",
     "cli/watch.py",
@@ -239,10 +256,10 @@ NAME_AN_AXIS = {
     "model/checks.py": "experts must divide over ep",
     "model/experts.py": "the layouts of experts' weights: ep shards them in a layer, too",
     "model/exchange.py": "how many rows each ep rank sends to which",
-    "analysis/layouts.py": "the layouts that a search tries",
-    "analysis/plan.py": "the columns and flags of a plan's tables",
-    "analysis/step_time.py": "which messages are a policy's",
-    "analysis/sweep.py": "the sizes, colours and labels of the layouts that it prices",
+    "analysis/planned/layouts.py": "the layouts that a search tries",
+    "analysis/planned/plan.py": "the columns and flags of a plan's tables",
+    "analysis/planned/step_time.py": "which messages are a policy's",
+    "analysis/planned/sweep.py": "the sizes, colours and labels of the layouts that it prices",
 }
 OF_LAYERS_AND_STEPS = ("model/", "pipeline/", "sharding/", "inference/", "step/", "training/", "analysis/")
 

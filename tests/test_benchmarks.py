@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import pytest
 
-from parallax.analysis.topology import CUDA_PLUGINS
+from parallax.analysis.planned.topology import CUDA_PLUGINS
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"

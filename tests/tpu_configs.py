@@ -7,10 +7,10 @@ import math
 import pathlib
 import sys
 
-from parallax.analysis.layouts import model_on_topology
-from parallax.analysis.memory import predicted_memory
-from parallax.analysis.step_time import compile_and_read
-from parallax.analysis.topology import devices_of, without_chips
+from parallax.analysis.planned.layouts import model_on_topology
+from parallax.analysis.planned.step_time import compile_and_read
+from parallax.analysis.planned.topology import devices_of, without_chips
+from parallax.analysis.traced.memory import predicted_memory
 from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from configs.tiny_gqa import get_config
-from parallax.analysis.compiled import read_compiled, read_step
-from parallax.analysis.step_time import step_time
+from parallax.analysis.compiled.program import read_compiled, read_step
+from parallax.analysis.planned.step_time import step_time
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.hardware.chips import chip

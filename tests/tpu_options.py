@@ -3,7 +3,7 @@
 import contextlib
 import io
 
-from parallax.analysis.topology import devices_of, read_topology, without_chips
+from parallax.analysis.planned.topology import devices_of, read_topology, without_chips
 from parallax.config.sections import MeshConfig
 from parallax.hardware.chips import CHIPS
 from parallax.sharding import compiler

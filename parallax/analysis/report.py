@@ -5,23 +5,30 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from html import escape
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from parallax.analysis.collectives import Sent, busiest, bytes_by, collectives_by_rank, on_average, update_collectives
-from parallax.analysis.compiled import Compiled, CompiledFlops, ModuleSecs, gpu_of, read_step, secs_by_module
-from parallax.analysis.flops import Flops, flops_breakdown
-from parallax.analysis.hlo import of_update
-from parallax.analysis.memory import memory
-from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page, section_html, section_text, time_parts
-from parallax.analysis.step_time import StepTime, compiled_parts, overlaps, step_time
+from parallax.analysis.compiled.hlo import of_update
+from parallax.analysis.compiled.program import Compiled, CompiledFlops, ModuleSecs, gpu_of, read_step, secs_by_module
+from parallax.analysis.planned.step_time import StepTime, compiled_parts, overlaps, step_time, time_parts
+from parallax.analysis.traced.collectives import (
+    Sent,
+    busiest,
+    bytes_by,
+    collectives_by_rank,
+    on_average,
+    update_collectives,
+)
+from parallax.analysis.traced.flops import Flops, flops_breakdown
+from parallax.analysis.traced.memory import memory
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
+from parallax.display.html import html_page, in_frame
 from parallax.display.progress import waiting
+from parallax.display.tables import LEAST_SHOWN, Table, TitledTables, section_text
 from parallax.display.units import in_bytes, in_flops, percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
@@ -114,8 +121,7 @@ class Report:
         return report_text(self)
 
     def _repr_html_(self) -> str:
-        # In a separate frame, so that the page's style does not affect the notebook.
-        return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:40rem;border:0"></iframe>'
+        return in_frame(self.to_html())
 
 
 def report(
@@ -255,7 +261,6 @@ def report_text(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """The report as an HTML page."""
-    first, second = report_heading(report)
     total = sum(one.total_bytes for one in report.sent)
     facts = {
         "A device sends": in_bytes(total),
@@ -263,10 +268,8 @@ def report_page(report: Report) -> str:
         "Memory, predicted": in_bytes(report.peak),
         "MFU at most": percent(report.flops.mfu_ceiling),
     }
-    shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    body = [f"<h1>{escape(first)}</h1>", f"<p>{escape(second)}</p>", '<dl class="facts">', *shown, "</dl>"]
-    body += [line for section in sections_of(report) for line in section_html(section)]
-    return html_page(f"{report.name}: what a step sends, stores and computes", body)
+    title = f"{report.name}: what a step sends, stores and computes"
+    return html_page(title, report_heading(report), facts, sections_of(report))
 
 
 def report_heading(report: Report) -> list[str]:
@@ -353,8 +356,8 @@ def dtypes_of(tree: Any) -> tuple[str, ...]:
 def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
     narrow = {name: ", ".join(found) for name, found in report.dtypes.items() if found != ("float32",)}
-    label = lambda name: name.replace("_", " ") + (f" ({narrow[name]})" if name in narrow else "")  # noqa: E731
-    sizes = {label(name): size for name, size in report.memory.items()}
+    labels = {name: f" ({narrow[name]})" if name in narrow else "" for name in report.memory}
+    sizes = {name.replace("_", " ") + labels[name]: size for name, size in report.memory.items()}
     compiled = report.compiled is not None
     beside = report.beside_compiler() if compiled else []
     most = max(report.peak, *(theirs for _, _, theirs in beside), 1)

@@ -47,8 +47,13 @@ def _dashed(word: str, own: Collection[str]) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("-") and known else word
 
 
+def add_command(commands: Any, name: str, text: str, doc: str) -> argparse.ArgumentParser:
+    """The parser of one of a program's commands; `doc` is the program's docstring."""
+    return commands.add_parser(name, help=text, description=about_command(name, text, doc))
+
+
 def about_command(name: str, text: str, doc: str) -> str:
-    """Description of one of a program's commands: a sentence, and its examples from the program's docstring.
+    """Description of a command: a sentence, and its examples from the program's docstring.
 
     >>> print(about_command("add", "add numbers up", "Sums.\\n\\n    sums add 1 2\\n    sums take 1 2"))
     Add numbers up.

@@ -18,7 +18,7 @@ from parallax.display.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import absl.logging
 
-    from parallax.cli.arguments import Parser, about_command, local_path, positive
+    from parallax.cli.arguments import Parser, add_command, local_path, positive
     from parallax.cli.command import HELP, config_keys, key_default, read_line
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
@@ -104,18 +104,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags; ConfigError if they are wrong."""
     parser = Parser("python -m parallax.convert", description=__doc__)
     acts = parser.add_subparsers(dest="act", required=True)
-    add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
-    _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
-    back = add("import", "make a run folder from the output of export")
+    _out_of_run(add_command(acts, "export", "write a checkpoint's parameters as safetensors files", __doc__))
+    back = add_command(acts, "import", "make a run folder from the output of export", __doc__)
     back.add_argument("source", type=local_path, help="a folder with safetensors files, config.json and tokenizer.json")
     back.add_argument("workdir", type=local_path, help="a new folder")
-    theirs = add("from-hf", "make a run folder from a Hugging Face folder; --config and --config.KEY as in train.py")
+    about_theirs = "make a run folder from a Hugging Face folder; --config and --config.KEY as in train.py"
+    theirs = add_command(acts, "from-hf", about_theirs, __doc__)
     theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
     theirs.add_argument(
         "source", type=local_path, help="a folder with config.json, safetensors files and tokenizer.json"
     )
     theirs.add_argument("--workdir", type=local_path, required=True, help="a new folder")
-    ours = add("to-hf", "write a checkpoint as a Hugging Face folder")
+    ours = add_command(acts, "to-hf", "write a checkpoint as a Hugging Face folder", __doc__)
     _out_of_run(ours)
     ours.add_argument(
         "--like", type=local_path, help="the run of from-hf from which this one started, if it is not recorded"

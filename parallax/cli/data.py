@@ -11,7 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from parallax.cli.arguments import Parser, about_command, local_path, positive
+from parallax.cli.arguments import Parser, add_command, local_path, positive
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
@@ -39,9 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
-    add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
-    _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
-    inspect = add("inspect", "describe a folder of shards, and check every byte of it")
+    _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))
+    inspect = add_command(commands, "inspect", "describe a folder of shards, and check every byte of it", __doc__)
     inspect.add_argument("folder", type=local_path, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
@@ -50,7 +49,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     meaning = {field.name: field.metadata["key"].meaning for field in fields(DataConfig)}
-    as_training = lambda name, text: f"{text} (default: {getattr(TRAINING, name)}, as in training)"  # noqa: E731
+
+    def as_training(name: str, text: str) -> str:
+        return f"{text} (default: {getattr(TRAINING, name)}, as in training)"
+
     sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {CODE_FORM}"
     add("--source", required=True, help=sources)
     add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")

@@ -26,18 +26,19 @@ with loading(__name__, sys.stderr):
     import numpy as np
     from jax.extend.backend import get_backend
 
-    from parallax.analysis.compiled import bytes_together, device_peak, read_step
-    from parallax.analysis.devices import device_memory, local_topology, most_memory
-    from parallax.analysis.flops import flops_per_token, mfu
-    from parallax.analysis.memory import predicted_memory
-    from parallax.analysis.plan import plan_heading
-    from parallax.analysis.step_time import Estimate, predict, step_time
-    from parallax.analysis.topology import Topology
-    from parallax.analysis.trace import abstract_mesh
+    from parallax.analysis.compiled.program import bytes_together, device_peak, read_step
+    from parallax.analysis.planned.devices import device_memory, local_topology, most_memory
+    from parallax.analysis.planned.plan import plan_heading
+    from parallax.analysis.planned.step_time import Estimate, predict, step_time
+    from parallax.analysis.planned.topology import Topology
+    from parallax.analysis.traced.flops import flops_per_token, mfu
+    from parallax.analysis.traced.memory import predicted_memory
+    from parallax.analysis.traced.trace import abstract_mesh
     from parallax.cli.arguments import write_output
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
+    from parallax.display.tables import markdown_table
     from parallax.display.units import in_bytes, percent
     from parallax.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.hardware.devices import start_devices
@@ -77,22 +78,22 @@ def act(argv: Sequence[str]) -> None:
     check_whole("--steps", steps, least=WARM_UP + 1)
     settings = read_settings(line.config)
     join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
-    about = {"Versions": software(), "Flags": flags()}
+    machine = {"Versions": software(), "Flags": flags()}
     try:
-        about = {"Devices": devices(), **about}
+        machine = {"Devices": devices(), **machine}
     except RuntimeError as error:  # a missing driver, or chips that another process uses
-        intro = [f"`{command(argv[1:])}`", "", "```", str(error), "```"]
-        write_output("out", out, nameless(document("First run: JAX has no devices", intro, about)))
+        text = document("First run: JAX has no devices", [f"`{command(words)}`", *block(str(error))], machine)
+        write_output("out", out, nameless(text))
         raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
     if not written(argv, "config"):
         words = [*choose([word for word in words if word.startswith(("--config.", "-config."))]), *words]
         line = read_line([argv[0], *words], FLAGS)
     found = Found(shortened(read_settings(line.config), steps), command(words))
-    say(f"{about['Devices']['devices']}; {found.command}")
+    say(f"{machine['Devices']['devices']}; {found.command}")
 
     def save() -> None:
         if is_first():
-            write_output("out", out, nameless(page(found, about)))
+            write_output("out", out, nameless(page(found, machine)))
 
     save()
     with limited(found.settings.distributed):
@@ -101,7 +102,7 @@ def act(argv: Sequence[str]) -> None:
         say(f"warning: {warning}")
     say(f"results are in {out}, without names of host, user and home; attach it to an issue")
     for name, phase in found.phases.items():
-        if phase.state == "failed":
+        if phase.error:
             raise PhaseError(f"{name} failed: {phase.error.splitlines()[0]}")
 
 
@@ -143,12 +144,14 @@ CANDIDATES = {
     ],
 }
 SMALLEST = "tiny_gqa"
-ROOM = 0.7  # share of a device's memory: JAX reserves three quarters of a GPU's, and compilers need more than the peak
+MEMORY_SHARE = (
+    0.7  # share of a device's memory: JAX reserves three quarters of a GPU's, and compilers need more than the peak
+)
 
 
 def choose(rest: Sequence[str]) -> list[str]:
     """The flags of the config to use on this machine's devices; `rest` are the user's changes."""
-    room = device_memory()
+    available = device_memory()
     for name, *changes in CANDIDATES.get(jax.devices()[0].platform, []):
         words = [f"--config={CONFIGS / name}.py", *changes]
         try:
@@ -156,9 +159,9 @@ def choose(rest: Sequence[str]) -> list[str]:
         except ParallaxError as error:
             say(f"{name} is passed over: {error}")
             continue
-        if room is None or needed <= ROOM * room:
+        if available is None or needed <= MEMORY_SHARE * available:
             return words
-        say(f"{name} is passed over: it needs {in_bytes(needed)} on each device, which has {in_bytes(room)}")
+        say(f"{name} is passed over: it needs {in_bytes(needed)} on each device, which has {in_bytes(available)}")
     return [f"--config={CONFIGS / SMALLEST}.py", f"--config.data.global_batch={4 * jax.device_count()}"]
 
 
@@ -203,7 +206,6 @@ class Found:
     topology: Topology | None = None
     unplanned: str = ""  # why no time was planned
     planned: Estimate | None = None
-    options: dict[str, str] = dataclasses.field(default_factory=dict)  # compiler options that Parallax sets
     step: TrainStep | None = None
     program: Any = None
     compile_secs: float | None = None
@@ -239,7 +241,7 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
         "compile": compile_step,
         "first state": make_state,
         "first step": lambda found: take_steps(found, 1),
-        "steps": lambda found: take_steps(found, found.settings.train.steps - 1),
+        "steps": lambda found: take_steps(found, found.settings.train.steps),
     }
     found.phases = dict.fromkeys(acts, Phase("not reached"))
     for name, act_of_phase in acts.items():
@@ -271,15 +273,13 @@ def make_plan(found: Found) -> None:
         found.planned = predict(found.settings, found.topology)
     except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
         found.unplanned = str(error)
-    secs = known(in_secs, found.planned and found.planned.secs)
-    say(f"planned: {in_bytes(found.planned_bytes)} on each device, {secs}")
+    say(f"planned: {in_bytes(found.planned_bytes)} on each device, {in_secs(found.planned and found.planned.secs)}")
 
 
 def compile_step(found: Found) -> None:
     """Compile the step and read the compiler's memory and time."""
     settings, mesh = found.settings, make_mesh(found.settings.mesh)
     connect_devices(mesh)
-    found.options = {name: str(value) for name, value in compiler_options(mesh, settings.model.matmul).items()}
     found.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
     found.step_flops = flops_per_token(settings.model, found.step.model.plan.declared, seq=shape[1]) * math.prod(shape)
     lowered, begun = found.step.lower(*shape), time.perf_counter()
@@ -305,31 +305,30 @@ def price_program(found: Found) -> None:
 
 
 def make_state(found: Found) -> None:
-    """Create the initial parameters and optimizer states."""
-    batch = None
-    if found.settings.model.matmul != "compute":  # the first scales come from a batch
-        batch = counting_batch(found.settings, found.step.model.batch_sharding)
-    found.state = jax.block_until_ready(found.step.init(batch))
+    """Create the initial parameters and optimizer states; the first scales of 8-bit products come from a batch."""
+    needs_batch = found.settings.model.matmul != "compute"
+    found.state = jax.block_until_ready(found.step.init(counting_batch(found) if needs_batch else None))
 
 
-def take_steps(found: Found, count: int) -> None:
-    """Run `count` steps, waiting for each."""
-    batch = counting_batch(found.settings, found.step.model.batch_sharding)
-    for _ in range(count):
+def take_steps(found: Found, last: int) -> None:
+    """Run the steps up to `last`, waiting for each."""
+    batch = counting_batch(found)
+    while len(found.steps) < last:
         begun = time.perf_counter()
         found.state, metrics = jax.block_until_ready(found.program(found.state, batch))
         secs = time.perf_counter() - begun
         loss, norm, skipped = (float(metrics[name]) for name in ("loss", "grad_norm", "skipped"))
         found.steps.append(Taken(secs, loss, norm, bool(skipped)))
-        at = f"step {len(found.steps)}/{found.settings.train.steps}"
-        say(f"{at}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
+        step = f"step {len(found.steps)}/{found.settings.train.steps}"
+        say(f"{step}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
 
 
-def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
+def counting_batch(found: Found) -> dict[str, Any]:
     """A batch of tokens that count up and start again: next tokens are predictable, and no corpus is needed."""
-    shape = settings.data.global_batch, settings.data.seq
+    data, sharding = found.settings.data, found.step.model.batch_sharding
+    shape = data.global_batch, data.seq
     rows, columns = own_part(sharding, shape)
-    ids = (rows[:, None] * shape[1] + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
+    ids = (rows[:, None] * data.seq + np.arange(data.seq + 1)) % min(found.settings.model.vocab, LARGEST_ID)
     batch = {name: array[:, columns.start : columns.stop] for name, array in as_batch(ids.astype(np.int32)).items()}
     return put_on(sharding, shape)(batch)
 
@@ -347,40 +346,52 @@ def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
     """The whole file; `machine` is sections of names and values."""
     failed = [name for name, phase in found.phases.items() if phase.state in ("failed", "running")]
     verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
+    phases = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in found.phases.items()]
+    errors = (line for phase in found.phases.values() if phase.error for line in block(phase.error))
+    options = found.step and compiler_options(found.step.model.mesh, found.settings.model.matmul)
     parts = {
         "Planned and measured": compared(found),
-        "Phases": phases(found),
-        "Steps": steps(found),
+        "Phases": [*markdown_table(["phase", "", "time"], phases), *errors],
+        "Steps": markdown_table(["step", "time", "loss", "gradient norm", "skipped"], step_cells(found.steps)),
         "Warnings": [f"- {line}" for line in warnings(found)] or ["None."],
         **machine,
-        **({"Compiler options of Parallax": found.options} if found.options else {}),
+        **({"Compiler options of Parallax": options} if options else {}),
         "Config": ["```json", json.dumps(found.settings.to_dict(), indent=1), "```"],
     }
     intro = f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict}"
     return document(f"First run on {machine['Devices']['devices']}", [intro], parts)
 
 
-def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str] | Mapping[str, str]]) -> str:
+def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str] | Mapping[str, Any]]) -> str:
     """A title, an introduction, and sections by title; one of names and values is a table."""
     lines = [f"# {title}", "", *intro]
     for heading, body in parts.items():
-        lines += ["", f"## {heading}", "", *(table(["", ""], body.items()) if isinstance(body, Mapping) else body)]
+        if isinstance(body, Mapping):
+            body = markdown_table(["", ""], ((name, str(value)) for name, value in body.items()))
+        lines += ["", f"## {heading}", "", *body]
     return "\n".join([*lines, ""])
+
+
+def block(text: str) -> list[str]:
+    """A paragraph with the text as it is."""
+    return ["", "```", text, "```"]
 
 
 def compared(found: Found) -> Iterator[str]:
     """A table of plan, compiler's figures and measurement."""
-    held, most, planned = found.planned_bytes, found.most_bytes, found.planned
-    compiled, secs = found.compiled_bytes, planned and planned.secs
-    memory = (known(in_bytes, size) for size in (held, compiled, most))
-    times = (known(in_secs, each) for each in (secs, found.compiled_step_secs, found.median_secs))
+    planned, secs = found.planned, found.median_secs
+    memory = found.planned_bytes, found.compiled_bytes, found.most_bytes
+    times = planned and planned.secs, found.compiled_step_secs, secs
+    shares = ratio(found.most_bytes or found.compiled_bytes, found.planned_bytes), ratio(memory[2], memory[1])
+    shown = (UNKNOWN if share is None else percent(share) for share in (planned and planned.mfu, found.mfu))
     rows = [
-        ["memory of a device", *memory, ratio(most or compiled, held), ratio(most, compiled)],
-        ["time of a step", *times, ratio(found.median_secs, secs), ratio(found.median_secs, found.compiled_step_secs)],
-        ["MFU", known(percent, planned and planned.mfu), "", known(percent, found.mfu), "", ""],
-        ["compilation", "", "", known(in_secs, found.compile_secs), "", ""],
+        ["memory of a device", *(UNKNOWN if size is None else in_bytes(size) for size in memory), *shares],
+        ["time of a step", *map(in_secs, times), ratio(secs, times[0]), ratio(secs, times[1])],
+        ["MFU", next(shown), "", next(shown), "", ""],
+        ["compilation", "", "", in_secs(found.compile_secs), "", ""],
     ]
-    yield from table(["", "planned", "compiled", "measured", "measured / planned", "measured / compiled"], rows)
+    head = ["", "planned", "compiled", "measured", "measured / planned", "measured / compiled"]
+    yield from markdown_table(head, rows)
     yield ""
     yield (
         f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
@@ -389,91 +400,62 @@ def compared(found: Found) -> Iterator[str]:
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"
     if found.topology is not None:
-        yield from ("", "```", plan_heading("the step", found.settings, found.topology), "```")
+        yield from block(plan_heading("the step", found.settings, found.topology))
 
 
-def phases(found: Found) -> Iterator[str]:
-    """Each phase with its time, and the error of a failed one."""
-    rows = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in found.phases.items()]
-    yield from table(["phase", "", "time"], rows)
-    for phase in found.phases.values():
-        if phase.error:
-            yield from ("", "```", phase.error, "```")
-
-
-def steps(found: Found) -> Iterator[str]:
-    """A table of all steps."""
-    rows = [
-        [str(number), in_secs(taken.secs), f"{taken.loss:.4f}", f"{taken.grad_norm:.3g}", "yes" * taken.skipped]
-        for number, taken in enumerate(found.steps, 1)
-    ]
-    yield from table(["step", "time", "loss", "gradient norm", "skipped"], rows)
+def step_cells(steps: Sequence[Taken]) -> Iterator[list[str]]:
+    """The cells of each step."""
+    for number, (secs, loss, grad_norm, skipped) in enumerate(steps, 1):
+        yield [str(number), in_secs(secs), f"{loss:.4f}", f"{grad_norm:.3g}", "yes" * skipped]
 
 
 def warnings(found: Found) -> Iterator[str]:
     """Observations that readers of the file should see first."""
-    if found.steps:
-        yield from _number_warnings(found.settings, found.steps)
-    held, measured = found.planned_bytes, found.most_bytes or found.compiled_bytes
-    real = found.topology is None or not found.topology.shared
-    if real and measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
-        yield f"memory is {ratio(measured, held)} of what was planned: further off than {percent(MEMORY_WITHIN)}"
-    planned, secs = found.planned and found.planned.secs, found.median_secs
-    if real and planned and secs and abs(secs / planned - 1) > TIME_WITHIN:
-        yield f"a step takes {ratio(secs, planned)} of the planned time: further off than {percent(TIME_WITHIN)}"
-    slowest = max((taken.secs for taken in found.steps[WARM_UP:]), default=0.0)
+    steps, secs = found.steps, found.median_secs
+    odd = [str(number) for number, taken in enumerate(steps, 1) if not math.isfinite(taken.loss + taken.grad_norm)]
+    if odd:
+        yield f"loss or gradient is not finite in step {', '.join(odd)}"
+    losses, uniform = [taken.loss for taken in steps], math.log(found.settings.model.vocab)
+    if steps and not abs(losses[0] / uniform - 1) < LOSS_WITHIN:
+        yield f"the first loss is {losses[0]:.3f}; a model that has learned nothing is near ln(vocab) = {uniform:.3f}"
+    if len(steps) > 1 and not losses[-1] < losses[0]:
+        yield f"the loss does not fall: {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
+    if skipped := sum(taken.skipped for taken in steps):
+        yield f"the guard skipped {skipped} of {len(steps)} steps"
+    if found.topology is None or not found.topology.shared:
+        memory = ratio(found.most_bytes or found.compiled_bytes, found.planned_bytes, beyond=MEMORY_WITHIN)
+        if memory:
+            yield f"memory is {memory} of what was planned: further off than {percent(MEMORY_WITHIN)}"
+        if taken := ratio(secs, found.planned and found.planned.secs, beyond=TIME_WITHIN):
+            yield f"a step takes {taken} of the planned time: further off than {percent(TIME_WITHIN)}"
+    slowest = max((taken.secs for taken in steps[WARM_UP:]), default=0.0)
     if secs and slowest > UNEVEN * secs:
         yield f"the slowest step takes {slowest / secs:.1f} times the median"
     if found.unplanned:
         yield f"no time was planned: {found.unplanned}"
 
 
-def _number_warnings(settings: Settings, steps: Sequence[Taken]) -> Iterator[str]:
-    wrong = [str(number) for number, taken in enumerate(steps, 1) if not math.isfinite(taken.loss + taken.grad_norm)]
-    if wrong:
-        yield f"loss or gradient is not finite in step {', '.join(wrong)}"
-    first, last, uniform = steps[0].loss, steps[-1].loss, math.log(settings.model.vocab)
-    if not abs(first / uniform - 1) < LOSS_WITHIN:
-        yield f"the first loss is {first:.3f}; a model that has learned nothing is near ln(vocab) = {uniform:.3f}"
-    if len(steps) > 1 and not last < first:
-        yield f"the loss does not fall: {first:.4f} in the first step, {last:.4f} in the last"
-    if skipped := sum(taken.skipped for taken in steps):
-        yield f"the guard skipped {skipped} of {len(steps)} steps"
+UNKNOWN = "not known"
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
-    """A table of Markdown."""
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |"
-
-
-def known(form: Callable[[float], str], value: float | None) -> str:
-    """A number formatted by `form`, or "not known".
-
-    >>> known(in_bytes, 2048), known(in_bytes, None)
-    ('2.0 KiB', 'not known')
-    """
-    return "not known" if value is None else form(value)
-
-
-def in_secs(secs: float) -> str:
+def in_secs(secs: float | None) -> str:
     """A step's time.
 
-    >>> in_secs(0.01234)
-    '0.0123 s'
+    >>> in_secs(0.01234), in_secs(None)
+    ('0.0123 s', 'not known')
     """
-    return f"{secs:.3g} s"
+    return UNKNOWN if secs is None else f"{secs:.3g} s"
 
 
-def ratio(measured: float | None, planned: float | None) -> str:
-    """The ratio of two numbers; "" if one is not known.
+def ratio(measured: float | None, planned: float | None, *, beyond: float = 0.0) -> str:
+    """The ratio of two numbers; "" if one is not known, or if it is no further from 1 than `beyond`.
 
-    >>> ratio(1.1, 1.0), ratio(None, 1.0)
-    ('110.0 %', '')
+    >>> ratio(1.1, 1.0), ratio(1.1, 1.0, beyond=0.2), ratio(None, 1.0)
+    ('110.0 %', '', '')
     """
-    return percent(measured / planned) if measured and planned else ""
+    if not measured or not planned or (beyond and abs(measured / planned - 1) <= beyond):
+        return ""
+    return percent(measured / planned)
 
 
 # ---- the machine, without names of hosts, users or folders
@@ -510,11 +492,9 @@ def topology() -> str:
     'none: devices say no coordinates'
     """
     places = [device.coords for device in jax.devices() if getattr(device, "coords", None) is not None]
-    if not places:
-        return "none: devices say no coordinates"
-    slices = {getattr(device, "slice_index", 0) for device in jax.devices()}
+    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
     extents = "x".join(str(max(dim) - min(dim) + 1) for dim in zip(*places))
-    return f"{extents}, {len(slices)} slice{'s' * (len(slices) > 1)}"
+    return f"{extents}, {slices} slice{'s' * (slices > 1)}" if places else "none: devices say no coordinates"
 
 
 def software() -> dict[str, str]:
@@ -545,14 +525,11 @@ def nameless(text: str) -> str:
     for name in (socket.gethostname(), socket.gethostname().split(".")[0]):
         if len(name) >= SHORTEST_NAME:
             text = re.sub(rf"\b{re.escape(name)}\b", "<host>", text)
-    return re.sub(rf"(?<=/){re.escape(_user())}(?=/|\b)|\b{re.escape(_user())}(?=@)", "<user>", text)
-
-
-def _user() -> str:
     try:
-        return getpass.getuser()
+        user = re.escape(getpass.getuser())
     except (KeyError, OSError):  # a container whose user has no name
-        return str(os.getuid())
+        user = str(os.getuid())
+    return re.sub(rf"(?<=/){user}(?=/|\b)|\b{user}(?=@)", "<user>", text)
 
 
 if __name__ == "__main__":

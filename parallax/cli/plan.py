@@ -14,16 +14,16 @@ from typing import Any
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.analysis import plan
-    from parallax.analysis.devices import local_topology
-    from parallax.analysis.layouts import model_on_topology
-    from parallax.analysis.render import parts_text
-    from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
-    from parallax.analysis.sweep import Cache, Sweep, draw, front
-    from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
+    from parallax.analysis.planned import plan
+    from parallax.analysis.planned.devices import local_topology
+    from parallax.analysis.planned.layouts import model_on_topology
+    from parallax.analysis.planned.step_time import CompiledStep, compile_and_read, predict_of
+    from parallax.analysis.planned.sweep import Cache, Sweep, draw, front
+    from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.arguments import write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
+    from parallax.display.tables import parts_text
     from parallax.errors import ConfigError, check_whole
     from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.step.resolve import resolve

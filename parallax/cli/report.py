@@ -20,10 +20,10 @@ with loading(__name__, sys.stderr):
     import jax
     from jax.sharding import AbstractMesh, Mesh
 
-    from parallax.analysis.profile import profile_steps, read_traces
+    from parallax.analysis.compiled.profile import profile_steps, read_traces
+    from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.analysis.report import report_settings
-    from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
-    from parallax.analysis.trace import abstract_mesh
+    from parallax.analysis.traced.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path, write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.sections import AUTO, MeshConfig

@@ -16,8 +16,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser, positive, write_output
+from parallax.display.tables import text_table
 from parallax.display.units import percent
 from parallax.errors import ConfigError, check_local, exit_status
 from parallax.schedules.csv_files import load_csv, save_csv

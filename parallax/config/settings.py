@@ -11,7 +11,7 @@ from typing import Any
 from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS, STEP_RANGE
-from parallax.display.html import html_table
+from parallax.display.html import facts_html
 from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.storage.files import OBJECT_BYTES, read_object
 from parallax.user_code import UserCode, imported_code, saved_code
@@ -68,10 +68,11 @@ class Settings:
         return "\n".join(_lines(self.to_dict()))
 
     def _repr_html_(self) -> str:
-        key = lambda k, v: f'<span style="white-space:nowrap">{k}=<b>{escape(repr(v))}</b></span>'  # noqa: E731
-        sections = self.to_dict().items()
-        rows = ((f"<b>{name}</b>", " &ensp; ".join(key(k, v) for k, v in keys.items())) for name, keys in sections)
-        return html_table(rows, left=2)
+        key = '<span style="white-space:nowrap">{}=<b>{}</b></span>'
+        return facts_html(
+            (name, " &ensp; ".join(key.format(k, escape(repr(v))) for k, v in keys.items()))
+            for name, keys in self.to_dict().items()
+        )
 
 
 def default_settings() -> Settings:

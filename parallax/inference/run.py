@@ -27,7 +27,7 @@ from parallax.config.settings import (
 )
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from parallax.display.html import html_table
+from parallax.display.html import facts_html
 from parallax.display.progress import make_room, waiting
 from parallax.display.svg import svg
 from parallax.errors import CheckpointError, ConfigError, DataError, nearest, tell
@@ -125,8 +125,7 @@ class Run:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        rows = [(f"<b>{name}</b>", escape(value)) for name, value in self._facts()]
-        return html_table(rows, left=2) + self._loss_curve()
+        return facts_html((name, escape(value)) for name, value in self._facts()) + self._loss_curve()
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data

@@ -54,8 +54,7 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     with new_folder(out) as unfinished:
         params = SavedParams(source)
         plain = plain_names(params.stored, kinds)
-        pieces = lambda name: params.pieces(plain[name].name, plain[name].index)  # noqa: E731
-        write_model(unfinished, plain, pieces, shard_bytes=shard_bytes)
+        write_model(unfinished, plain, lambda name: params.pieces(*plain[name][:2]), shard_bytes=shard_bytes)
         params.check()
         for name in (*CARRIED, *CARRIED_IF_THERE):
             if name in source.files:
@@ -80,7 +79,10 @@ def import_params(source: Path, workdir: Path) -> None:
         differences += [] if there == here else [f"{name} is {there} there and {here} here"]
     check_tensors(source, tensors, wanted, differences)
     names = (*CARRIED, *(name for name in CARRIED_IF_THERE if (source / name).is_file()))
-    parts = lambda name, here: [(here.index, tensors[name].pieces(PIECE_BYTES))]  # noqa: E731
+
+    def parts(name: str, here: TensorSource) -> list[tuple[tuple[int, ...], Iterator[np.ndarray]]]:
+        return [(here.index, tensors[name].pieces(PIECE_BYTES))]
+
     make_run(workdir, settings, tokenizer, {name: source / name for name in names}, parts)
 
 

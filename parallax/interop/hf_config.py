@@ -408,14 +408,16 @@ def layers_of(kinds: Sequence[str]) -> str:
     """
     if "moe" not in kinds:
         return ""
-    runs = lambda kinds: " ".join(  # noqa: E731
-        kind + f"*{count}" * (count > 1) for kind, count in ((k, len([*run])) for k, run in itertools.groupby(kinds))
-    )
-    whole, count = runs(kinds), len(kinds)
+    whole, count = _runs(kinds), len(kinds)
     sizes = (size for size in range(2, count // 2 + 1) if count % size == 0)
     periods = (size for size in sizes if [*kinds] == [*kinds[:size]] * (count // size))
     period = next(periods, 0) if " " in whole else 0
-    return f"({runs(kinds[:period])})*{count // period}" if period else whole
+    return f"({_runs(kinds[:period])})*{count // period}" if period else whole
+
+
+def _runs(kinds: Sequence[str]) -> str:
+    counts = ((kind, len([*run])) for kind, run in itertools.groupby(kinds))
+    return " ".join(kind + f"*{count}" * (count > 1) for kind, count in counts)
 
 
 def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
@@ -495,7 +497,10 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> tuple
     """The keys rope_temperature and rope_magnitude."""
     given = scaling.read("attention_factor", float, 0.0)
     own, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
-    scale = lambda weight: 0.1 * weight * math.log(factor) + 1  # noqa: E731
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1
+
     magnitude = given or (scale(own) / scale(all_dims) if own and all_dims else scale(1.0))
     scaling.only("truncate", True)
     scaling.ignore(["finetuned"])

@@ -183,14 +183,14 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
         "up_v.kernel": WeightView(*up, lambda tensor: halves(tensor)[1]),
     }
     order = np.concatenate([np.arange(width), width + pairs])
-    queries = lambda name, d_in: _kernel_view(name, HEADS, heads * len(order), d_in, order=order, heads=heads)  # noqa: E731
+    queries = partial(_kernel_view, order=order, heads=heads)
     if not model.d_latent_q:
-        return found | {"queries_0.kernel": queries("self_attn.q_proj", model.d_model)}
+        return found | {"queries_0.kernel": queries("self_attn.q_proj", HEADS, heads * len(order), model.d_model)}
     narrow = model.d_latent_q
     return found | {
         "queries_0.kernel": _kernel_view("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
         "queries_1.scale": _scale_view(f"{LAYER}self_attn.q_a_layernorm", narrow),
-        "queries_3.kernel": queries("self_attn.q_b_proj", narrow),
+        "queries_3.kernel": queries("self_attn.q_b_proj", HEADS, heads * len(order), narrow),
     }
 
 
@@ -287,9 +287,11 @@ def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTenso
 
 def _fused_layer(model: ModelConfig, names: MixtureNames, at: str) -> dict[str, FusedTensor]:
     count, d_model, d_expert = model.experts, model.d_model, model.d_expert
-    kernels = lambda *of_expert: [  # noqa: E731
-        f"{at}{names.expert(name)}.weight".format(expert=expert) for expert in range(count) for name in of_expert
-    ]
+
+    def kernels(*of_expert: str) -> list[str]:
+        templates = [f"{at}{names.expert(name)}.weight" for name in of_expert]
+        return [template.format(expert=expert) for expert in range(count) for template in templates]
+
     return {
         at + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
         at + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),

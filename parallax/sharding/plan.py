@@ -29,6 +29,7 @@ from jax import Array, lax
 
 from parallax.config.sections import BLOCKS, PARTS
 from parallax.display.html import html_table
+from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest
 from parallax.sharding import collectives
@@ -61,15 +62,6 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
     "lean": lambda c, r: (r, r, c, c),
     "zero3": lambda c, r: (r, r, c, r),
 }
-
-
-def layouts_of_policy(policy: str) -> PolicyLayouts:
-    """For each of the four layouts of a policy, whether it is "cut" (sharded) or "whole" over data axes.
-
-    >>> layouts_of_policy("zero3")
-    PolicyLayouts(at_rest='cut', resident='cut', compute='whole', summed='cut')
-    """
-    return PolicyLayouts(*policy_of(policy)("whole", "cut"))
 
 
 def policy_of(policy: str) -> Callable[[Any, Any], Sequence[Any]]:
@@ -216,14 +208,13 @@ class ShardingPlan:
         """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
         shard it during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the
         memory of the parameter between steps and of its optimizer states."""
-        lines = [("parameter", "is", "at rest", "in step", "on device")]
-        lines += [(*line.cells[:3], " ".join(line.cells[3:6]), line.cells[-1]) for line in self._lines()]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        text = ["  ".join(map(str.ljust, words[:-1], widths)) + f"  {words[-1]:>{widths[-1]}}" for words in lines]
-        if self.uses_host:
-            memories = [("memory", "states"), *((line.memory, line.states) for line in self._lines())]
-            text = [f"{line}  {memory:6}  {states}" for line, (memory, states) in zip(text, memories)]
-        return "\n".join([self.heading, *text])
+        host = ("memory", "states") if self.uses_host else ()
+        head = ["parameter", "is", "at rest", "in step", *host, "on device"]
+        rows = [
+            [*line.cells[:3], " ".join(line.cells[3:6]), *(getattr(line, name) for name in host), line.cells[-1]]
+            for line in self._lines()
+        ]
+        return "\n".join([self.heading, *text_table(head, rows, left=len(head) - 1)])
 
     def _repr_html_(self) -> str:
         lines = self._lines()
@@ -304,11 +295,6 @@ class ShardingPlan:
         sizes = [(leaf.size, leaf.size * row.spec.has_gradient) for row, leaf in leaves]
         every, updated = map(sum, zip(*sizes))
         return updated / every
-
-    @property
-    def layer_modules(self) -> frozenset[str]:
-        """The modules of which a layer consists, as "attention"."""
-        return frozenset(row.scope.split("/")[0] for row in jax.tree.leaves(self.rows) if row.spec.stack)
 
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
         name, spec, compute = jax.tree_util.keystr(path, simple=True, separator="/"), declared.spec, declared.layout

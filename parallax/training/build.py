@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from parallax.analysis.devices import check_fits
+from parallax.analysis.planned.devices import check_fits
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.settings import Settings, code_of
 from parallax.data import Reader

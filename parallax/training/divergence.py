@@ -13,11 +13,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.config.settings import Settings
 from parallax.data import Reader
+from parallax.display.tables import text_table
 from parallax.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.pipeline import ShardedModel
 from parallax.processes.job import set_phase

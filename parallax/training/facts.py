@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import jax
 
-from parallax.analysis.devices import matmul_lines, peak_flops
-from parallax.analysis.flops import active_parameters, flops_per_token, parameters_by_component
-from parallax.analysis.memory import Memory, memory
-from parallax.analysis.render import text_table
+from parallax.analysis.planned.devices import matmul_lines, peak_flops
+from parallax.analysis.traced.flops import active_parameters, flops_per_token, parameters_by_component
+from parallax.analysis.traced.memory import Memory, memory
 from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import (
     FINGERPRINT_DIGITS,
@@ -24,6 +23,7 @@ from parallax.config.settings import (
     differences,
 )
 from parallax.display.progress import waiting
+from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip

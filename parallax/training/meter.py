@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from parallax.analysis.devices import most_memory
-from parallax.analysis.flops import mfu
+from parallax.analysis.planned.devices import most_memory
+from parallax.analysis.traced.flops import mfu
 from parallax.display.units import count, duration, in_bytes, in_flops
 
 LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from support.step_collectives import step_collectives
 from support.tiny_model import build, optimizer_config
 
-from parallax.analysis.collectives import (
+from parallax.analysis.compiled.program import read_compiled
+from parallax.analysis.traced.collectives import (
     Sent,
     busiest,
     bytes_by,
@@ -24,8 +25,7 @@ from parallax.analysis.collectives import (
     on_average,
     update_collectives,
 )
-from parallax.analysis.compiled import read_compiled
-from parallax.analysis.flops import flops_by_direction, matmul_flops
+from parallax.analysis.traced.flops import flops_by_direction, matmul_flops
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import (
     all_gather,

@@ -17,7 +17,8 @@ from support.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
 from support.tiny_model import build, make_batch, params_of
 
 from parallax import schedules
-from parallax.analysis.compiled import (
+from parallax.analysis.compiled.hlo import axes_of, groups_of, parse_hlo
+from parallax.analysis.compiled.program import (
     BranchEvent,
     LoopEvent,
     Share,
@@ -28,9 +29,8 @@ from parallax.analysis.compiled import (
     secs_by_module,
     shares_of,
 )
-from parallax.analysis.hlo import axes_of, groups_of, parse_hlo
-from parallax.analysis.step_time import step_time
-from parallax.analysis.topology import one_way, read_topology, route
+from parallax.analysis.planned.step_time import step_time
+from parallax.analysis.planned.topology import one_way, read_topology, route
 from parallax.config.sections import MeshConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import CHIPS, chip

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from parallax.analysis.compiled import Share, read_hlo_text
+from parallax.analysis.compiled.program import Share, read_hlo_text
 from parallax.config.sections import MeshConfig
 from parallax.sharding.mesh import make_mesh
 

@@ -9,14 +9,14 @@ from support.step_collectives import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import bytes_by
-from parallax.analysis.layouts import Choice, build_if_legal, choices
-from parallax.analysis.memory import memory
-from parallax.analysis.plan import plan, plan_heading, single_changes, sweep_table
+from parallax.analysis.planned.layouts import Choice, build_if_legal, choices
+from parallax.analysis.planned.plan import plan, plan_heading, single_changes, sweep_table
+from parallax.analysis.planned.step_time import predict
+from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
+from parallax.analysis.planned.topology import read_topology
 from parallax.analysis.report import report, report_text
-from parallax.analysis.step_time import predict
-from parallax.analysis.sweep import LeastWork, PricedLayout, draw
-from parallax.analysis.topology import read_topology
+from parallax.analysis.traced.collectives import bytes_by
+from parallax.analysis.traced.memory import memory
 from parallax.config.sections import MeshConfig
 from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes

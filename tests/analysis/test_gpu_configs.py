@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.analysis.topology import CUDA_PLUGINS, GET_CUDA
+from parallax.analysis.planned.topology import CUDA_PLUGINS, GET_CUDA
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,8 +41,8 @@ STEP = """
 import sys
 
 from configs.tiny_gqa import get_config
-from parallax.analysis.hlo import parse_hlo
-from parallax.analysis.topology import devices_of, without_chips
+from parallax.analysis.compiled.hlo import parse_hlo
+from parallax.analysis.planned.topology import devices_of, without_chips
 from parallax.config.settings import read_settings
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import step_of
@@ -67,8 +67,8 @@ on_host = [one for one, _ in found if "S(5)" in one.shape]
 print(sum(one.target == "AllocateBuffer" for one in on_host), sum(one.kind == "copy" for one in on_host))
 """
 ARGUMENTS = """
-from parallax.analysis.step_time import compile_and_read, predict
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.step_time import compile_and_read, predict
+from parallax.analysis.planned.topology import read_topology
 
 topology = read_topology("H100:1")
 print(compile_and_read(settings, topology, devices_of("H100:1")).arguments, predict(settings, topology).host_bytes)

@@ -9,8 +9,8 @@ import pytest
 from support.run_examples import tiny_config
 from support.traced_equations import equations
 
-from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.memory import memory
+from parallax.analysis.traced.flops import flops_per_token, parameters_by_component
+from parallax.analysis.traced.memory import memory
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import read_settings
 from parallax.jaxprs import called, loop

@@ -15,21 +15,10 @@ from support.hlo_examples import HEADER
 from support.step_collectives import step_collectives
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.compiled import costs_of, read_hlo_text
-from parallax.analysis.flops import (
-    active_parameters,
-    flops_breakdown,
-    flops_per_token,
-    grouped_flops,
-    layers_of_stages,
-    matmul_flops,
-    matmul_parameters_by_stack,
-    parameters_by_component,
-)
-from parallax.analysis.layouts import Choice, build_if_legal
-from parallax.analysis.memory import Memory
-from parallax.analysis.plan import plan, plan_heading, single_changes
-from parallax.analysis.step_time import (
+from parallax.analysis.compiled.program import costs_of, read_hlo_text
+from parallax.analysis.planned.layouts import Choice, build_if_legal
+from parallax.analysis.planned.plan import plan, plan_heading, single_changes
+from parallax.analysis.planned.step_time import (
     Clock,
     CompiledStep,
     StepTime,
@@ -39,9 +28,20 @@ from parallax.analysis.step_time import (
     step_time,
     traced_work,
 )
-from parallax.analysis.sweep import LeastWork
-from parallax.analysis.topology import read_topology
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.planned.sweep import LeastWork
+from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.traced.flops import (
+    active_parameters,
+    flops_breakdown,
+    flops_per_token,
+    grouped_flops,
+    layers_of_stages,
+    matmul_flops,
+    matmul_parameters_by_stack,
+    parameters_by_component,
+)
+from parallax.analysis.traced.memory import Memory
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY

@@ -20,11 +20,10 @@ from jax.sharding import AbstractMesh, AxisType
 from support.stand_ins import on_write
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
-from parallax.analysis import plan as plan_module
-from parallax.analysis import sweep as sweep_module
-from parallax.analysis.collectives import Sent, collectives
-from parallax.analysis.devices import fastest_matmul, local_topology, matmul_lines
-from parallax.analysis.layouts import (
+from parallax.analysis.planned import plan as plan_module
+from parallax.analysis.planned import sweep as sweep_module
+from parallax.analysis.planned.devices import fastest_matmul, local_topology, matmul_lines
+from parallax.analysis.planned.layouts import (
     VIRTUAL,
     Choice,
     build_if_legal,
@@ -33,8 +32,8 @@ from parallax.analysis.layouts import (
     policies,
     with_changes,
 )
-from parallax.analysis.memory import predicted_memory
-from parallax.analysis.plan import (
+from parallax.analysis.planned.moves import SentPerUse
+from parallax.analysis.planned.plan import (
     LEAST_SPEEDUP,
     REMAT_WIDTH,
     Change,
@@ -52,8 +51,7 @@ from parallax.analysis.plan import (
     sweep_table,
     verdict,
 )
-from parallax.analysis.recompute import sets_to_try
-from parallax.analysis.step_time import (
+from parallax.analysis.planned.step_time import (
     CompiledStep,
     Overlap,
     StepTime,
@@ -63,8 +61,11 @@ from parallax.analysis.step_time import (
     predict,
     traced_work,
 )
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front, price
-from parallax.analysis.topology import GET_CUDA, devices_of, read_topology
+from parallax.analysis.planned.sweep import Cache, LeastWork, Sweep, draw, front, price
+from parallax.analysis.planned.topology import GET_CUDA, devices_of, read_topology
+from parallax.analysis.traced.collectives import Sent, collectives
+from parallax.analysis.traced.memory import predicted_memory
+from parallax.analysis.traced.recompute import sets_to_try
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
 from parallax.config.sections import AXES, POLICY_NAMES, ModelConfig
@@ -188,7 +189,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
         )
         eight = read_topology("v5e:2x4")
         traced = traced_work(model_on_topology(settings, eight), settings)
-        sent = messages(traced.sent, eight, settings, traced.layer_modules)
+        sent = messages(traced.sent, eight, settings, traced.per_use)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)
@@ -284,7 +285,7 @@ def test_a_ring_over_hosts_is_no_faster_than_their_switch():
 def test_a_step_on_two_hosts_is_priced_by_what_its_collectives_send_over_the_network():
     topology, settings = read_topology("H100:2x8"), tiny(mesh_dp=16, data_global_batch=16, model_d_model=64)
     sent = [Sent(kind, ("dp",), 10**9, 1, "forward", "attention/q", "") for kind in ("all-gather", "all-to-all")]
-    ring, exchange = messages(sent, topology, settings)
+    ring, exchange = messages(sent, topology, settings, SentPerUse())
     assert (ring.secs, exchange.secs) == pytest.approx((1e9 / 400e9, 1e9 * 8 / 15 / 50e9))
 
 
@@ -836,7 +837,8 @@ def test_the_best_change_of_each_key_is_shown_before_second_ones():
 def test_sums_of_gradients_by_reduce_scatter_hide_where_sparse_cores_run_them():
     sent = [Sent("reduce-scatter", ("dp",), 1e9, 4, "backward", "Block", "")]
     settings = tiny(mesh_dp=8, data_global_batch=8, fsdp_reduce="float32")
-    hides = [messages(sent, read_topology(where), settings)[0].hides for where in ("v5e:2x4", "v5p:2x2x2")]
+    topologies, per_use = map(read_topology, ("v5e:2x4", "v5p:2x2x2")), SentPerUse(gradients={"Block"})
+    hides = [messages(sent, topology, settings, per_use)[0].hides for topology in topologies]
     assert hides == [False, True]
 
 
@@ -984,7 +986,7 @@ def no_changes(monkeypatch):
 def test_a_plan_for_gpus_is_analytic_without_their_compiler_and_says_how_to_get_it(
     config, capsys, compiles_nothing, no_changes, monkeypatch
 ):
-    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ("no_plugin",))
+    monkeypatch.setattr("parallax.analysis.planned.topology.CUDA_PLUGINS", ("no_plugin",))
     assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
     out = capsys.readouterr().out
     assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
@@ -992,7 +994,7 @@ def test_a_plan_for_gpus_is_analytic_without_their_compiler_and_says_how_to_get_
 
 
 def test_asked_for_devices_without_their_compiler_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ("no_plugin",))
+    monkeypatch.setattr("parallax.analysis.planned.topology.CUDA_PLUGINS", ("no_plugin",))
     with pytest.raises(ConfigError, match=re.escape(GET_CUDA)):
         devices_of("H100:1x8")
 

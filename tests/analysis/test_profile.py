@@ -10,9 +10,9 @@ from support.process_examples import flags_of, launched
 from support.run_examples import stop_at, tiny_config
 from support.stand_ins import ClientStandIn
 
-from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
+from parallax.analysis.compiled.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.analysis.report import report_settings
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.report import main
 from parallax.config.settings import load_settings, read_settings
 from parallax.errors import ConfigError, DataError
@@ -273,3 +273,27 @@ def test_a_report_of_a_run_from_weights_counts_their_vocab(observed_run):
         changed = read_settings(settings, **given | changes)
         flops.append(report_settings(changed, abstract_mesh(one), name="run").flops)
     assert flops[0] == flops[1]
+
+
+def in_a_graph(names):
+    """The profiler's file of kernels, one after the other, which a GPU ran in a CUDA graph."""
+    metadata = [
+        f'event_metadata {{ key: {number} value {{ id: {number} name: "{n}" }} }}' for number, n in names.items()
+    ]
+    stats = (
+        'stats { metadata_id: 1 str_value: "command_buffer_26" } stats { metadata_id: 2 str_value: "jit_train_step" }'
+    )
+    known = [
+        f'stat_metadata {{ key: {key} value {{ id: {key} name: "hlo_{n}" }} }}' for key, n in ((1, "op"), (2, "module"))
+    ]
+    events = [f"events {{ metadata_id: {n} offset_ps: {1000 * n} duration_ps: 1000 {stats} }}" for n in names]
+    line = f'lines {{ name: "Stream #14(Compute)" timestamp_ns: 1000 {" ".join(events)} }}'
+    text = f'planes {{ name: "/device:GPU:0" {" ".join([*metadata, *known, line])} }}'
+    return ProfileData.text_proto_to_serialized_xspace(text)
+
+
+def test_kernels_in_cuda_graphs_are_told_together_with_the_flag_that_names_them(tmp_path):
+    (tmp_path / "host.xplane.pb").write_bytes(in_a_graph({1: "nvjet_sm90_tst_256x128", 2: "loop_add_fusion_12"}))
+    found = profile_steps(read_traces(tmp_path))
+    assert [part.name for part in found.modules] == ["kernels in CUDA graphs"] and found.modules[0].calls == 2
+    assert "trace with XLA_FLAGS=--xla_gpu_enable_command_buffer=" in " ".join(str(found).split())

@@ -16,16 +16,16 @@ from support import tiny_model
 from support.tiny_model import ROWS, SEQ, VOCAB
 
 import parallax as px
-from parallax.analysis.compiled import ModuleSecs
-from parallax.analysis.flops import flops_breakdown, flops_by_direction
-from parallax.analysis.render import TEXT_WIDTH
+from parallax.analysis.compiled.program import ModuleSecs
+from parallax.analysis.planned.step_time import StepTime
+from parallax.analysis.planned.topology import GET_LIBTPU
 from parallax.analysis.report import report_settings
-from parallax.analysis.step_time import StepTime
-from parallax.analysis.topology import GET_LIBTPU
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.flops import flops_breakdown, flops_by_direction
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES
+from parallax.display.tables import TEXT_WIDTH
 from parallax.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.step.optimizer import make_optimizer
@@ -250,7 +250,7 @@ def test_json_is_all_that_is_printed(in_root, capsys):
     "flags", [["dp=8", "--trace-only"], ["dp=-1", "--trace-only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
 )
 def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys, monkeypatch):
-    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ())
+    monkeypatch.setattr("parallax.analysis.planned.topology.CUDA_PLUGINS", ())
     arguments = ["--config=configs/tiny_gqa.py", "--config.mesh.simulate=0", "--config.pipeline.microbatches=1", *CUDNN]
     assert main(["report", *arguments, f"--config.mesh.{flags[0]}", *flags[1:]]) == 0
     out = capsys.readouterr().out

@@ -13,11 +13,11 @@ from html import escape
 
 import pytest
 
-from parallax.analysis.collectives import Sent
-from parallax.analysis.compiled import Compiled, CompiledCollective, CompiledFlops
-from parallax.analysis.flops import Flops
+from parallax.analysis.compiled.program import Compiled, CompiledCollective, CompiledFlops
+from parallax.analysis.planned.step_time import StepTime
 from parallax.analysis.report import Report
-from parallax.analysis.step_time import StepTime
+from parallax.analysis.traced.collectives import Sent
+from parallax.analysis.traced.flops import Flops
 
 MIB = 2**20
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

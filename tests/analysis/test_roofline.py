@@ -6,10 +6,10 @@ import jax
 import pytest
 from support.hlo_examples import GPU_LAYERS
 
-from parallax.analysis.compiled import instruction_flops, read_hlo_text
-from parallax.analysis.hlo import parse_hlo
-from parallax.analysis.roofline import moved_bytes, roofline_secs
-from parallax.analysis.step_time import overlaps, step_time
+from parallax.analysis.compiled.hlo import parse_hlo
+from parallax.analysis.compiled.program import instruction_flops, read_hlo_text
+from parallax.analysis.compiled.roofline import moved_bytes, roofline_secs
+from parallax.analysis.planned.step_time import overlaps, step_time
 from parallax.config.sections import MeshConfig
 from parallax.hardware.chips import CHIPS, chip
 from parallax.sharding.mesh import make_mesh

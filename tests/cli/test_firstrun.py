@@ -16,7 +16,7 @@ from support.hlo_examples import CHAIN, with_cycles
 from support.stand_ins import Chip
 from support.tiny_model import build
 
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.topology import read_topology
 from parallax.cli import firstrun
 from parallax.cli.command import read_command
 from parallax.cli.firstrun import (

@@ -10,12 +10,12 @@ import sys
 import jax
 import pytest
 
-from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.layouts import model_on_topology
-from parallax.analysis.memory import memory, predicted_memory
-from parallax.analysis.plan import JAX_TAKES
-from parallax.analysis.topology import read_topology
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.planned.layouts import model_on_topology
+from parallax.analysis.planned.plan import JAX_TAKES
+from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.traced.flops import flops_per_token, parameters_by_component
+from parallax.analysis.traced.memory import memory, predicted_memory
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.settings import read_settings
 from parallax.display.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes

@@ -13,7 +13,7 @@ from support.run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
-from parallax.analysis.devices import check_fits, device_memory
+from parallax.analysis.planned.devices import check_fits, device_memory
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from support.hf_folders import MIXTURE_KEYS
 from support.published_configs import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
-from parallax.analysis.flops import active_parameters, parameters_by_component
+from parallax.analysis.traced.flops import active_parameters, parameters_by_component
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.interop.export import param_shapes, plain_names, plan_of

@@ -8,8 +8,8 @@ from support.step_collectives import step_collectives
 from support.tiny_model import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 from support.traffic_formulas import Step
 
-from parallax.analysis.collectives import bytes_by
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.collectives import bytes_by
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import POLICY_NAMES
 from parallax.model.families import CONTEXTS
 from parallax.sharding.layout import Layout

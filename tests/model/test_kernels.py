@@ -21,9 +21,9 @@ from support.tiny_model import build, make_batch, mesh_of, model_config, params_
 from support.traced_equations import equations, inside
 
 from configs.base import get_config
-from parallax.analysis.flops import product_flops
-from parallax.analysis.topology import read_topology
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.planned.topology import read_topology
+from parallax.analysis.traced.flops import product_flops
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError

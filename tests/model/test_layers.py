@@ -11,6 +11,7 @@ from support.sharded_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call
 from support.tiny_model import HIDDEN_CUT, build, model_config
 from support.traced_equations import equations
 
+from parallax.analysis.planned.moves import SentPerUse
 from parallax.errors import ConfigError
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
@@ -268,7 +269,7 @@ def test_every_parameter_says_what_it_is(attention):
         "shared",
     }
     assert sum(bool(spec.scales) for spec in specs.values()) == sum(spec.role == "maxima" for spec in specs.values())
-    assert model.plan.layer_modules == {"attention", "attention_norm", "mlp", "mlp_norm"}
+    assert SentPerUse.of(model.plan).modules == {"attention", "attention_norm", "mlp", "mlp_norm"}
 
 
 def test_a_parameter_of_an_unknown_role_is_refused():

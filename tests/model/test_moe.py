@@ -17,8 +17,8 @@ from support.communication_sections import sections
 from support.tiny_model import HIDDEN_CUT, SEQ_CUT, model_config
 from support.traced_equations import equations
 
-from parallax.analysis.collectives import collectives
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.collectives import collectives
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import saved_parts
 from parallax.model import exchange as exchange_module
 from parallax.model import experts as experts_module

@@ -17,8 +17,8 @@ from test_convert import params_of as arrays_of
 
 import parallax as px
 from configs.base import get_config
-from parallax.analysis.flops import flops_breakdown
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.traced.flops import flops_breakdown
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings

@@ -15,7 +15,7 @@ from support.random_schedules import PLACEMENTS, random_schedule
 from support.tiny_model import SCHEDULES, build, make_batch, model_config, params_of
 from support.traced_equations import equations, inside
 
-from parallax.analysis.flops import flops_by_direction
+from parallax.analysis.traced.flops import flops_by_direction
 from parallax.config.sections import (
     AXES,
     REMAT,

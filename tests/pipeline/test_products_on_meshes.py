@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support.tiny_model import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
 
-from parallax.analysis.memory import memory
-from parallax.analysis.recompute import part_costs
+from parallax.analysis.traced.memory import memory
+from parallax.analysis.traced.recompute import part_costs
 from parallax.checkpoint.arrays import flatten
 from parallax.errors import ConfigError
 from parallax.jaxprs import within

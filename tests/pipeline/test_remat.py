@@ -23,11 +23,11 @@ from test_experts import batch_of, mixture, reference, step_on
 from test_experts import check as check_mixture
 from test_parity import check_parity
 
-from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import flops_by_direction, matmul_parameters_by_stack
-from parallax.analysis.memory import carried_by_ticks, memory
-from parallax.analysis.recompute import forward_flops, name_of_set, part_costs, recomputed_flops, sets_to_try
-from parallax.analysis.trace import step_program
+from parallax.analysis.compiled.program import costs_of
+from parallax.analysis.traced.flops import flops_by_direction, matmul_parameters_by_stack
+from parallax.analysis.traced.memory import carried_by_ticks, memory
+from parallax.analysis.traced.recompute import forward_flops, name_of_set, part_costs, recomputed_flops, sets_to_try
+from parallax.analysis.traced.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.errors import ConfigError

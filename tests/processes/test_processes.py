@@ -751,7 +751,7 @@ def check_trains_on(arguments, chips, slices):
 
 def check_fits_on(arguments, chips, slices):
     """The settings of a command line are those of a model that can be cut over so many devices."""
-    from parallax.analysis.trace import abstract_mesh
+    from parallax.analysis.traced.trace import abstract_mesh
     from parallax.cli.command import read_command
     from parallax.sharding.mesh import resolve_sizes
     from parallax.step.resolve import with_entries

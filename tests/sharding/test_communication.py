@@ -17,7 +17,7 @@ from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
-from parallax.analysis.collectives import collectives
+from parallax.analysis.traced.collectives import collectives
 from parallax.model.attention import attend_over_context
 from parallax.model.blockwise import blockwise_attention
 from parallax.model.context import training_context

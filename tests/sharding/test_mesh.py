@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.topology import read_topology
 from parallax.config.sections import AXES, MeshConfig
 from parallax.errors import ConfigError
 from parallax.hardware.devices import simulate_devices

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from support.tiny_model import MESHES, build, make_batch, mesh_of, params_of
 
-from parallax.analysis.collectives import sent_by
+from parallax.analysis.traced.collectives import sent_by
 from parallax.config.sections import AXES, POLICY_NAMES
 from parallax.errors import ConfigError
 from parallax.model.dense import Dense

@@ -6,7 +6,7 @@ import pytest
 from support.run_examples import tiny_config
 
 from configs.base import get_config
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.topology import read_topology
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from parallax.analysis.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
+from parallax.analysis.compiled.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
 
 HOLDERS = ("while", "conditional", "call")
 

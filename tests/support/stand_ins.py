@@ -12,7 +12,7 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from parallax.analysis.topology import read_topology
+from parallax.analysis.planned.topology import read_topology
 from parallax.processes import job
 
 AXES = ("pp", "dp", "tp")
@@ -93,7 +93,7 @@ def with_chips(monkeypatch):
 @pytest.fixture
 def known_speed(monkeypatch):
     """What the CPUs of the tests can do a second is not measured, which takes seconds: they are as fast as a v5e."""
-    monkeypatch.setattr("parallax.analysis.devices.measured", lambda dtype: read_topology("v5e:2x4").chip)
+    monkeypatch.setattr("parallax.analysis.planned.devices.measured", lambda dtype: read_topology("v5e:2x4").chip)
 
 
 # ---- other processes

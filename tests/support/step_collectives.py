@@ -1,6 +1,6 @@
 """What a step sends, for tests of its bytes."""
 
-from parallax.analysis.collectives import Sent, busiest, collectives_by_rank
+from parallax.analysis.traced.collectives import Sent, busiest, collectives_by_rank
 
 
 def step_collectives(model, rows: int, seq: int) -> list[Sent]:

@@ -11,8 +11,8 @@ from jax import tree
 from jax.extend.core import ClosedJaxpr
 
 import parallax as px
-from parallax.analysis.collectives import collectives_by_rank
-from parallax.analysis.trace import abstract_mesh, step_program
+from parallax.analysis.traced.collectives import collectives_by_rank
+from parallax.analysis.traced.trace import abstract_mesh, step_program
 from parallax.config.sections import ALL_AXES
 from support.traced_equations import KINDS, is_jaxpr
 from support.traced_settings import CASES, ROWS, SEQ, settings_of

@@ -13,10 +13,10 @@ from support.traced_equations import equations, sent
 
 import parallax as px
 from configs.base import get_config
-from parallax.analysis.collectives import collectives_by_rank, update_collectives
-from parallax.analysis.flops import flops_by_direction, flops_per_token, parameters_by_component
-from parallax.analysis.memory import predicted_memory
-from parallax.analysis.trace import step_program
+from parallax.analysis.traced.collectives import collectives_by_rank, update_collectives
+from parallax.analysis.traced.flops import flops_by_direction, flops_per_token, parameters_by_component
+from parallax.analysis.traced.memory import predicted_memory
+from parallax.analysis.traced.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
 from parallax.errors import CheckpointError, ConfigError

@@ -15,8 +15,8 @@ from support.run_examples import tiny_config
 from support.tiny_model import build, make_batch, optimizer_config
 
 from configs.base import get_config
-from parallax.analysis.memory import WAITING, tick_state
-from parallax.analysis.plan import plan
+from parallax.analysis.planned.plan import plan
+from parallax.analysis.traced.memory import WAITING, tick_state
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.restore import restore

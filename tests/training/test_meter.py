@@ -6,7 +6,7 @@ import re
 import pytest
 from support.stand_ins import Chip
 
-from parallax.analysis.devices import measure_matmul, most_memory, peak_flops
+from parallax.analysis.planned.devices import measure_matmul, most_memory, peak_flops
 from parallax.hardware.chips import CHIPS
 from parallax.training.meter import Meter
 

@@ -9,15 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from parallax.analysis.devices import fastest_matmul, matmul_lines
-from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, with_changes
-from parallax.analysis.recompute import sets_to_try
-from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
-from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
-from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
-from parallax.analysis.topology import Topology, read_topology
+from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
+from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, build_if_legal, with_changes
+from parallax.analysis.planned.step_time import (
+    CompiledStep,
+    Estimate,
+    Overlap,
+    compiled_parts,
+    predict,
+    predict_of,
+    time_parts,
+)
+from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
+from parallax.analysis.planned.topology import Topology, read_topology
+from parallax.analysis.traced.recompute import sets_to_try
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings
+from parallax.display.html import parts_html
+from parallax.display.tables import Table, parts_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
@@ -481,8 +490,10 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
 
 def sent_table(sent: Sequence[Overlap]) -> Iterator[str]:
     """Collectives of a compiled step, with the shares that are asynchronous and hidden."""
-    shares = lambda row: (percent(row.asynchronous), percent(row.hidden))  # noqa: E731
-    rows = [[f"{row.axes} {row.kind}", f"{row.calls:,.0f}", in_bytes(row.bytes), *shares(row)] for row in sent]
+    rows = [
+        [f"{axes} {kind}", f"{calls:,.0f}", in_bytes(size), *map(percent, shares)]
+        for axes, kind, calls, size, *shares in sent
+    ]
     yield from text_table(["a GPU sends", "calls", "bytes", "asynchronous", "hidden"], rows, left=1)
 
 
@@ -512,7 +523,7 @@ def changes_table(found: Sequence[Change]) -> Iterator[str]:
         else:
             rows.append([names.get(change.together, "all that help, together"), *figures])
             rows += [[f"  {flag}", "", ""] for flag in quoted_flags(change.flags)]
-    yield from (line.rstrip() for line in text_table([head, "memory", "step"], rows, left=1))
+    yield from text_table([head, "memory", "step"], rows, left=1)
 
 
 def quoted_flags(flags: str) -> list[str]:
@@ -544,7 +555,7 @@ def sweep_table(
         lines += [[*[""] * (2 + len(sizes)), words, *[""] * 5] for words in others]
         if choice in compiled:
             lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
-    yield from (line.rstrip() for line in text_table(head, lines, left=1, width=TABLE_WIDTH))
+    yield from text_table(head, lines, left=1, width=TABLE_WIDTH)
 
 
 def sets_table(sets: Sequence[PricedLayout], own: Choice) -> Iterator[str]:
@@ -558,7 +569,7 @@ def sets_table(sets: Sequence[PricedLayout], own: Choice) -> Iterator[str]:
             figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", changed
             rows.append(["*" * (choice in marked) + " >" * (choice == own), choice.remat, *figures])
     head = ["", "this layout, remat", "GiB", "s/step", ""]
-    yield from (line.rstrip() for line in text_table(head, rows, left=2))
+    yield from text_table(head, rows, left=2)
 
 
 def _policy(choice: Choice) -> str:

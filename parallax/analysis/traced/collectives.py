@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.trace import Origin, step_program, update_program, walk
+from parallax.analysis.traced.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
 from parallax.model.exchange import SENT
 from parallax.model.traffic import ROOM_OVER_EVEN

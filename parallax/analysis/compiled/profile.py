@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, CommandBuffers, library_of
-from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
-from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
-from parallax.analysis.render import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
+from parallax.analysis.compiled.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
+from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, module_of
+from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
 from parallax.errors import DataError, errors_as
 from parallax.storage.files import read_bytes, read_object
@@ -34,6 +33,9 @@ NAMED = {"allgather": "all-gather", "allreduce": "all-reduce", "reducescatter": 
 NAMED |= {"alltoall": "all-to-all", "sendrecv": "permute", "collectivepermute": "permute", "ppermute": "permute"}
 NAMED |= {"psum": "all-reduce"}
 OTHERS = "other programs"
+# XLA for GPU launches many kernels at once, as a CUDA graph, and a trace then has the graph's name for each of them.
+COMMAND_BUFFER, IN_GRAPHS = "command_buffer", "kernels in CUDA graphs"
+NO_GRAPHS = "XLA_FLAGS=--xla_gpu_enable_command_buffer="
 
 
 class About(NamedTuple):
@@ -66,12 +68,10 @@ class Trace(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A program in a trace: its name, its operations by name (None for those that only contain others), and its command
-    buffers."""
+    """A program in a trace: its name, and its operations by name (None for those that only contain others)."""
 
     name: str
     known: dict[str, About | None]
-    buffers: CommandBuffers
 
     @staticmethod
     def of(text: str, mesh: dict[str, int]) -> "Traced":
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
         instructions = [one for home in program.computations.values() for one in home.instructions]
         head = re.match(r"HloModule ([^\s,]+)", text)
         known = {one.name: _described(one, mesh) for one in instructions}
-        return Traced(head[1] if head else "", known, CommandBuffers(program))
+        return Traced(head[1] if head else "", known)
 
 
 def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
@@ -91,7 +91,7 @@ def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
         return _guessed(one.name)
     if kind not in COLLECTIVES:
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
-        product |= one.name.startswith("gemm_fusion") or one.target.startswith(LIBRARY_CALLS[CUBLAS])
+        product |= one.name.startswith("gemm_fusion") or one.target.startswith(GEMM)
         return About(module_of(one.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
     if mesh and not one.kind.endswith(("-done", "-update")):
@@ -193,34 +193,15 @@ def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
         streams = [line for line in lines if line.name.startswith("Stream")]
         lines = streams or [line for line in lines if line.name.endswith("XLA Ops")]
     for line in lines:
-        events = [(event, dict(event.stats)) for event in line.events]
-        in_buffers = _of_buffers(events, program)
-        for at, (event, stats) in enumerate(events):
+        for event in line.events:
+            stats = dict(event.stats)
             if found is None and ("hlo_op" not in stats or event.name.startswith(("end: ", "ThreadpoolListener"))):
                 continue
-            about = in_buffers[at] if at in in_buffers else _of(event.name, stats, program)
+            about = _of(event.name, stats, program)
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
                 yield number, Operation(start, start + event.duration_ns / 1e9, about)
-
-
-def _of_buffers(events: list[tuple[Any, dict[str, Any]]], program: Traced) -> dict[int, About | None]:
-    """Descriptions of kernels in a stream's command buffers, by index of the event."""
-    kernels = [
-        at
-        for at, (_, stats) in enumerate(events)
-        if str(stats.get("hlo_op", "")).startswith(BUFFER) and program.name in str(stats.get("hlo_module", ""))
-    ]
-    kernels.sort(key=lambda at: events[at][0].start_ns)
-    names = [events[at][0].name for at in kernels]
-    found = zip(kernels, names, program.buffers.instructions(names), strict=True)
-    return {at: program.known[one.name] if one else _of_kernel(name) for at, name, one in found}
-
-
-def _of_kernel(name: str) -> About | None:
-    library = library_of(name)
-    return About(library, False, library == CUBLAS) if library else _guessed(name)
 
 
 def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
@@ -229,6 +210,8 @@ def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
     module = str(stats.get("hlo_module", ""))
     if program.name and module and program.name not in module:
         return About(f"{OTHERS}: {module}", False, False)
+    if op.startswith(COMMAND_BUFFER):
+        return About(IN_GRAPHS, False, False)
     return program.known[op] if op in program.known else _guessed(op)
 
 
@@ -413,6 +396,8 @@ def _parts(found: StepProfile) -> Iterator[str]:
     yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=TEXT_WIDTH)
     yield ""
     yield "hidden: a collective runs while the device computes, and is counted there."
+    if any(part.name == IN_GRAPHS for part in found.modules):
+        yield f"{IN_GRAPHS} have no names: trace with {NO_GRAPHS} in the environment."
     if found.kind == "cpu":
         yield "Simulated devices share the machine's cores: collectives hold the wait for the others, too."
 

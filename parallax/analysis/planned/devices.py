@@ -16,8 +16,8 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.memory import bytes_on_device
-from parallax.analysis.topology import Topology, host_numbers
+from parallax.analysis.planned.topology import Topology, host_numbers
+from parallax.analysis.traced.memory import bytes_on_device
 from parallax.config.sections import MATMULS, ModelConfig
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError

@@ -113,11 +113,11 @@ def sets_to_try(model: ModelConfig, *, seq: int, exchanges: bool = False, apart:
     with_products = [part for part in costs if costs[part].flops > dear]
     units = [{part} for part in with_products if part not in OF_HEADS] + [set(OF_HEADS) & set(with_products)]
     subsets = [set().union(*x) for n in range(len(units) + 1) for x in itertools.combinations(units, n)]
-    total = lambda parts, field: sum(getattr(costs[part], field) for part in parts)  # noqa: E731
-    everything = total(with_products, "width")
+    everything = sum(costs[part].width for part in with_products)
     found, least = [], math.inf
-    for parts in sorted(subsets, key=lambda parts: (total(parts, "flops"), -total(parts, "width"))):
-        saved = everything - total(parts, "width")
+    priced = [(sum(costs[part].flops for part in parts), sum(costs[part].width for part in parts)) for parts in subsets]
+    for (_, width), parts in sorted(zip(priced, subsets), key=lambda priced: (priced[0][0], -priced[0][1])):
+        saved = everything - width
         if saved <= least - apart * everything:
             found.append(parts)
             least = saved

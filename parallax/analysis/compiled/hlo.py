@@ -70,11 +70,6 @@ class Instruction(NamedTuple):
         return self._note(r'chain_id="(\d+)"')
 
     @property
-    def deduplicated_name(self) -> str:
-        """The instruction whose kernel it reuses on a GPU; "" if it has its own."""
-        return self._note(r'deduplicated_name="([^"]*)"')
-
-    @property
     def target(self) -> str:
         """The target of a custom call."""
         return self._note(r'custom_call_target="([^"]*)"')

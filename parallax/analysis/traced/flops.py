@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
+from parallax.analysis.traced.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.trace import step_program
+from parallax.analysis.traced.trace import step_program
 from parallax.config.settings import Settings
 from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
@@ -215,7 +215,10 @@ def flat(program: ClosedJaxpr) -> Program:
 def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
     jaxpr = program.jaxpr
     value_of = dict(zip(jaxpr.invars, inputs)) | {var: Value.of(var.aval) for var in jaxpr.constvars}
-    read = lambda atom: None if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+
+    def read(atom: Any) -> Value | None:
+        return None if isinstance(atom, Literal) else value_of[atom]
+
     for equation in needed(jaxpr):
         ins, inner = [read(atom) for atom in equation.invars], called(equation)
         if inner is not None:

@@ -163,7 +163,10 @@ class Walk:
         jaxpr = program.jaxpr
         steering = self._steering.variables(jaxpr, frozenset(how.wanted))
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
-        read = lambda atom: np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+
+        def read(atom: Any) -> Known:
+            return np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]
+
         for equation in self._needed(jaxpr):
             source = equation.source_info
             stack = "/".join(filter(None, [how.stack, str(source.name_stack)]))

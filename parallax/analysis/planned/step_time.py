@@ -23,7 +23,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
-from parallax.analysis.collectives import Sent, sent_in_equation
-from parallax.analysis.compiled import (
+from parallax.analysis.compiled.program import (
     BranchEvent,
     Compiled,
     CompiledCollective,
@@ -44,13 +43,17 @@ from parallax.analysis.compiled import (
     costs_of,
     read_step,
 )
-from parallax.analysis.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
-from parallax.analysis.layouts import model_on_topology
-from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
-from parallax.analysis.topology import Route, Topology, one_way, route
-from parallax.analysis.trace import Origin, step_program, walk
+from parallax.analysis.planned.layouts import model_on_topology
+from parallax.analysis.planned.moves import SentPerUse
+from parallax.analysis.planned.topology import Route, Topology, one_way, route
+from parallax.analysis.traced.collectives import Sent, sent_in_equation
+from parallax.analysis.traced.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
+from parallax.analysis.traced.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
+from parallax.analysis.traced.trace import Origin, step_program, walk
 from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
 from parallax.config.settings import Settings
+from parallax.display.tables import LEAST_SHOWN, Table
+from parallax.display.units import percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
@@ -59,7 +62,7 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES
 from parallax.step.resolve import resolve
 from parallax.step.step import step_of
 
@@ -94,7 +97,7 @@ class TracedWork(NamedTuple):
     model_flops: float  # a device's share of the model FLOPs, without recomputation
     bubble: float  # share of the ticks in which an average rank is idle
     moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
-    layer_modules: Collection[str] = ()  # see ShardingPlan
+    per_use: SentPerUse = SentPerUse()
     trained: float = 1.0  # share of the parameters that an update reads and writes
 
 
@@ -135,7 +138,7 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     """Predict the step of these settings on a topology. ConfigError if their mesh or layout is not legal on it.
 
     >>> from configs.llama_1b_16 import get_config
-    >>> from parallax.analysis.topology import read_topology
+    >>> from parallax.analysis.planned.topology import read_topology
     >>> from parallax.config.settings import read_settings
     >>> topology = read_topology("v5e:4x4")
     >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
@@ -170,7 +173,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
         dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
-        model.plan.layer_modules,
+        SentPerUse.of(model.plan),
         model.plan.trained,
     )
 
@@ -196,7 +199,7 @@ def estimate(
     bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
-    sent = messages(traced.sent, topology, settings, traced.layer_modules)
+    sent = messages(traced.sent, topology, settings, traced.per_use)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
     exposed = exposed_parts(sent, hidden)
     bubble = 0.0 if topology.shared else traced.bubble
@@ -250,10 +253,8 @@ def link_waits(
     return waits, host.parameters / chip.host_bandwidth + max(0.0, of_update - update)
 
 
-def messages(
-    sent: Iterable[Sent], topology: Topology, settings: Settings, layer_modules: Collection[str] = ()
-) -> list[CollectiveTime]:
-    """Times of the traced collectives, without those that send nothing; `layer_modules` are the plan's."""
+def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
+    """Times of the traced collectives, without those that send nothing."""
     sizes, found = settings.mesh.sizes, []
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
     for one in sent:
@@ -262,12 +263,12 @@ def messages(
         links = topology.route(sizes, one.axes)
         can_hide = one.kind in hiding or settings.fsdp.prefetch > 0
         # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
-        beside = not one.module.startswith((EMBEDDING, HEAD)) and _is_per_use(one, settings)
+        beside = not one.module.startswith((EMBEDDING, HEAD)) and per_use.has(one)
         # In the ring, keys are sent while the previous ones are used.
         ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
         hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
         secs = links.secs(one.kind, one.total_bytes)
-        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings, layer_modules)))
+        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings, per_use)))
     return found
 
 
@@ -276,27 +277,21 @@ def _is_of_parameters(one: Sent) -> bool:
     return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
 
 
-def _is_per_use(one: Sent, settings: Settings) -> bool:
-    """Whether layers' weights, or their gradients, are sent over data axes at each use, not once a step."""
-    stay = layouts_of_policy(settings.data_parallel.policy)
-    return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
-
-
-def _ticks(one: Sent, settings: Settings, layer_modules: Collection[str]) -> bool:
+def _ticks(one: Sent, settings: Settings, per_use: SentPerUse) -> bool:
     """Whether it is part of the ticks, that is, sent for each microbatch. With one microbatch the count does not tell;
     then collectives of layers are part of the ticks, except for weights that are gathered once a step."""
     if settings.pipeline.microbatches > 1:
         return one.count >= settings.pipeline.microbatches
-    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
-    return one.module.split("/")[0] in layer_modules and of_passes
+    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or per_use.has(one))
+    return one.module.split("/")[0] in per_use.modules and of_passes
 
 
 def hidden_secs(work: float, sent: float) -> float:
     """Seconds that are hidden, of `sent` seconds of messages that can overlap with `work`. The more messages there are,
     the more often one waits for another.
 
-    Fitted to compiled steps of llama_1b_16, by analysis.step_time: with 2 microbatches steps wait for 14 of 166 ms of
-    messages, with 8 microbatches for 207 of 677 ms.
+    Fitted to compiled steps of llama_1b_16, as `step_time` reads them: with 2 microbatches steps wait for 14 of 166 ms
+    of messages, with 8 microbatches for 207 of 677 ms.
 
     >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
     (0.181..., 0.550..., 0.999...)
@@ -326,10 +321,10 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
         arrays = 2 * arrays
     elif name not in PRODUCT_PRIMITIVES:
         return Counter()
-    size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
-    moved = sum(map(size, arrays)) - round((1 - load) * sum(map(size, rows)))
+    moved, of_rows = (sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in some) for some in (arrays, rows))
+    moved -= round((1 - load) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
@@ -373,7 +368,7 @@ def step_time(
     """The time of one step with `model_flops` on a device, whose products are in `dtype`, or as `matmul` says.
 
     Compute takes the compiler's estimated cycles over the clock, with all iterations of loops and with branches as the
-    schedule takes them; on GPUs the time of the roofline (parallax/analysis/roofline.py).
+    schedule takes them; on GPUs the time of the roofline (parallax/analysis/compiled/roofline.py).
     A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`). Collectives over
     the same axes run one after the other, but messages in opposite directions overlap. The part of a collective that
     compute between its start and its end does not cover is exposed. Pallas calls, for which the compiler estimates no
@@ -527,6 +522,13 @@ def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
         if row["bytes"]
     )
     return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def time_parts(parts: Mapping[str, float], secs: float) -> Table:
+    """The parts of a step's time."""
+    shown = {name: part for name, part in parts.items() if part / secs > LEAST_SHOWN}
+    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in (shown | {"step": secs}).items()]
+    return Table(["time of a step", "", "share"], rows, 1, [[("compiler", part / secs)] for part in shown.values()])
 
 
 def compiled_parts(time: StepTime) -> dict[str, float]:

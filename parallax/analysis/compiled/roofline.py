@@ -10,7 +10,7 @@ Launches, caches, other arithmetic and tiles that do not fill a core are not cou
 import re
 from collections.abc import Iterable
 
-from parallax.analysis.hlo import Computation, Instruction, Module, arrays_of, shape_bytes
+from parallax.analysis.compiled.hlo import Computation, Instruction, Module, arrays_of, shape_bytes
 from parallax.hardware.chips import Chip
 
 PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}

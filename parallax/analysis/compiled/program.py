@@ -10,9 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from parallax.analysis.collectives import sent_bytes
-from parallax.analysis.flops import grouped_flops
-from parallax.analysis.hlo import (
+from parallax.analysis.compiled.hlo import (
     COLLECTIVES,
     RAGGED_EXCHANGE,
     Computation,
@@ -26,8 +24,10 @@ from parallax.analysis.hlo import (
     parse_hlo,
     shape_bytes,
 )
-from parallax.analysis.recompute import forward_flops, recomputed_flops
-from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
+from parallax.analysis.compiled.roofline import FUSIONS, moved_bytes, roofline_secs
+from parallax.analysis.traced.collectives import sent_bytes
+from parallax.analysis.traced.flops import grouped_flops
+from parallax.analysis.traced.recompute import forward_flops, recomputed_flops
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
@@ -81,15 +81,12 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
     ends = {kind: acts[kind] & (schedule.message[kind] < 0) for kind in "FB"}
     turns = {kind: segment.stop - segment.start for segment in schedule.segments for kind in segment.kinds}
     critical = {kind: _critical(schedule, acts, time_of, kind) for kind in acts}
-    share = lambda table, others: float(table.sum() / others)  # noqa: E731
-    shares = {
-        kind: Share(share(acts[kind].mean(axis=1), turns[kind]), share(critical[kind], turns[kind])) for kind in acts
-    }
+    taken = {kind: (acts[kind].mean(axis=1).sum() / turns[kind], critical[kind].sum() / turns[kind]) for kind in acts}
     for kind, at_end in ends.items():
-        slowest_at_end = share(critical[kind] & at_end.any(axis=1), critical[kind].sum())
-        shares[f"{kind}/end"] = Share(share(at_end, acts[kind].sum()), slowest_at_end)
-    exits = share(schedule.exit_microbatch >= 0, turns["F"])
-    return shares | {"exit": Share(exits, exits)}
+        slowest_at_end = critical[kind] & at_end.any(axis=1)
+        taken[f"{kind}/end"] = at_end.sum() / acts[kind].sum(), slowest_at_end.sum() / critical[kind].sum()
+    taken["exit"] = ((schedule.exit_microbatch >= 0).sum() / turns["F"],) * 2
+    return {name: Share(*map(float, shares)) for name, shares in taken.items()}
 
 
 def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
@@ -399,12 +396,15 @@ class TimelineReader:
         shapes = [_shape(computation, name) for name in one.operands]
         operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
         if _is_grouped(one):
-            used = lambda shape: shape_bytes(shape) * (self.load if _has_rows(shape) else 1)  # noqa: E731
-            operands, result = round(sum(map(used, shapes))), round(used(one.shape))
+            operands, result = round(sum(map(self._used_bytes, shapes))), round(self._used_bytes(one.shape))
             flops = round(self.load * flops)
         # Attention kernels multiply in the model's dtype; 8-bit operands of theirs are tables of masks.
         matmul = _matmul(shapes) if _is_grouped(one) else "compute"
         return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), matmul)
+
+    def _used_bytes(self, shape: str) -> float:
+        """Bytes of a grouped product's operand or result, of rows only those in use."""
+        return shape_bytes(shape) * (self.load if _has_rows(shape) else 1)
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:

@@ -5,6 +5,8 @@ estimate of the traced step, which a test checks, and often far below it.
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -19,22 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from parallax.analysis.collectives import Sent
-from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import (
-    FLOPS_PER_GRADIENT,
-    flops_per_head_weight,
-    flops_per_token,
-    layer_parameters,
-    matmul_parameters_by_stack,
-    parameters_by_component,
-    qk_width,
-    scores_flops,
-)
-from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
-from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory, predicted_state
-from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
-from parallax.analysis.step_time import (
+from parallax.analysis.compiled.program import costs_of
+from parallax.analysis.planned.layouts import CHOSEN_AXES, Choice, build_if_legal, choices, model_on_topology
+from parallax.analysis.planned.moves import Move, SentPerUse, bytes_in_step, most_pieces, moves
+from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
     OpCost,
@@ -45,9 +35,20 @@ from parallax.analysis.step_time import (
     estimate,
     traced_work,
 )
-from parallax.analysis.topology import Topology
+from parallax.analysis.planned.topology import Topology
+from parallax.analysis.traced.collectives import Sent
+from parallax.analysis.traced.flops import (
+    FLOPS_PER_GRADIENT,
+    flops_per_head_weight,
+    flops_per_token,
+    matmul_parameters_by_stack,
+    qk_width,
+    scores_flops,
+)
+from parallax.analysis.traced.memory import Memory, predicted_host_memory, predicted_memory, predicted_state
+from parallax.analysis.traced.recompute import FINER, part_costs, recomputed_flops, sets_to_try
 from parallax.config.remat import saved_parts
-from parallax.config.sections import ATTENTION, EXPERTS
+from parallax.config.sections import DataParallelConfig
 from parallax.config.settings import Settings
 from parallax.display.svg import INK, PAPER, TIP, svg
 from parallax.display.units import in_bytes, percent
@@ -58,7 +59,7 @@ from parallax.pipeline import ShardedModel
 from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.host import DEVICE, rests_on_host
-from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
+from parallax.sharding.plan import FLOAT32_BYTES, Policies
 from parallax.storage.files import read_object, write_whole
 from parallax.version import code_version, version_of
 
@@ -67,25 +68,34 @@ from parallax.version import code_version, version_of
 SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
 
 
+LAYERS = "layers"  # stands for the modules of a layer
+PER_USE = SentPerUse(*[frozenset([LAYERS])] * 3)
+
+
+class LayersOnMesh(NamedTuple):
+    """What a sharding plan keeps of the layers' parameters on a device, and sends: see `moves`."""
+
+    pieces: int
+    bytes: int
+    moves: dict[Move, int]
+
+
 class LeastWork:
     """Lower bound on the time of a model's step in each layout, from the least that it computes and sends."""
 
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` may be on any mesh: its global shapes are the same on all."""
-        self.settings, self.topology, self.shapes = settings, topology, model.shapes
+        self.settings, self.topology, self.plan = settings, topology, model.plan
+        self.layers_of = functools.cache(self._layers_of)
         # For one replica; all do the same.
         self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
         declared = model.plan.declared
-        self.parameters, self.trained = (
-            layer_parameters(parameters_by_component(declared, trained=only)) for only in (False, True)
-        )
         self.head_flops = flops_per_head_weight(declared) * settings.model.vocab * settings.model.d_model
         kernels = matmul_parameters_by_stack(settings.model, declared, trained=True)
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
-        self.narrow = {settings.fsdp.gather_dtype, settings.model.matmul} != {"compute"}
         self.hidden = 2 * settings.model.kinds.count("dense") * settings.model.d_ff
         kept = predicted_state(model, settings)
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
@@ -95,7 +105,7 @@ class LeastWork:
         """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
         bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble, layer_modules=(ATTENTION,))
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble, per_use=PER_USE)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
@@ -103,17 +113,20 @@ class LeastWork:
         """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
         gathered weights that stay for the step, and residuals. Of residuals from B to W only the gradients of dense
         layers' `gate` and `up` are counted."""
-        stay, pieces = layouts_of_policy(choice.policy), choice.pp * choice.tp * choice.ep
-        over = lambda layout: choice.data_ranks / choice.ep if layout != stay.compute else 1  # noqa: E731
-        layers, trained = (sum(counts.values()) / pieces for counts in (self.parameters, self.trained))
-        held = self.state / pieces / over(stay.at_rest) + trained * FLOAT32_BYTES / over(stay.summed)
-        if stay.at_rest != stay.resident == stay.compute:
-            held += layers * (1 if self.narrow else self.itemsize)
+        layers = self.layers_of(*choice.sharding)
+        held = self.state / layers.pieces + layers.bytes
         if self.settings.pipeline.residuals_on == DEVICE:
             until_b, until_w = least_held(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
             width = until_b * self._width_kept(choice.remat) + until_w * self.hidden
             held += width * self.itemsize * self.tokens / self.devices / choice.microbatches
         return held
+
+    def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str) -> "LayersOnMesh":
+        """What the plan of this mesh and policy says of the layers' parameters."""
+        policies = Policies(policy, DataParallelConfig(policy, exceptions).by_name)
+        axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | {"replica": self.settings.mesh.replica}
+        plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={})
+        return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
 
     def _products(self, choice: Choice) -> list[OpCost]:
         """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
@@ -140,46 +153,25 @@ class LeastWork:
         return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]
 
     def _sent(self, choice: Choice) -> list[Sent]:
-        """Least communication. Over data axes: the layers' weights and sums of gradients, in the compute dtype or
-        wider, or weights in 8 bits if they are sent so. Over tp, with columns then rows: gathered inputs and scattered
-        outputs of a layer's two branches, forward and backward. Over ep: the exchange of a mixture's tokens, there and
-        back. Communication of attention over cp and of routers is left out."""
-        model, pieces = self.settings.model, choice.pp * choice.tp
-        of_all, of_trained = (
-            (
-                sum(counts[name] for name in counts if name not in (EXPERTS, "router")) / pieces,
-                counts.get(EXPERTS, 0) / pieces / choice.ep,
-            )
-            for counts in (self.parameters, self.trained)
-        )
-        stay = layouts_of_policy(choice.policy)
-        per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
-        whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum sends twice as much as a scatter
-        gathers = 2 * choice.microbatches if per_use else 1 - whole
-        sums = choice.microbatches if per_gradient else 1 + whole
-        exchange = per_gradient and self.settings.fsdp.reduce == "compute"
-        data = tuple(axis for axis in DATA_AXES if axis == "dp" or getattr(choice, axis) > 1)
-        of_experts = tuple(axis for axis in data if axis != EXPERT_AXIS)
-        tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
-        scatter = "all-to-all" if exchange else "reduce-scatter"
-        gathers *= 1 / self.itemsize if self.narrow else 1
-        calls = [
-            (kind, axes, entries, count)
-            for kind, count, both in (("all-gather", gathers, of_all), (scatter, sums, of_trained))
-            for axes, entries in zip((data, of_experts), both)
+        """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered
+        inputs and scattered outputs of a layer's two branches, forward and backward. Over ep: the exchange of a
+        mixture's tokens, there and back. Communication of attention over cp and of routers is left out."""
+        model, many = self.settings.model, choice.microbatches
+        uses = {"use": 2 * many, "add_up": many}  # in the forward and in the backward pass
+        sent = [
+            Sent(move.kind, move.axes, size, uses.get(move.name, 1), "forward", LAYERS * (move.name in uses), "")
+            for move, size in self.layers_of(*choice.sharding).moves.items()
         ]
+        tokens = self.tokens / choice.data_ranks / many * model.layers / choice.pp * self.itemsize
         if self.settings.layout.tensor_parallel == "column_row":
-            calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))
+            passed = (1 - 1 / choice.tp) * tokens * model.d_model
+            sent.append(Sent("all-gather", ("tp",), passed, 8 * many, "forward", LAYERS, ""))
         if choice.ep > 1:
             mixtures = tokens * model.kinds.count("moe") / model.layers * model.d_model
             form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
-            rows = exchanged_rows(model, choice.ep)[form] / (1 - 1 / choice.ep)  # `share` is taken below
-            calls.append(("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * choice.microbatches))
-        share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
-        return [
-            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", ATTENTION, "")
-            for kind, axes, entries, count in calls
-        ]
+            rows = exchanged_rows(model, choice.ep)[form]
+            sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, ""))
+        return sent
 
     def _width_kept(self, remat: str) -> float:
         """Least number of saved entries per token, in all layers: each layer's input, and the saved parts. Those of

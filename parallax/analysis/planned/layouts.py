@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from parallax.analysis.recompute import sets_to_try
-from parallax.analysis.topology import Topology
-from parallax.analysis.trace import abstract_mesh
+from parallax.analysis.planned.topology import Topology
+from parallax.analysis.traced.recompute import sets_to_try
+from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import REMAT
 from parallax.config.sections import AUTO, POLICY_NAMES, ModelConfig
 from parallax.config.settings import Settings
@@ -26,7 +26,8 @@ VIRTUAL = (2, 4)
 # Schedules for several ranks, and the number of stages on each rank.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 # The config section of each setting that a sweep varies.
-SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "ep", "tp"), "mesh") | {"prefetch": "fsdp"}
+CHOSEN_AXES = ("pp", "dp", "cp", "ep", "tp")
+SECTION_OF = dict.fromkeys(CHOSEN_AXES, "mesh") | {"prefetch": "fsdp"}
 SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
@@ -70,6 +71,11 @@ class Choice(NamedTuple):
     def data_ranks(self) -> int:
         """Number of ranks over which data axes shard a parameter."""
         return self.dp * self.cp * self.ep
+
+    @property
+    def sharding(self) -> tuple[tuple[int, ...], str, str]:
+        """What a sharding plan follows from: sizes of CHOSEN_AXES, policy and exceptions."""
+        return tuple(getattr(self, axis) for axis in CHOSEN_AXES), self.policy, self.exceptions
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout instead of their own."""

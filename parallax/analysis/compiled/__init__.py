@@ -1,0 +1,1 @@
+"""Read from compiled programs and profiles: collectives, FLOPs, bytes and the order of events on a device."""

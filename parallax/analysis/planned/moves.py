@@ -1,0 +1,109 @@
+"""What the moves of a sharding plan send for layers, and what stays on a device, from the plan's rows.
+
+See parallax/sharding/plan.py for the moves: load, use, add_up, store.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from parallax.analysis.traced.collectives import Sent, sent_bytes
+from parallax.sharding.layout import Layout
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, ParameterPlan, ShardingPlan
+
+
+class Move(NamedTuple):
+    """What a device sends over some data axes in one move of all layers' weights or gradients. A gradient that several
+    ranks hold at rest is summed once a step."""
+
+    name: str  # "load" | "use" | "add_up" | "store" | "sum"
+    kind: str  # as in Sent
+    axes: tuple[str, ...]
+
+
+def moves(plan: ShardingPlan) -> dict[Move, int]:
+    """Bytes that a device sends in each move."""
+    sent: Counter[Move] = Counter()
+    for row, size in _layers(plan):
+        for name, before, after in (("load", row.staged, row.resident), ("use", row.resident, row.compute)):
+            axes = _axes_between(before, after)
+            piece = _entries(plan, before, size) * jnp.dtype(row.travels or jnp.float32).itemsize
+            sent[Move(name, "all-gather", axes)] += sent_bytes("all-gather", piece, _ranks(plan, axes))
+        if row.spec.has_gradient:
+            kind = "reduce-scatter" if plan.reduce == "float32" else "all-to-all"
+            width = FLOAT32_BYTES if plan.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
+            for name, before, after in (("add_up", row.compute, row.summed), ("store", row.summed, row.staged)):
+                axes = _axes_between(before, after)
+                sent[Move(name, kind, axes)] += sent_bytes(
+                    kind, _entries(plan, before, size) * width, _ranks(plan, axes)
+                )
+            held = tuple(axis for axis in DATA_AXES if axis not in row.at_rest.used_axes())
+            whole = _entries(plan, row.at_rest, size) * FLOAT32_BYTES
+            sent[Move("sum", "all-reduce", held)] += sent_bytes("all-reduce", whole, _ranks(plan, held))
+    return {move: size for move, size in sent.items() if size}
+
+
+def bytes_in_step(plan: ShardingPlan) -> int:
+    """Bytes on a device during a step: sums of the layers' gradients, and weights that stay gathered."""
+    held = 0
+    for row, size in _layers(plan):
+        if row.spec.has_gradient:
+            held += _entries(plan, row.summed, size) * FLOAT32_BYTES
+        if row.at_rest != row.resident == row.compute:
+            narrow = row.rounded_to or row.rounded_for
+            width = 1 if narrow else jnp.dtype(row.dtype or jnp.float32).itemsize
+            held += _entries(plan, row.compute, size) * width
+    return held
+
+
+def most_pieces(plan: ShardingPlan) -> int:
+    """Number of pieces into which a parameter of layers is cut at rest: the most of any."""
+    return max(_ranks(plan, tuple(row.at_rest.used_axes())) for row, _ in _layers(plan))
+
+
+class SentPerUse(NamedTuple):
+    """What layers send at each use, not once a step: the modules whose weights, and those whose gradients, data axes
+    move then; `modules` are all of which a layer consists, as "attention"."""
+
+    modules: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> "SentPerUse":
+        """By the plan's rows."""
+        rows = [row for row, _ in _layers(plan)]
+        return cls(
+            frozenset(row.scope.split("/")[0] for row in rows),
+            frozenset(row.scope for row in rows if row.is_gathered_per_use),
+            frozenset(row.scope for row in rows if row.compute != row.summed),
+        )
+
+    def has(self, sent: Sent) -> bool:
+        """Whether this is such a message, if it is one of weights or their gradients."""
+        return sent.module in (self.weights if sent.kind == "all-gather" else self.gradients)
+
+
+def _layers(plan: ShardingPlan) -> Iterator[tuple[ParameterPlan, int]]:
+    """The rows of layers, with the number of entries on all devices."""
+    for row, leaf in zip(jax.tree.leaves(plan.rows), jax.tree.leaves(plan.shapes), strict=True):
+        if row.spec.stack:
+            yield row, leaf.size
+
+
+def _axes_between(before: Layout, after: Layout) -> tuple[str, ...]:
+    """The data axes that shard only one of them."""
+    return tuple(axis for axis in DATA_AXES if (axis in before.used_axes()) != (axis in after.used_axes()))
+
+
+def _ranks(plan: ShardingPlan, axes: tuple[str, ...]) -> int:
+    return math.prod(plan.axis_sizes.get(axis, 1) for axis in axes)
+
+
+def _entries(plan: ShardingPlan, layout: Layout, size: int) -> int:
+    """Entries on a device, of `size` on all."""
+    return size // _ranks(plan, tuple(layout.used_axes()))
