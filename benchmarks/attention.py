@@ -73,28 +73,27 @@ def kernels_of(segments: Any, scale: float) -> dict[str, Callable]:
     """Attention of q, k, v to documents, by kernel."""
     import jax
 
-    from parallax.model.blockwise import blockwise_attention
-    from parallax.model.kernels import causal_attention, cudnn_attention, platform_traced, triton_attention
-
-    mask_B1ST = segments[:, None, :, None] == segments[:, None, None, :]
+    from parallax.model.kernels.blockwise import blockwise_attention
+    from parallax.model.kernels.cudnn import cudnn_attention
+    from parallax.model.kernels.splash import splash_attention
+    from parallax.model.kernels.triton import triton_attention
+    from parallax.model.mask import Mask
+    from parallax.sharding.platform import platform_traced
 
     def causal_alone(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
 
-    def masked(q: Any, k: Any, v: Any) -> Any:
-        return cudnn_attention(q, k, v, mask_B1ST, is_causal=True, scale=scale)
-
     def with_segments(attend: Callable, q: Any, k: Any, v: Any) -> Any:
-        return attend(q, k, v, segments, scale=scale)
+        return attend(q, k, v, Mask(segments), scale=scale)
 
     blocks = {"blocks in XLA": partial(with_segments, blockwise_attention)}
     of_platform = {
         "gpu": {
-            "cuDNN, mask of documents as a bias": masked,
+            "cuDNN, mask of documents as a bias": partial(with_segments, cudnn_attention),
             "cuDNN, causal alone": causal_alone,
             "Triton, segments": partial(with_segments, triton_attention),
         },
-        "tpu": {"splash, segments": partial(with_segments, causal_attention)},
+        "tpu": {"splash, segments": partial(with_segments, splash_attention)},
     }
     return of_platform.get(platform_traced(), {}) | blocks
 

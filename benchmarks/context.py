@@ -5,7 +5,7 @@
 
 The first table is forward and backward pass of one layer's attention (8 query heads, 4 key heads of 32, packed
 documents, 8,192 tokens), in float32: *plain* is jax.nn.dot_product_attention with a mask, *blocks* is
-parallax.model.blockwise. MiB are the compiled program's temporaries.
+parallax.model.kernels.blockwise. MiB are the compiled program's temporaries.
 
 The second is a training step of configs/bench_small.py at --seq, with as many tokens as there: on one device, and on
 --ranks simulated devices along mesh.cp, in one process and in turns. CPU seconds, over all threads, and ratios are
@@ -60,16 +60,18 @@ def attention(seq: int, rounds: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from parallax.model.blockwise import blockwise_attention
-    from parallax.model.context import causal_mask
+    from parallax.model.kernels.blockwise import blockwise_attention
+    from parallax.model.mask import Mask
 
     scale = WIDTH**-0.5
 
     def plain(q, k, v, segments):
-        return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segments), scale=scale, implementation="xla")
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=Mask(segments).dense(q.shape[1]), scale=scale, implementation="xla"
+        )
 
     def blocks(q, k, v, segments):
-        return blockwise_attention(q, k, v, segments, scale=scale)
+        return blockwise_attention(q, k, v, Mask(segments), scale=scale)
 
     rows = max(TOKENS // seq, 1)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -101,8 +103,8 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     import parallax as px
     from parallax.analysis.compiled.program import read_compiled
     from parallax.hardware.chips import chip
-    from parallax.model.blockwise import blockwise_attention
-    from parallax.model.context import causal_mask
+    from parallax.model.kernels.blockwise import blockwise_attention
+    from parallax.model.mask import Mask
 
     heads, groups, width = 16, 4, 128
     scale = width**-0.5
@@ -110,10 +112,12 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     here = NamedSharding(mesh, P())
 
     def plain(q, k, v, segments):
-        return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segments), scale=scale, implementation="xla")
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=Mask(segments).dense(q.shape[1]), scale=scale, implementation="xla"
+        )
 
     def blocks(q, k, v, segments):
-        return blockwise_attention(q, k, v, segments, scale=scale)
+        return blockwise_attention(q, k, v, Mask(segments), scale=scale)
 
     @jax.custom_vjp
     def saved(q, k, v, segments):
@@ -122,7 +126,7 @@ def compiled(topology: str, seqs: Sequence[int]) -> None:
     def forward(q, k, v, segments):
         grouped = rearrange(q, "B S (G H) J -> B S G H J", G=k.shape[2])
         scores = scale * jnp.einsum("BSGHJ,BTGJ->BGHST", grouped, k, preferred_element_type=jnp.float32)
-        hidden = jnp.where(causal_mask(segments)[:, None], scores, -jnp.inf)
+        hidden = jnp.where(Mask(segments).dense(q.shape[1])[:, None], scores, -jnp.inf)
         weights = lax.optimization_barrier(jax.nn.softmax(hidden, axis=-1).astype(v.dtype))
         out = jnp.einsum("BGHST,BTGK->BSGHK", weights, v)
         return rearrange(out, "B S G H K -> B S (G H) K"), (grouped, k, v, weights)

@@ -72,7 +72,7 @@ def products(rounds: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from parallax.model.grouped import FORMS, grouped_dot, grouped_sums
+    from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums
 
     x, dy = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH))
     w, sizes = jax.random.normal(jax.random.key(1), (GROUPS, WIDTH, WIDTH)), jnp.full(GROUPS, ROWS // GROUPS)

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.remat import saved_parts
 from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
-from parallax.model.kernels import causal_attention
+from parallax.model.kernels.splash import splash_attention
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope, rotate
 from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import Layout
@@ -92,9 +93,9 @@ class Annotated(ShardedModel):
         heads."""
         scale = Rope(self.model).temperature() * self.model.d_head**-0.5
         if self.model.kernel == "splash":
-            run = partial(causal_attention, scale=scale)
+            run = partial(splash_attention, scale=scale)
             run = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS, HEADS, HEADS, P("dp")), out_specs=HEADS)
-            return run(q_BSHK, k_BTGK, v_BTGK, segments_BS)
+            return run(q_BSHK, k_BTGK, v_BTGK, Mask(segments_BS))
         same_BST = segments_BS[:, :, None] == segments_BS[:, None, :]
         mask_B1ST = (same_BST & jnp.tri(same_BST.shape[1], dtype=bool)[None])[:, None]
         out = jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=mask_B1ST, scale=scale, implementation="xla")

@@ -226,7 +226,7 @@ def test_what_opens_text_is_told_apart(call, expected):
 
 
 # Pallas kernels have no replication types: one adapter runs them where none are checked, and says the types itself.
-UNCHECKED = PACKAGE / "model" / "kernels.py"
+UNCHECKED = PACKAGE / "model" / "kernels" / "pallas.py"
 
 
 @every_file
@@ -254,8 +254,8 @@ DATA_AXES_ARE_SAID_IN = (
 # What else names one, and why.
 NAME_AN_AXIS = {
     "model/checks.py": "experts must divide over ep",
-    "model/experts.py": "the layouts of experts' weights: ep shards them in a layer, too",
-    "model/exchange.py": "how many rows each ep rank sends to which",
+    "model/experts/experts.py": "the layouts of experts' weights: ep shards them in a layer, too",
+    "model/experts/exchange.py": "how many rows each ep rank sends to which",
     "analysis/planned/layouts.py": "the layouts that a search tries",
     "analysis/planned/plan.py": "the columns and flags of a plan's tables",
     "analysis/planned/step_time.py": "which messages are a policy's",

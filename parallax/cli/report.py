@@ -30,7 +30,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.model.checks import check_kernel_on
-    from parallax.model.kernels import ATTENTION_KERNELS
+    from parallax.model.kernels.platforms import ATTENTION_KERNELS
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
     from parallax.step.resolve import fit_to_devices
 

@@ -23,6 +23,7 @@ from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, arrangements
@@ -147,21 +148,15 @@ class Decoder:
         return carry
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
-        """Context in which new tokens attend to slots up to their own, except empty ones.
-
-        Prompts attend to themselves alone, in blocks: empty slots are a segment of their own, which no other reads.
-        """
-        slot_S, slot_T = cursor + jnp.arange(new.ids_BS.shape[1]), jnp.arange(slots)
+        """Context in which new tokens attend to slots up to theirs, and prompts to themselves alone. Empty slots are a
+        segment, which no token reads."""
+        slot_S = cursor + jnp.arange(new.ids_BS.shape[1])
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
         tables, rows_B = Rope(self.model).tables(positions_BS), jnp.arange(len(new.ids_BS))
-        if isinstance(cursor, int) and cursor == 0:
-            segments_BS = (slot_S[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
-            return Context(tables, rows_B, None, segments_BS, cursor=cursor)
-        before_ST = slot_T[None, :] <= slot_S[:, None]
-        own_ST = slot_T[None, :] == slot_S[:, None]  # empty slots attend to themselves: a softmax over nothing is NaN
-        filled_BT = slot_T[None, :] >= new.empty_B[:, None]
-        mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
-        return Context(tables, rows_B, None, cursor=cursor, mask_B1ST=mask_BST[:, None])
+        is_prompt = isinstance(cursor, int) and cursor == 0
+        slot_T = slot_S if is_prompt else jnp.arange(slots)
+        filled_BT = (slot_T[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
+        return Context(tables, rows_B, None, Mask(filled_BT, None if is_prompt else cursor))
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""

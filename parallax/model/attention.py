@@ -12,11 +12,14 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ATTENTION
-from parallax.model.blockwise import WHOLE, blockwise_attention
-from parallax.model.context import Context, causal_mask, segment_mask
+from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
-from parallax.model.kernels import causal_attention, cudnn_attention, triton_attention
+from parallax.model.kernels.blockwise import blockwise_attention
+from parallax.model.kernels.cudnn import cudnn_attention
+from parallax.model.kernels.splash import splash_attention
+from parallax.model.kernels.triton import triton_attention
+from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
@@ -27,26 +30,20 @@ from parallax.sharding.zigzag import context_ranks, reshard_in_order
 INTERMEDIATES = "intermediates"  # the name of Flax's collection
 
 
-def attend(
-    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str, keys: str = WHOLE
-) -> Array:
-    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says which keys a query
-    attends to; only RING communicates.
+def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float, kernel: str) -> Array:
+    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. If queries and keys are those of
+    one context rank, the keys of the others come in a ring; otherwise nothing is sent.
     """
-    if context.mask_B1ST is not None:  # new tokens after others in the cache
-        kernel_of = partial(jax.nn.dot_product_attention, mask=context.mask_B1ST, scale=scale)
-        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
+    if mask.cursor is not None:  # new tokens after others in the cache
+        by_jax = partial(jax.nn.dot_product_attention, mask=mask.dense(q_BSHJ.shape[1]), scale=scale)
+        return _padded(by_jax, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
-        return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
+        return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale)
     if kernel == "triton":
-        kernel_of = partial(triton_attention, segments_BS=context.segments_BN, scale=scale)
-        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
+        return _padded(partial(triton_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "cudnn":
-        queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # whole rows: both are in order
-        mask = segment_mask(context.segments_BN) if is_causal else causal_mask(context.segments_BN, queries)
-        kernel_of = partial(cudnn_attention, mask_B1ST=mask, is_causal=is_causal, scale=scale)
-        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
-    return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale, keys=keys)
+        return _padded(partial(cudnn_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
+    return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale)
 
 
 def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) -> Array:
@@ -57,7 +54,7 @@ def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) ->
 
 
 def attend_over_context(
-    form: ContextForm, q: Array, k: Array, v: Array, context: Context, *, keys: str, scale: float, kernel: str
+    form: ContextForm, q: Array, k: Array, v: Array, mask: Mask, *, keys: str, scale: float, kernel: str
 ) -> Array:
     """`attend` from this context rank's queries to the keys of all ranks, [B, S, H, K]. `keys` is how cp shards seq of
     the given `k` and `v`: if cp shards it but the form needs whole rows, they are gathered, or exchanged for heads. A
@@ -79,7 +76,7 @@ def attend_over_context(
         k, v = (_in_pieces(heads, context_ranks()) for heads in (k, v))
     q = reshard_in_order(f"{mine} -> {core}", q)
     k, v = (reshard_in_order(f"{held} -> {wanted}", heads) for heads in (k, v))
-    out = attend(q, k, v, context, scale=scale, kernel=kernel, keys=form.meets)
+    out = attend(q, k, v, mask, scale=scale, kernel=kernel)
     return reshard_in_order(f"{core} -> {mine}", out)
 
 
@@ -89,23 +86,24 @@ def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:
     return repeat(kv_BTGK, "B T G K -> B T (G times) K", times=ranks // math.gcd(heads, ranks))
 
 
-def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
+def attention_weights(q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
     """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1. No communication."""
     k_BTHJ = repeat(k_BTGJ, "B T G J -> B T (G times) J", times=q_BSHJ.shape[2] // k_BTGJ.shape[2])
     scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(causal_mask(context.segments_BN), scores_BHST, -jnp.inf), axis=-1)
+    return jax.nn.softmax(jnp.where(mask.dense(q_BSHJ.shape[1]), scores_BHST, -jnp.inf), axis=-1)
 
 
-def sow_intermediates(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
+def sow_intermediates(layer: nn.Module, mask: Mask, q: Array, k: Array, *, scale: float, cache: dict) -> None:
     """Sow attention weights and cache entries if INTERMEDIATES is mutable; otherwise nothing is computed."""
     if layer.is_mutable_collection(INTERMEDIATES):
-        seen = {"weights": attention_weights(q, k, context, scale=scale), "cache": cache}
+        seen = {"weights": attention_weights(q, k, mask, scale=scale), "cache": cache}
         layer.sow(INTERMEDIATES, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
-def update_kv_cache(cache_BT: Array, new_BS: Array, context: Context) -> Array:
-    """Write the entries of new tokens into the cache, from slot `context.cursor` on."""
-    return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), context.cursor, axis=1)
+def update_kv_cache(cache_BT: Array, new_BS: Array, mask: Mask) -> Array:
+    """Write the entries of new tokens into the cache, from slot `mask.cursor` on, by default from the first."""
+    first = 0 if mask.cursor is None else mask.cursor
+    return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), first, axis=1)
 
 
 class GQA(nn.Module):
@@ -159,17 +157,17 @@ class GQA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
-        sow_intermediates(self, context, q, k, scale=self._scale, cache={"k": k, "v": v})
-        return self.out(self._attend(q, k, v, context))
+        sow_intermediates(self, context.mask, q, k, scale=self._scale, cache={"k": k, "v": v})
+        return self.out(self._attend(q, k, v, context.mask))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens to everything in the cache; also returns the longer cache. Without a mask the cache is
-        empty, and the new tokens attend to each other."""
-        q, k, v = self._project(x, context)
-        cache = {"k": update_kv_cache(cache["k"], k, context), "v": update_kv_cache(cache["v"], v, context)}
-        if context.mask_B1ST is not None:
+        """Attend from new tokens to everything in the cache; also returns the longer cache. Without a cursor the
+        cache is empty, and the new tokens attend to each other."""
+        q, k, v, mask = *self._project(x, context), context.mask
+        cache = {"k": update_kv_cache(cache["k"], k, mask), "v": update_kv_cache(cache["v"], v, mask)}
+        if mask.cursor is not None:
             k, v = cache["k"], cache["v"]
-        return self.out(self._attend(q, k, v, context)), cache
+        return self.out(self._attend(q, k, v, mask)), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that one layer caches; `kv_seq` is the cache's length."""
@@ -183,18 +181,18 @@ class GQA(nn.Module):
         q = checkpoint_name(rotate(q, context.rope), "q")
         return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
 
-    def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
-        k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
-        if context.mask_B1ST is not None:
-            return attend(q, k, v, context, scale=self._scale, kernel=self.kernel)
-        how = dict(keys=SEQ, scale=self._scale, kernel=self.kernel)
-        return attend_over_context(self.family.context, q, k, v, context, **how)
+    def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+        k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
+        if mask.cursor is not None:
+            return attend(q, k, v, mask, scale=self._scale, kernel=self.kernel)
+        form = self.family.context
+        return attend_over_context(form, q, k, v, mask, keys=SEQ, scale=self._scale, kernel=self.kernel)
 
     @property
     def _scale(self) -> float:
         return self.temperature * self.sizes["d_head"] ** -0.5
 
-    def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
+    def _read_by_these_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
         """The key or value heads that this rank's query heads read: all of them if they are sharded like queries."""
         group = self.sizes["heads"] // self.sizes["kv_heads"]
         wanted = max(local_heads // group, 1)

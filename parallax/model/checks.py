@@ -9,15 +9,11 @@ from jax.sharding import Mesh
 from parallax.config.remat import REMAT_PARTS
 from parallax.config.sections import AUTO, LayoutConfig, ModelConfig, PipelineConfig
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
-from parallax.model.blockwise import GATHERED, RING, WHOLE
-from parallax.model.families import CONTEXTS
-from parallax.model.kernels import (
-    ATTENTION_KERNELS,
-    LANES,
-    TRITON_BACKWARD_BLOCK,
-    TRITON_WIDEST,
-    widest_head,
-)
+from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
+from parallax.model.kernels.cudnn import widest_head
+from parallax.model.kernels.pallas import LANES
+from parallax.model.kernels.platforms import ATTENTION_KERNELS
+from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves

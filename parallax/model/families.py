@@ -2,8 +2,11 @@
 
 from typing import NamedTuple
 
-from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
+
+# Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
+# ranks; those of all ranks, one rank after the other.
+WHOLE, GATHERED, RING = "whole", "gathered", "ring"
 
 
 class ContextForm(NamedTuple):
@@ -11,7 +14,7 @@ class ContextForm(NamedTuple):
 
     queries: str  # of seq
     keys: str
-    meets: str  # which keys a query attends to: see parallax/model/blockwise.py
+    meets: str  # WHOLE, GATHERED or RING
     heads: str = "heads/tp"
 
 

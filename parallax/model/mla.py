@@ -17,7 +17,6 @@ from parallax.model.attention import attend, attend_over_context, sow_intermedia
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
-from parallax.model.kernels import platform_traced
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, INPUT, WEIGHT, Operand, ProductInput
 from parallax.model.rope import rotate
@@ -25,6 +24,7 @@ from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.eight_bits import from_eight_bits
 from parallax.sharding.einsum import einsum
+from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import reshard_in_order
 
 HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # memory layout of an array [B, S, H, J]
@@ -95,27 +95,28 @@ class MLA(nn.Module):
         k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
         latents = self.up_k.input(latent)
         k, v = self._keys(latents, k_rope), checkpoint_name(self.up_v(latents), "kv")
-        sow_intermediates(self, context, q, k, scale=self._scale_of_scores, cache={"latent": latent, "k_rope": k_rope})
-        how = dict(keys=self._seq_of_keys, scale=self._scale_of_scores, kernel=self.kernel)
-        return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
+        form, mask, scale = self.family.context, context.mask, self._scale_of_scores
+        sow_intermediates(self, mask, q, k, scale=scale, cache={"latent": latent, "k_rope": k_rope})
+        seen = attend_over_context(form, q, k, v, mask, keys=self._seq_of_keys, scale=scale, kernel=self.kernel)
+        return self.out(seen)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens in the latent space; also returns the longer cache. See GQA.decode."""
         q, latent, k_rope = self._project(x, context)
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         cache = {
-            "latent": update_kv_cache(cache["latent"], latent, context),
-            "k_rope": update_kv_cache(cache["k_rope"], k_rope, context),
+            "latent": update_kv_cache(cache["latent"], latent, context.mask),
+            "k_rope": update_kv_cache(cache["k_rope"], k_rope, context.mask),
         }
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
-        if context.mask_B1ST is not None:
+        if context.mask.cursor is not None:
             latent, k_rope = cache["latent"], cache["k_rope"]
         latent = self.up_k.as_rounded(latent)
         k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
         scale = self._scale_of_scores
-        seen = attend(q, k, latent[:, :, None], context, scale=scale, kernel=self.kernel)
+        seen = attend(q, k, latent[:, :, None], context.mask, scale=scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:

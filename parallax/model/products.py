@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.kernels import platform_traced
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
+from parallax.sharding.platform import platform_traced
 
 COMPUTE, MEASURED = "compute", "measured"
 EIGHT_BITS = "8bit"  # of residuals

@@ -33,10 +33,10 @@ from parallax.model.context import Context, training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
+from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
-from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope

@@ -19,11 +19,11 @@ from parallax.model import checks
 from parallax.model.batch import checked
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
-from parallax.model.exchange import SENT_AGAIN
+from parallax.model.experts.exchange import SENT_AGAIN
+from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
 from parallax.model.rope import Rope
-from parallax.model.traffic import even_load, exchange_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements

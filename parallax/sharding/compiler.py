@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.errors import ConfigError, tell
 from parallax.hardware.chips import chip
+from parallax.sharding.platform import platform_traced
 from parallax.version import version_of
 
 # Without this option compute waits for every exchange of gradients (fsdp.reduce="compute").
@@ -148,8 +149,7 @@ def swaps_in_place() -> bool:
     Elsewhere a product with a permutation matrix, which is exact, is faster: TPUs store 128 entries of the last dim
     side by side, and their matrix units move entries along it.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "gpu"
+    return platform_traced() == "gpu"
 
 
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:

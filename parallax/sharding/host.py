@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from parallax.sharding.platform import platform_traced
+
 DEVICE, HOST = "device", "host"
 MEMORY_KINDS = {DEVICE: None, HOST: "pinned_host"}  # as shardings name them
 
@@ -50,9 +52,7 @@ def argument_to_device(x: Array, layer: Array | None = None) -> Array:
     """
     order = order_on_tpu(x.shape, x.dtype)
     x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    on_tpu = device is not None and device.platform == "tpu"
-    return to_device(with_layout_constraint(x, Layout(order)) if on_tpu else x)
+    return to_device(with_layout_constraint(x, Layout(order)) if platform_traced() == "tpu" else x)
 
 
 def order_on_tpu(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

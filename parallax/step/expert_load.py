@@ -1,6 +1,6 @@
 """The load of experts in a step: each expert's share of the choices in its layer.
 
-The gradient of a router's bias counts them, over the whole batch: see parallax/model/router.py.
+The gradient of a router's bias counts them, over the whole batch: see parallax/model/experts/router.py.
 """
 
 import math

@@ -14,7 +14,8 @@ from parallax.config.settings import Settings, read_settings
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError, DataError, quoted
 from parallax.model.checks import check_context, check_kernel_on, check_kernel_seq
-from parallax.model.kernels import BEFORE_AMPERE, FASTEST_KERNEL, LONGEST_BIAS
+from parallax.model.kernels.cudnn import BEFORE_AMPERE, LONGEST_BIAS
+from parallax.model.kernels.platforms import FASTEST_KERNEL
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import resolve_sizes
 from parallax.storage.run_files import RunFiles

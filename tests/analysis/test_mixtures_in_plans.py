@@ -45,13 +45,13 @@ from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
-from parallax.model.grouped_kernel import (
+from parallax.model.experts.exchange_costs import even_load, exchange_of, exchanged_rows
+from parallax.model.experts.grouped_kernel import (
     gated_by_group,
     input_gradient_by_group,
     transposed_by_group,
     weights_by_group,
 )
-from parallax.model.traffic import even_load, exchange_of, exchanged_rows
 from parallax.sharding.mesh import mesh_of
 from parallax.training.facts import size_tables
 

@@ -28,7 +28,7 @@ from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import check_length, complete, generate
-from parallax.model.blockwise import LONGEST_SIDE
+from parallax.model.kernels.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.sharding.mesh import make_mesh
 from parallax.step.step import with_first_scales

@@ -13,6 +13,7 @@ from support.tiny_model import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
 from parallax.model.attention import attend
 from parallax.model.context import Context
 from parallax.model.families import FAMILIES
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.sharding.collectives import as_varying, bound_axis_sizes
 from parallax.sharding.layout import Layout
@@ -89,9 +90,10 @@ def test_rows_do_not_see_each_other(name):
 def test_a_narrow_value_head_is_padded_and_cut_back():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, 3, width)), jnp.float32) for width in (6, 6, 4))
-    mask = jnp.ones((2, 1, 5, 5), bool)
-    narrow = attend(q, k, v, Context(None, None, None, mask_B1ST=mask), scale=0.5, kernel="xla")
-    weights = jax.nn.softmax(0.5 * jnp.einsum("BSHJ,BTHJ->BHST", q, k), axis=-1)
+    mask = Mask(jnp.ones((2, 5), int), cursor=0)
+    narrow = attend(q, k, v, mask, scale=0.5, kernel="xla")
+    scores = 0.5 * jnp.einsum("BSHJ,BTHJ->BHST", q, k)
+    weights = jax.nn.softmax(jnp.where(np.tri(5, dtype=bool), scores, -jnp.inf), axis=-1)
     np.testing.assert_allclose(narrow, jnp.einsum("BHST,BTHK->BSHK", weights, v), rtol=1e-5, atol=1e-6)
 
 
@@ -119,10 +121,8 @@ def decode_all(layer, rope, prefill):
         cache = {name: as_varying(jnp.zeros(shape(layout))) for name, layout in layer.cache_layouts().items()}
         starts, outputs = [0, *range(prefill, SEQ)], []
         for start, stop in zip(starts, [*starts[1:], SEQ]):
-            order = jnp.arange(SEQ)
-            mask = jnp.broadcast_to(order[None, :] <= order[start:stop, None], (len(ids), 1, stop - start, SEQ))
-            rows = jnp.arange(len(ids))
-            context = Context(rope.tables(positions[:, start:stop]), rows, None, cursor=start, mask_B1ST=mask)
+            mask, rows = Mask(jnp.ones((len(ids), SEQ), int), cursor=start), jnp.arange(len(ids))
+            context = Context(rope.tables(positions[:, start:stop]), rows, None, mask)
             method = type(layer).decode
             y, cache = layer.apply({"params": params}, x[:, start:stop], context, cache, method=method)
             outputs.append(y)

@@ -1,5 +1,7 @@
 """Attention in blocks is the plain form to float32 rounding, and holds no square of scores."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import pytest
 from support.tiny_model import mesh_of
 from support.traced_equations import equations
 
-from parallax.model import blockwise as blockwise_module
 from parallax.model.attention import attend_over_context
-from parallax.model.blockwise import LONGEST_SIDE, blockwise_attention, tokens_of_block
-from parallax.model.context import Context
 from parallax.model.families import CONTEXTS
+from parallax.model.kernels import blockwise as blockwise_module
+from parallax.model.kernels.blockwise import LONGEST_SIDE, blockwise_attention, tokens_of_block
+from parallax.model.mask import Mask
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -47,11 +49,12 @@ def arrays(heads, seq, dtype=np.float32):
     return [rng.normal(size=(ROWS, seq, *shape)).astype(np.float32).astype(dtype) for shape in shapes]
 
 
-def plain(q, k, v, segments, scale=SCALE):
+def plain(q, k, v, segments, scale=SCALE, window=0):
     """A softmax over whole rows of scores."""
     group, seq = q.shape[2] // k.shape[2], q.shape[1]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    seen = (segments[:, :, None] == segments[:, None, :]) & np.tri(seq, dtype=bool)[None]
+    near = np.tri(seq, dtype=bool) & ~np.tri(seq, k=-window, dtype=bool) if window else np.tri(seq, dtype=bool)
+    seen = (segments[:, :, None] == segments[:, None, :]) & near[None]
     scores = jnp.where(seen[:, None], scale * jnp.einsum("BSHJ,BTHJ->BHST", q, k), -jnp.inf)
     return jnp.einsum("BHST,BTHK->BSHK", jax.nn.softmax(scores, axis=-1), v)
 
@@ -66,11 +69,11 @@ def with_gradients(function, q, k, v, dy):
     return jax.tree.map(np.asarray, jax.jit(run)(q, k, v, dy))
 
 
-def exact(heads, seq, segments, dtype=np.float32):
+def exact(heads, seq, segments, dtype=np.float32, window=0):
     """`with_gradients` of the plain form in float64."""
     with jax.enable_x64(True):
         given = [np.asarray(x, np.float64) for x in arrays(heads, seq, dtype)]
-        return with_gradients(lambda q, k, v: plain(q, k, v, segments), *given)
+        return with_gradients(lambda q, k, v: plain(q, k, v, segments, window=window), *given)
 
 
 def check(found, expected, error):
@@ -84,14 +87,14 @@ def check(found, expected, error):
 @pytest.mark.parametrize("heads", HEADS)
 def test_values_and_gradients_are_those_of_the_plain_form(heads, seq):
     segments = documents(seq)
-    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=SCALE)  # noqa: E731
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, Mask(jnp.asarray(segments)), scale=SCALE)  # noqa: E731
     check(with_gradients(blocks, *arrays(heads, seq)), exact(heads, seq, segments), ERROR)
 
 
 def test_scores_that_are_large_overflow_nothing():
     """And what is hidden stays so: the largest score of a row may be one that a query does not see."""
     segments, (q, k, v, dy) = documents(512), arrays("gqa", 512)
-    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=300.0)  # noqa: E731
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, Mask(jnp.asarray(segments)), scale=300.0)  # noqa: E731
     found = with_gradients(blocks, q, k, v, dy)
     with jax.enable_x64(True):
         given = [np.asarray(x, np.float64) for x in (q, k, v, dy)]
@@ -103,7 +106,7 @@ def test_scores_that_are_large_overflow_nothing():
 def test_bfloat16_has_float32_statistics():
     """Inputs, weights and the output are rounded to 8 bits, 2^-9 each; sums are not."""
     segments = documents(512)
-    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=SCALE)  # noqa: E731
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, Mask(jnp.asarray(segments)), scale=SCALE)  # noqa: E731
     found = with_gradients(blocks, *arrays("gqa", 512, jnp.bfloat16))
     assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
     expected = exact("gqa", 512, segments, jnp.bfloat16)
@@ -113,13 +116,13 @@ def test_bfloat16_has_float32_statistics():
 def test_a_token_that_sees_itself_alone_gets_its_own_value():
     q, k, v, _ = arrays("mha", 512)
     alone = np.broadcast_to(np.arange(512, dtype=np.int32), (ROWS, 512))
-    np.testing.assert_array_equal(blockwise_attention(q, k, v, jnp.asarray(alone), scale=SCALE), v)
+    np.testing.assert_array_equal(blockwise_attention(q, k, v, Mask(jnp.asarray(alone)), scale=SCALE), v)
 
 
 def test_what_comes_later_changes_nothing():
     q, k, v, _ = arrays("gqa", 600)
     one = jnp.ones((ROWS, 600), jnp.int32)
-    run = jax.jit(lambda k, v: blockwise_attention(q, k, v, one, scale=SCALE))
+    run = jax.jit(lambda k, v: blockwise_attention(q, k, v, Mask(one), scale=SCALE))
     before = run(k, v)
     for at in (1, 250, 450):
         later = np.arange(600)[:, None, None] >= at
@@ -133,8 +136,8 @@ def test_what_comes_later_changes_nothing():
 def test_queries_keys_values_the_output_and_one_number_a_query_are_kept(heads):
     seq, (queries, keys, width, of_values) = 512, HEADS[heads]
     q, k, v, _ = arrays(heads, seq)
-    segments = jnp.asarray(documents(seq))
-    kept = jax.eval_shape(lambda *x: jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), *x)[1], q, k, v)
+    blocks = functools.partial(blockwise_attention, mask=Mask(jnp.asarray(documents(seq))), scale=SCALE)
+    kept = jax.eval_shape(lambda *x: jax.vjp(blocks, *x)[1], q, k, v)
     entries = sorted(leaf.size for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.floating))
     tokens = ROWS * seq
     expected = [queries, queries * width, keys * width, keys * of_values, queries * of_values]
@@ -147,7 +150,7 @@ def test_the_largest_array_is_a_block_of_scores():
     segments = jnp.asarray(documents(seq))
 
     def run(q, k, v):
-        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), q, k, v)
+        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, Mask(segments), scale=SCALE), q, k, v)
         return pull(dy)
 
     largest = max(var.aval.size for equation in equations(run, q, k, v) for var in equation.outvars)
@@ -160,7 +163,7 @@ def temporaries(seq):
     segments = jnp.ones((ROWS, seq), jnp.int32)
 
     def run(q, k, v, dy):
-        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), q, k, v)
+        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, Mask(segments), scale=SCALE), q, k, v)
         return y, pull(dy)
 
     return jax.jit(run).lower(q, k, v, dy).compile().memory_analysis().temp_size_in_bytes
@@ -175,8 +178,25 @@ def test_memory_grows_with_seq_and_not_with_its_square():
 def test_only_blocks_that_some_query_sees_are_computed():
     """With n blocks on a side, n (n + 1) / 2 of n * n."""
     q, k, v, _ = arrays("mha", 4 * SIDE)
-    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * SIDE), jnp.int32), scale=SCALE)  # noqa: E731
+    run = lambda q: blockwise_attention(q, k, v, Mask(jnp.ones((ROWS, 4 * SIDE), jnp.int32)), scale=SCALE)  # noqa: E731
     assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 * 5 // 2]
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(("seq", "window"), [(521, 300), (1000, 1), (1000, 7), (1000, 1000), (16, 3)])
+def test_a_token_sees_its_window_alone(seq, window):
+    segments = documents(seq)
+    mask = Mask(jnp.asarray(segments), window=window)
+    blocks = functools.partial(blockwise_attention, mask=mask, scale=SCALE)
+    check(with_gradients(blocks, *arrays("gqa", seq)), exact("gqa", seq, segments, window=window), ERROR)
+
+
+def test_blocks_behind_the_window_are_skipped():
+    """Of 4 blocks on a side each sees itself and the one before."""
+    q, k, v, _ = arrays("mha", 4 * SIDE)
+    mask = Mask(jnp.ones((ROWS, 4 * SIDE), jnp.int32), window=SIDE)
+    run = functools.partial(blockwise_attention, k_BTGJ=k, v_BTGK=v, mask=mask, scale=SCALE)
+    assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 + 3]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
@@ -189,7 +209,7 @@ def test_blocks_are_of_one_size_and_filled_up_by_few_tokens(tokens):
 # ---- on context ranks
 
 
-def over_context(form, heads, ranks, seq, tp=1):
+def over_context(form, heads, ranks, seq, tp=1, window=0):
     """`attend_over_context` as a function of whole arrays in the order of the text."""
     segments = jnp.asarray(documents(seq))
     mesh = mesh_of(1, 1, tp, 1, ranks)
@@ -198,8 +218,9 @@ def over_context(form, heads, ranks, seq, tp=1):
         q, k, v, whole = (as_varying(x) for x in (q, k, v, segments))
         # Of the text's order each rank has its piece; `own_tokens` wants whole rows.
         q, k, v = (own_tokens(jax.lax.all_gather(x, "cp", axis=1, tiled=True), axis=1) for x in (q, k, v))
-        context = Context(None, None, None, segments_BN=whole)
-        y = attend_over_context(CONTEXTS[form], q, k, v, context, keys=SEQ, scale=SCALE, kernel="xla")
+        y = attend_over_context(
+            CONTEXTS[form], q, k, v, Mask(whole, window=window), keys=SEQ, scale=SCALE, kernel="xla"
+        )
         return jax.lax.pmean(to_order(y, axis=1), ("pp", "dp"))
 
     spec = Layout.parse(activation("heads/tp d_head")).spec(mesh)
@@ -218,6 +239,15 @@ def test_context_ranks_have_values_and_gradients_of_the_plain_form(form, heads, 
     """Of several blocks a chunk, and of less than one."""
     run, segments = over_context(form, heads, ranks, seq, tp)
     check(with_gradients(run, *arrays(heads, seq)), exact(heads, seq, np.asarray(segments)), ERROR)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("window", [20, 150])
+@pytest.mark.parametrize("form", CONTEXTS)
+def test_windows_cross_from_rank_to_rank(form, window):
+    """Ranks then see different numbers of blocks; in a ring of four, some none of another rank's."""
+    run, segments = over_context(form, "mha", 4, 640, window=window)
+    check(with_gradients(run, *arrays("mha", 640)), exact("mha", 640, np.asarray(segments), window=window), ERROR)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from support.traced_equations import equations
 
-from parallax.model import experts as experts_module
-from parallax.model import grouped_kernel
-from parallax.model.experts import ExpertKernels, HeldExperts
-from parallax.model.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
+from parallax.model.experts import experts as experts_module
+from parallax.model.experts import grouped_kernel
+from parallax.model.experts.experts import ExpertKernels, HeldExperts
+from parallax.model.experts.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
 from parallax.model.products import Operand
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -164,7 +164,7 @@ COMPILE = r"""
 import re, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from parallax.model.grouped import grouped_dot
+from parallax.model.experts.grouped import grouped_dot
 from parallax.model.products import Operand
 
 topology, operand, gradient = sys.argv[1:]
@@ -207,8 +207,8 @@ GATED = r"""
 import re, sys
 import jax
 from jax.experimental import topologies
-from parallax.model import grouped_kernel
-from parallax.model.grouped_kernel import gated_by_group, input_gradient_by_group
+from parallax.model.experts import grouped_kernel
+from parallax.model.experts.grouped_kernel import gated_by_group, input_gradient_by_group
 
 grouped_kernel.platform_traced = lambda: "tpu"  # on CPUs they are interpreted
 devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices

@@ -28,17 +28,13 @@ from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.model.attention import attend
-from parallax.model.blockwise import GATHERED, blockwise_attention
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
-from parallax.model.context import Context, causal_mask, training_context
-from parallax.model.kernels import (
-    attention_flops,
-    causal_attention,
-    cudnn_flops,
-    described_attention,
-    kernel_flops,
-    triton_flops,
-)
+from parallax.model.context import training_context
+from parallax.model.kernels.blockwise import blockwise_attention
+from parallax.model.kernels.cudnn import described_attention
+from parallax.model.kernels.flops import cudnn_flops, kernel_flops, splash_flops, triton_flops
+from parallax.model.kernels.splash import splash_attention
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.sharding.zigzag import order_of, own_tokens
@@ -73,11 +69,19 @@ def heads(*, seq=SEQ, rows=2, heads=4, kv_heads=2, d_qk=128, d_v=128, dtype=jnp.
 
 
 def with_scores(q, k, v, segments, scale):
-    return attend(q, k, v, Context(None, None, None, mask_B1ST=causal_mask(segments)), scale=scale, kernel="xla")
+    return attend(q, k, v, Mask(segments, cursor=0), scale=scale, kernel="xla")
 
 
 def in_triton(q, k, v, segments, scale):
-    return attend(q, k, v, Context(None, None, None, segments), scale=scale, kernel="triton")
+    return attend(q, k, v, Mask(segments), scale=scale, kernel="triton")
+
+
+def in_splash(q, k, v, segments, scale):
+    return splash_attention(q, k, v, Mask(segments), scale=scale)
+
+
+def in_blocks(q, k, v, segments, scale):
+    return blockwise_attention(q, k, v, Mask(segments), scale=scale)
 
 
 def value_and_pulled(function, arrays):
@@ -106,7 +110,7 @@ IN_TRITON = {
     "narrow_values": dict(kv_heads=4, d_qk=24, d_v=16),
     "one_head": dict(heads=1, kv_heads=1),
 }
-CASES = [(causal_attention, name, shape) for name, shape in SHAPES.items()]
+CASES = [(in_splash, name, shape) for name, shape in SHAPES.items()]
 CASES += [(in_triton, name, shape) for name, shape in IN_TRITON.items()]
 
 
@@ -136,8 +140,7 @@ def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
         mapped = jax.shard_map(own, mesh=mesh_of(1, 1, 1, cp=ranks), in_specs=P(), out_specs=P(None, "cp"))
         return lambda *arrays: mapped(*arrays, segments)
 
-    blocks = functools.partial(blockwise_attention, keys=GATHERED)
-    both = (jax.jit(functools.partial(value_and_pulled, on_ranks(f)))(arrays) for f in (causal_attention, blocks))
+    both = (jax.jit(functools.partial(value_and_pulled, on_ranks(f)))(arrays) for f in (in_splash, in_blocks))
     for actual, expected in zip(*both, strict=True):
         assert error(actual, expected) < 1e-5
 
@@ -147,7 +150,7 @@ def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
 def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
     """So its operands, results and products are those of attention; a plan traces it, and nothing else does."""
     arrays, segments = heads(**shape)
-    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    bias = jnp.where(Mask(segments).dense(segments.shape[1]), 0.0, -1e30)
     described = lambda q, k, v: described_attention(q, k, v, bias, 0.1)  # noqa: E731
     plain = lambda q, k, v: with_scores(q, k, v, segments, 0.1)  # noqa: E731
     both = (jax.jit(functools.partial(value_and_pulled, f))(arrays) for f in (described, plain))
@@ -169,14 +172,54 @@ def test_cudnn_is_told_what_is_causal_and_a_mask_says_the_rest(ranks, monkeypatc
     monkeypatch.setattr(jax.nn, "dot_product_attention", told)
 
     def own(q, k, v, segments):
-        context = Context(None, None, None, segments)
-        return attend(own_tokens(q, axis=1), k, v, context, scale=0.1, kernel="cudnn")
+        return attend(own_tokens(q, axis=1), k, v, Mask(segments), scale=0.1, kernel="cudnn")
 
     mesh = mesh_of(1, 1, 1, cp=ranks)
     mapped = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(None, "cp" if ranks > 1 else None))
     actual = own_order(jax.jit(mapped)(*arrays, segments), ranks)
     assert error(actual, expected) < 1e-5
     assert {(how["implementation"], how["is_causal"]) for how in calls} == {("cudnn", ranks == 1)}
+
+
+def near(segments, window):
+    """Which tokens see which, entry by entry."""
+    seq = segments.shape[1]
+    back = np.arange(seq)[:, None] - np.arange(seq)[None, :]
+    return (segments[:, :, None] == segments[:, None, :]) & (back >= 0) & (back < window)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(("kernel", "ranks"), [("splash", 1), ("splash", 2), ("cudnn", 1), ("cudnn", 2)])
+@pytest.mark.parametrize("window", [100, 300])
+def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeypatch):
+    """The last of three documents is longer than the window, and crosses from rank to rank."""
+    (q, k, v), _ = heads(seq=512, rows=1, heads=2, kv_heads=1)
+    segments = jnp.asarray(np.searchsorted([40, 90], np.arange(512), side="right")[None].astype(np.int32))
+    by_xla = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *x, **how: by_xla(*x, **how | {"implementation": "xla"})
+    )
+    hidden = ~near(np.asarray(segments), window)[:, None]
+
+    def plain(q, k, v):
+        scores = jnp.einsum("BSHJ,BTGJ->BHST", 0.1 * q, k)
+        return jnp.einsum("BHST,BTGK->BSHK", jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1), v)
+
+    def these(q, k, v, segments):
+        return attend(own_tokens(q, axis=1), k, v, Mask(segments, window=window), scale=0.1, kernel=kernel)
+
+    mesh = mesh_of(1, 1, 1, cp=ranks)
+    mapped = jax.shard_map(these, mesh=mesh, in_specs=P(), out_specs=P(None, "cp" if ranks > 1 else None))
+    both = lambda q, k, v: own_order(mapped(q, k, v, segments), ranks)  # noqa: E731
+    found, expected = (jax.jit(functools.partial(value_and_pulled, f))((q, k, v)) for f in (both, plain))
+    for actual, wanted in zip(found, expected, strict=True):
+        assert error(actual, wanted) < 1e-5
+
+
+def test_the_kernel_for_triton_refuses_a_window():
+    (q, k, v), segments = heads(seq=32)
+    with pytest.raises(AssertionError, match="no windows"):
+        attend(q, k, v, Mask(segments, window=4), scale=0.1, kernel="triton")
 
 
 @pytest.mark.fast(1)
@@ -200,7 +243,7 @@ def test_in_bfloat16_it_is_as_near_as_attention_with_scores():
     arrays, segments = heads(dtype=jnp.bfloat16)
     run = lambda f, arrays: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays)  # noqa: E731
     exact = run(with_scores, [x.astype(jnp.float32) for x in arrays])
-    for actual, other, expected in zip(run(causal_attention, arrays), run(with_scores, arrays), exact, strict=True):
+    for actual, other, expected in zip(run(in_splash, arrays), run(with_scores, arrays), exact, strict=True):
         assert actual.dtype == jnp.bfloat16
         assert error(actual, expected) < max(2 * error(other, expected), 2.0**-7)
 
@@ -212,7 +255,7 @@ def test_what_is_replicated_gets_the_whole_gradient():
 
     def loss(weights, q, k, v, segments):
         q, k, v = (x * w[None, None, None] for x, w in zip((q, k, v), weights, strict=True))
-        return (causal_attention(q, k, v, segments, scale=0.1) ** 2).sum()
+        return (splash_attention(q, k, v, Mask(segments), scale=0.1) ** 2).sum()
 
     def local(weights, *arrays):
         return jax.lax.psum(loss(weights, *arrays), ("dp", "tp"))
@@ -401,7 +444,7 @@ def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
     kept = []
 
     def own(q, k, v):
-        y, pull = jax.vjp(lambda q: causal_attention(own_tokens(q, axis=1), k, v, segments, scale=0.1), q)
+        y, pull = jax.vjp(lambda q: splash_attention(own_tokens(q, axis=1), k, v, Mask(segments), scale=0.1), q)
         kept.extend(leaf for leaf in jax.tree.leaves(pull) if leaf.ndim)
         return y
 
@@ -459,7 +502,7 @@ def of_a_block(equation):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows):
     (q, k, v), segments = heads(rows=rows, seq=384, d_qk=96, d_v=64)  # three blocks a side
-    run = lambda q, k, v: value_and_pulled(lambda q, k, v: causal_attention(q, k, v, segments, scale=0.1), (q, k, v))  # noqa: E731
+    run = lambda *heads: value_and_pulled(functools.partial(in_splash, segments=segments, scale=0.1), heads)  # noqa: E731
     kernels = [e for e in equations(run, q, k, v) if is_kernel(e)]
     assert [e.params["name"].split("_")[2] for e in kernels] == ["fwd", "dkv", "dq"]
     for equation in kernels:
@@ -472,7 +515,7 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
 def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ranks):
     """Chunks in zigzag order: as many on each rank."""
     arrays, segments = heads(seq=512 * ranks, rows=1, d_qk=96, d_v=64)  # a chunk is a block of 256
-    own = lambda q, k, v: causal_attention(own_tokens(q, axis=1), k, v, segments, scale=0.1)  # noqa: E731
+    own = lambda q, k, v: splash_attention(own_tokens(q, axis=1), k, v, Mask(segments), scale=0.1)  # noqa: E731
     mapped = jax.shard_map(own, mesh=mesh_of(1, 1, 1, cp=ranks), in_specs=P(), out_specs=P(None, "cp"))
     kernels = [e for e in equations(lambda *arrays: value_and_pulled(mapped, arrays), *arrays) if is_kernel(e)]
     assert len(kernels) == 3
@@ -510,7 +553,7 @@ def live_blocks(seq, ranks, size=256):
 def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
     (q, k, v), segments = heads()
     own = SEQ // ranks  # queries, of which a mask of all is cut as well
-    bias = jnp.where(causal_mask(segments)[:, :, :own], 0.0, -1e30)
+    bias = jnp.where(Mask(segments).dense(SEQ)[:, :, :own], 0.0, -1e30)
     run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
     kernels = [e for e in equations(run, q[:, :own], k, v) if is_kernel(e)]
     assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
@@ -520,7 +563,7 @@ def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
         assert kernel_flops(equation.params["name"], shapes) == a_call
 
 
-@pytest.mark.parametrize("flops_of, block", [(attention_flops, 512), (cudnn_flops, 128), (triton_flops, 64)])
+@pytest.mark.parametrize("flops_of, block", [(splash_flops, 512), (cudnn_flops, 128), (triton_flops, 64)])
 def test_blocks_behind_the_diagonal_cost_nothing(flops_of, block):
     whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
     cost = lambda seq: flops_of("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
@@ -661,14 +704,16 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from parallax.model.kernels import causal_attention
+from parallax.model.kernels.splash import splash_attention
+from parallax.model.mask import Mask
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 axis = sys.argv[1]
 mesh = Mesh(np.array(devices).reshape(2, 2), (axis, "tp"))
 
 def local(scale, q, k, v, segments):
-    loss = lambda scale, q, k, v: (causal_attention(q * scale, k, v, segments, scale=0.1).astype("float32") ** 2).sum()
+    attend = lambda q, k, v: splash_attention(q, k, v, Mask(segments), scale=0.1)
+    loss = lambda scale, q, k, v: (attend(q * scale, k, v).astype("float32") ** 2).sum()
     return jax.grad(lambda *args: jax.lax.psum(loss(*args), (axis, "tp")), argnums=(0, 1, 2, 3))(scale, q, k, v)
 
 rows = P("dp") if axis == "dp" else P()

@@ -13,8 +13,8 @@ from support.traced_equations import equations
 
 from parallax.analysis.planned.moves import SentPerUse
 from parallax.errors import ConfigError
-from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope, rotate
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.parameter import parameter
@@ -203,7 +203,7 @@ def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
 
 
 def test_the_mask_is_causal_inside_each_document():
-    mask = np.asarray(causal_mask(jnp.array([[1, 1, 2, 2, 0]])))[0, 0]
+    mask = np.asarray(Mask(jnp.array([[1, 1, 2, 2, 0]])).dense(5))[0, 0]
     assert mask.astype(int).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

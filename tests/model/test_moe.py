@@ -20,15 +20,15 @@ from support.traced_equations import equations
 from parallax.analysis.traced.collectives import collectives
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import saved_parts
-from parallax.model import exchange as exchange_module
-from parallax.model import experts as experts_module
-from parallax.model import grouped_kernel, traffic
-from parallax.model.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, Room, most_received
+from parallax.model.experts import exchange as exchange_module
+from parallax.model.experts import exchange_costs, grouped_kernel
+from parallax.model.experts import experts as experts_module
+from parallax.model.experts.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, Room, most_received
+from parallax.model.experts.moe import MoE
+from parallax.model.experts.router import Router
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
-from parallax.model.moe import MoE
 from parallax.model.products import EIGHT_BIT_PRODUCTS, unit_of
-from parallax.model.router import Router
 from parallax.pipeline.split_program import select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.eight_bits import to_eight_bits
@@ -449,7 +449,7 @@ def test_kernels_for_gated_experts_give_the_same_layer(exchange, monkeypatch):
     expected = with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent)
     monkeypatch.setattr(experts_module, "has_kernel", lambda x: x.unit is None)
     monkeypatch.setattr(grouped_kernel, "BLOCK_ROWS", (8,))
-    monkeypatch.setattr(traffic, "ROWS_STEP", 8)
+    monkeypatch.setattr(exchange_costs, "ROWS_STEP", 8)
     check(with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *sent), expected)
 
 

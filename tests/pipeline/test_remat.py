@@ -31,7 +31,7 @@ from parallax.analysis.traced.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.errors import ConfigError
-from parallax.model.blockwise import blockwise_flops
+from parallax.model.kernels.flops import blockwise_flops
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state
 

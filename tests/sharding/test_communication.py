@@ -19,11 +19,11 @@ import parallax.sharding.einsum as contraction
 from parallax import model as layers
 from parallax.analysis.traced.collectives import collectives
 from parallax.model.attention import attend_over_context
-from parallax.model.blockwise import blockwise_attention
 from parallax.model.context import training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope

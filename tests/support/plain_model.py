@@ -13,9 +13,10 @@ import numpy as np
 
 from parallax.config.sections import LossConfig, ModelConfig
 from parallax.model.batch import IGNORED
-from parallax.model.context import Context, causal_mask
+from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline import Arrangement
@@ -114,9 +115,8 @@ def plain_logits(model, params, batch):
 def plain_forward(model, params, batch, loss=None):
     """(logits, the Notes of all layers)."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
-    # With a mask attention is jax.nn.dot_product_attention, which knows no blocks.
-    mask = causal_mask(batch["segments"])
-    context = Context(Rope(model).tables(batch["positions"]), rows, None, mask_B1ST=mask)
+    # With a cursor attention is jax.nn.dot_product_attention, which knows no blocks.
+    context = Context(Rope(model).tables(batch["positions"]), rows, None, Mask(batch["segments"], cursor=0))
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
     def layer(block, weights, x, _):

@@ -16,7 +16,7 @@ from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, GuardConfig
 from parallax.inference.run import load
-from parallax.model.router import Router
+from parallax.model.experts.router import Router
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.guard import init_guard
 from parallax.step.optimizer import make_optimizer

@@ -14,7 +14,7 @@ from parallax.config.settings import Settings
 from parallax.errors import ConfigError, ParallaxError, divisors
 from parallax.model.checks import check_context, check_kernel_on
 from parallax.model.families import CONTEXTS
-from parallax.model.kernels import ATTENTION_KERNELS
+from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations

@@ -30,9 +30,9 @@ from parallax.display.tables import Table, parts_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
-from parallax.model.exchange import EXCHANGES
-from parallax.model.kernels import ATTENTION_KERNELS
-from parallax.model.traffic import exchange_of, exchanged_rows
+from parallax.model.experts.exchange import EXCHANGES
+from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
+from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import DEVICE, HOST

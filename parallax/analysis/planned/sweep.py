@@ -54,7 +54,7 @@ from parallax.display.svg import INK, PAPER, TIP, svg
 from parallax.display.units import in_bytes, percent
 from parallax.errors import ConfigError, errors_as
 from parallax.hardware.chips import Chip
-from parallax.model.traffic import exchange_of, exchanged_rows
+from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
 from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS

@@ -13,10 +13,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.traced.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
-from parallax.model.blockwise import WHOLE, blockwise_flops
-from parallax.model.families import CONTEXTS
-from parallax.model.grouped_kernel import GROUPED_SCOPE
-from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
+from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
+from parallax.model.families import CONTEXTS, WHOLE
+from parallax.model.kernels.flops import blockwise_flops, cudnn_flops, kernel_flops, splash_flops, triton_flops
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import is_simulated
@@ -108,7 +107,7 @@ def scores_flops(model: ModelConfig, seq: int) -> int:
 ATTENTION_FLOPS = {
     "xla": (blockwise_flops, ("fwd", "bwd")),
     "cudnn": (cudnn_flops, ("fwd", "bwd")),
-    "splash": (attention_flops, ("fwd", "dq", "dkv")),
+    "splash": (splash_flops, ("fwd", "dq", "dkv")),
     "triton": (triton_flops, ("fwd", "bwd")),
 }
 GROUPED = ("ragged_dot", "ragged_dot_general")

@@ -24,7 +24,7 @@ from parallax import jaxprs
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, products
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.experts import USUAL_LOAD
+from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.sharding import collectives, einsum, layout

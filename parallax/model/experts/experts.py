@@ -13,8 +13,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import EXPERTS, ModelConfig
-from parallax.model.grouped import grouped_dot, grouped_sums
-from parallax.model.grouped_kernel import (
+from parallax.model.experts.exchange_costs import usual_rows
+from parallax.model.experts.grouped import grouped_dot, grouped_sums
+from parallax.model.experts.grouped_kernel import (
     gated,
     gated_by_group,
     has_kernel,
@@ -34,7 +35,6 @@ from parallax.model.products import (
     Operand,
     largest,
 )
-from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, offset, vary_alike, varying_axes
 from parallax.sharding.layout import Layout

@@ -6,11 +6,11 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
-from parallax.model.exchange import EXCHANGE_FORMS, Beside, ordered
-from parallax.model.experts import Experts, HeldExperts
+from parallax.model.experts.exchange import EXCHANGE_FORMS, Beside, ordered
+from parallax.model.experts.experts import Experts, HeldExperts
+from parallax.model.experts.router import Router
 from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
-from parallax.model.router import Router
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import bound_axis_sizes, reshard
 from parallax.sharding.layout import Layout
@@ -20,9 +20,10 @@ class MoE(nn.Module):
     """Weighted sum of a token's experts, plus the shared experts; input and output have the residual's layout.
 
     Experts are gated MLPs. In both families ep shards their number and tp their width. `exchange` says how tokens are
-    sent to them: see parallax/model/exchange.py. With `chunk_tokens`, at most that many of a device's tokens (or one
-    position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products of each
-    chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's, not W.
+    sent to them: see parallax/model/experts/exchange.py. With `chunk_tokens`, at most that many of a device's tokens
+    (or one position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products
+    of each chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's,
+    not W.
     `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, omits the additional gradients of
     Router. Besides the communication of its router, its exchange and its shared experts:
 

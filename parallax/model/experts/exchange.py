@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, sort_rows
-from parallax.model.grouped import grouped_sums
-from parallax.model.kernels import platform_traced
-from parallax.model.traffic import usual_rows
+from parallax.model.experts.exchange_costs import usual_rows
+from parallax.model.experts.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, sort_rows
+from parallax.model.experts.grouped import grouped_sums
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import (
     all_gather,
@@ -24,6 +23,7 @@ from parallax.sharding.collectives import (
     varying_axes,
 )
 from parallax.sharding.layout import Layout
+from parallax.sharding.platform import platform_traced
 
 Beside = Callable[[Array | None], Array]  # what is computed while rows travel; its argument is for `ordered`
 

@@ -1,8 +1,8 @@
 """Attention without a full matrix of scores: an online softmax over blocks of keys, on every backend.
 
 Milakov and Gimelshein 2018 for the softmax. Dao et al. 2022 for the backward pass, which recomputes the scores from the
-saved queries, keys, values, output and one number for each query. Liu et al. 2023 for the ring. Blocks that the causal
-mask hides entirely are skipped; which ones is known at trace time, for each context rank.
+saved queries, keys, values, output and one number for each query. Liu et al. 2023 for the ring. Blocks that the mask
+hides by the tokens' places alone are skipped; which ones is known at trace time, for each context rank.
 """
 
 import functools
@@ -16,9 +16,10 @@ from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.kernels import platform_traced
+from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
+from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import context_ranks, order_of
 
 # Most tokens on a side of a block of scores, by platform; docs/cp.md has the figures. Rows of two such blocks are a
@@ -27,20 +28,14 @@ LONGEST_SIDE = {"cpu": 256, "gpu": 512, "tpu": 512}
 TWO_BLOCKS = {"gpu": 1024, "tpu": 256}
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
-# Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
-# ranks; those of all ranks, one rank after the other.
-WHOLE, GATHERED, RING = "whole", "gathered", "ring"
 
 
-def blockwise_attention(
-    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BN: Array, *, scale: float, keys: str = WHOLE
-) -> Array:
-    """Softmax attention of each token to those before it in its own segment, [B, S, H, K], in q's dtype.
+def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float) -> Array:
+    """Softmax attention of each token to those that the mask shows it, [B, S, H, K], in q's dtype.
 
-    Groups of H / G query heads share a key head. `segments_BN` are those of whole rows, in order. `keys` is WHOLE,
-    GATHERED or RING: with the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
-    Statistics and sums are float32. A ring of cp ranks makes cp - 1 hops; gradients of k and v, in float32, make one
-    more hop at the end, back to their own rank.
+    Groups of H / G query heads share a key head. If the keys are fewer than the tokens of a row, too, they are those of
+    this context rank, and the others come in a ring. Statistics and sums are float32. A ring of cp ranks makes cp - 1
+    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -49,16 +44,17 @@ def blockwise_attention(
         forward   nothing
         backward  permute of the gradient of k and the gradient of v over cp
     """
-    ranks = context_ranks()
-    keys = keys if ranks > 1 else WHOLE
-    # Numbers of chunks: of the local queries, of the local keys, and of a whole row.
-    own, held, whole = {WHOLE: (1, 1, 1), GATHERED: (2, 2 * ranks, 2 * ranks), RING: (2, 2, 2 * ranks)}[keys]
-    chunk = q_BSHJ.shape[1] // own
+    chunk = q_BSHJ.shape[1] // _chunks(q_BSHJ, mask)
     size = tokens_of_block(chunk)
-    heads = _filled(q_BSHJ, own, size), _filled(k_BTGJ, held, size), _filled(v_BTGK, held, size)
-    arrays = *heads, _filled(segments_BN, whole, size, of=FILLING)
-    out = _attention(*vary_alike(arrays), scale, keys)
-    return out if chunk % size == 0 else _without_filling(out, own, chunk)
+    q, k, v = (_filled(x, x.shape[1] // chunk, size) for x in (q_BSHJ, k_BTGJ, v_BTGK))
+    segments = _filled(mask.segments_BN, mask.segments_BN.shape[1] // chunk, size, of=FILLING)
+    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale)
+    return out if chunk % size == 0 else _without_filling(out, _chunks(q_BSHJ, mask), chunk)
+
+
+def _chunks(q: Array, mask: Mask) -> int:
+    """Chunks of the local queries: two on a context rank, see parallax/sharding/zigzag.py."""
+    return 1 if q.shape[1] == mask.segments_BN.shape[1] else 2
 
 
 def tokens_of_block(tokens: int) -> int:
@@ -75,34 +71,16 @@ def tokens_of_block(tokens: int) -> int:
     return -(-tokens // -(-tokens // longest))
 
 
-def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """FLOPs of the matrix products of `blockwise_attention`, 2 for each multiply-add, in the blocks that it computes.
-
-    `part` is "fwd" or "bwd", which recomputes the scores. `ranks` context ranks share the queries of `seq` tokens, and
-    each computes the same number of blocks.
-
-    >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
-    True
-    """
-    chunks = 1 if ranks == 1 else 2 * ranks
-    size = tokens_of_block(seq // chunks)
-    blocks = chunks * -(-seq // chunks // size)
-    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    return 2 * rows * heads * blocks * (blocks + 1) // 2 // ranks * size**2 * widths[part]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Array:
+    return _forward(q, k, v, mask, scale)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> Array:
-    return _forward(q, k, v, segments, scale, keys)[0]
-
-
-def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> tuple[Array, Any]:
-    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
-    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
-    blocks = _Blocks(q, k, segments, size, scale)
+def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Array, Any]:
+    blocks = _Blocks(q, k, mask, scale)
     q_blocks = blocks.of_queries(q)
-    zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
-    start = zeros(v.shape[-1]), zeros() + HIDDEN, zeros()
+    sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
+    start = sums, top, _zeros(q_blocks, q_blocks.shape[:-1])
 
     def step(state: Any, sums: tuple, kv: Any, pair: Array) -> tuple[Any, tuple]:
         query, key = pair[0], pair[1]
@@ -113,22 +91,20 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         seen = _product("BGQT,BGTK->BGQK", weights.astype(v_block.dtype), v_block)
         new = out * fade[..., None] + seen, higher, total * fade + weights.sum(axis=-1)
-        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), sums
+        return jax.tree.map(lambda before, block: _write(before, block, query), state, new), sums
 
-    (out, top, total), _ = _run_hops(pairs, step, start, (blocks.of_keys(k), blocks.of_keys(v)))
+    (out, top, total), _ = _run_hops(blocks.pairs(), step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
     logsumexp = top + jnp.log(total)
     out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
-    return out, (q, k, v, segments, out, logsumexp)
+    return out, (q, k, v, mask, out, logsumexp)
 
 
-def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, segments, out, logsumexp = saved
-    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
-    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
-    blocks = _Blocks(q, k, segments, size, scale)
+def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, out, logsumexp = saved
+    blocks = _Blocks(q, k, mask, scale)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
-    own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
+    row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
 
     def step(dq: Array, sums: Any, kv: Any, pair: Array) -> tuple[Array, Any]:
@@ -138,14 +114,14 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
         scores = blocks.scores(q_block, k_block, pair)
         weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
         d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
-        d_scores = (scale * weights * (d_weights - _read(own, query)[..., None])).astype(q.dtype)
+        d_scores = (scale * weights * (d_weights - _read(row_sums, query)[..., None])).astype(q.dtype)
         dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
         dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
         dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
         return dq, tuple(_write(x, block, key) for x, block in zip(sums, (dk_block, dv_block)))
 
-    zeros = lambda x: _like(q_blocks, x.shape)  # noqa: E731
-    dq, (dk, dv) = _run_hops(pairs, step, zeros(q_blocks), kv, tuple(map(zeros, kv)))
+    start, *sums = (_zeros(q_blocks, x.shape) for x in (q_blocks, *kv))
+    dq, (dk, dv) = _run_hops(blocks.pairs(), step, start, kv, tuple(sums))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
     return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
 
@@ -156,10 +132,15 @@ _attention.defvjp(_forward, _backward)
 class _Blocks:
     """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
-    def __init__(self, q: Array, k: Array, segments: Array, size: int, scale: float):
-        self.size, self.scale, self.groups = size, scale, k.shape[2]
-        self.heads = q.shape[2] // self.groups  # of a group
-        self.segments = rearrange(segments, "B (n b) -> n B b", b=size)
+    def __init__(self, q: Array, k: Array, mask: Mask, scale: float):
+        self.size, self.scale, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), scale, mask
+        self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
+        self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
+        self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
+
+    def pairs(self) -> list[np.ndarray]:
+        """The pairs of blocks to compute: see `_pairs`."""
+        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window)
 
     def of_queries(self, x: Array) -> Array:
         return rearrange(x, "B (n b) (G H) W -> n B G (H b) W", b=self.size, G=self.groups)
@@ -173,11 +154,10 @@ class _Blocks:
     def scores(self, q: Array, k: Array, pair: Array) -> Array:
         """Scores of a block of queries and a block of keys, float32 [B, G, rows, keys]; HIDDEN where masked."""
         first_query, first_key = pair[2], pair[3]  # indices of blocks in the whole row
-        rows, keys = (_read(self.segments, at) for at in (first_query, first_key))
-        at = jnp.arange(self.size)
-        before = (first_query * self.size + at)[:, None] >= (first_key * self.size + at)[None, :]
-        seen_BbT = (rows[:, :, None] == keys[:, None, :]) & before[None]
-        seen = jnp.tile(seen_BbT, (1, self.heads, 1))[:, None]
+        segments = [_read(self.segments, first) for first in (first_query, first_key)]
+        within = jnp.arange(self.size)
+        places = (first_query * self.size + within)[:, None], (first_key * self.size + within)[None, :]
+        seen = jnp.tile(self.mask.allows(*places, *segments), (1, self.heads, 1))[:, None]
         return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
 
 
@@ -215,24 +195,32 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, form: str, ranks: int, size: int) -> list[np.ndarray]:
+def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: int) -> list[np.ndarray]:
     """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
-    queries and of the block of keys, then their indices in the whole row."""
-    if form == WHOLE:
-        held, first = np.arange(1), np.arange(queries // size)[None]
-    else:
-        held, first = np.arange(ranks), order_of(ranks, ranks * queries // size)
-    found = []
-    for hop in range(ranks if form == RING else 1):
-        others = first[(held - hop) % len(held)] if form == RING else np.tile(np.arange(keys // size), (len(held), 1))
-        found.append(np.stack([_live(own, other) for own, other in zip(first, others)]))
-    return found
+    queries and of the block of keys, then their indices in the whole row. `queries` and `keys` are the numbers of local
+    blocks, `whole` is that of a row."""
+    is_ring = keys < whole
+    of_ranks = np.arange(whole)[None] if queries == whole else order_of(ranks, whole)
+    hops = []
+    for hop in range(ranks if is_ring else 1):
+        of_keys = np.roll(of_ranks, hop, axis=0) if is_ring else np.tile(np.arange(keys), (len(of_ranks), 1))
+        hops.append([_seen_pairs(*blocks, size, window) for blocks in zip(of_ranks, of_keys)])
+    most = max((len(pairs) for of_hop in hops[1:] for pairs in of_hop), default=0)
+    return [_alike(of_hop, most if hop else max(map(len, of_hop))) for hop, of_hop in enumerate(hops)]
 
 
-def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int) -> np.ndarray:
     """The pairs, of block indices in the row, in which some query attends to some key."""
-    query, key = np.nonzero(keys[None, :] <= queries[:, None])
+    edges = [(first * size, first * size + size - 1) for first in (queries[:, None], keys[None, :])]
+    query, key = np.nonzero(blocks_seen(*edges, window)[0])
     return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
+
+
+def _alike(of_ranks: list[np.ndarray], count: int) -> np.ndarray:
+    """As many pairs for each rank: with a window some see fewer blocks. In those that are added no token sees another:
+    the keys come after the queries."""
+    hidden = np.array([0, 0, 0, 1], np.int32)
+    return np.stack([np.concatenate([pairs, np.tile(hidden, (count - len(pairs), 1))]) for pairs in of_ranks])
 
 
 def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
@@ -253,16 +241,15 @@ def _without_filling(x: Array, chunks: int, tokens: int) -> Array:
 def _others_wait() -> bool:
     """Whether a permute could deadlock because pipeline ranks take different branches. True except on TPU, where a
     permute involves only two devices."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform != "tpu" and is_bound("pp") and lax.axis_size("pp") > 1
+    return platform_traced() not in ("", "tpu") and is_bound("pp") and lax.axis_size("pp") > 1
 
 
 def _product(names: str, a: Array, b: Array) -> Array:
     return jnp.einsum(names, a, b, preferred_element_type=jnp.float32)
 
 
-def _like(blocks: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros in float32 that vary over the same axes."""
+def _zeros(blocks: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros in float32 that vary over the axes of `blocks`."""
     return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(blocks))
 
 

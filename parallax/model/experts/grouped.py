@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.model.grouped_kernel import ragged_dot, ragged_sums
-from parallax.model.kernels import platform_traced
+from parallax.model.experts.grouped_kernel import ragged_dot, ragged_sums
 from parallax.model.products import Operand, multiplied
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
+from parallax.sharding.platform import platform_traced
 
 LEAST_ROWS = 8
 # The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products: on one H100, 16,384

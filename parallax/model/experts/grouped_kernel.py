@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata, tgmm
 
-from parallax.model.kernels import LANES, platform_traced, unchecked
+from parallax.model.kernels.pallas import LANES, unchecked
 from parallax.model.products import Operand, in_units
+from parallax.sharding.platform import platform_traced
 
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, the exchange of tokens, and grouped products."""

@@ -1,0 +1,1 @@
+"""Attention kernels: in XLA, for TPUs (splash) and for GPUs (cuDNN, Triton)."""

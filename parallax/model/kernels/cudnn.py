@@ -1,0 +1,154 @@
+"""cuDNN's attention, on GPUs, and a description of it for GPUs that are not present."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from parallax.model.kernels.pallas import unchecked
+from parallax.model.mask import Mask
+from parallax.sharding.collectives import vary_alike
+from parallax.sharding.platform import platform_traced
+
+LONGEST_BIAS = 16_384  # tokens of a row for which "auto" is cuDNN: its mask of documents is then 0.5 GiB in bfloat16
+# Largest head width of cuDNN's attention, as limited by JAX. The limit depends on the compute capability, which is only
+# known for a GPU that is present; so GPUs with 9.0 or more are listed by name.
+WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
+SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
+BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")  # GPUs without this attention
+CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
+
+
+def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
+    """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
+
+    Of whole rows blocks after the diagonal are skipped. What else the mask hides cuDNN takes as a bias, and computes
+    these scores, too. JAX looks for a GPU when it traces the call. If there is
+    none, a call with the same operands, results and products takes its place, so that a step for GPUs can be reported,
+    planned and compiled on any machine.
+    """
+    queries = q_BSHJ.shape[1]
+    is_causal = queries == k_BTGJ.shape[1]
+    shown_B1ST = mask.same_segment() if is_causal and not mask.window else mask.dense(queries)
+    arrays = q_BSHJ, k_BTGJ, v_BTGJ, shown_B1ST
+    if platform_traced() and not is_for_absent_gpus():
+        by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=scale)
+        return _named(lambda q, k, v, mask: by_jax(q, k, v, mask=mask, implementation="cudnn"), *arrays)
+
+    def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
+        return described_attention(q, k, v, bias, scale)
+
+    return _named(described, *vary_alike(arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _named(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """`attention(q, k, v, mask)` with names, for remat policies, on the result and on each row's logsumexp. JAX does
+    not name the latter, and without it the backward pass would recompute both."""
+    return attention(q, k, v, mask)
+
+
+def _named_forward(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Callable]:
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
+    named = checkpoint_name(out, "core")
+
+    def saved(leaf: Array) -> Array:
+        if leaf is out:
+            return named
+        return checkpoint_name(leaf, "core") if leaf.dtype == jnp.float32 else leaf  # only the logsumexp is float32
+
+    return named, jax.tree.map(saved, pull)
+
+
+def _named_backward(attention: Callable, pull: Callable, dy: Array) -> tuple[Array, Array, Array, None]:
+    return *pull(dy), None
+
+
+_named.defvjp(_named_forward, _named_backward)
+
+
+def widest_head(kind: str) -> int:
+    """Largest head width that cuDNN's attention supports on devices of this kind; the largest of all kinds for "".
+
+    >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
+    (128, 256)
+    """
+    return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
+
+
+def is_for_absent_gpus() -> bool:
+    """Whether the program being traced is for GPUs that are not present: it can be compiled but not run."""
+    return platform_traced() == "gpu" != jax.default_backend()
+
+
+# ---- cuDNN's operands, results and products as Pallas calls; for GPUs that are not present, as opaque calls
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """The computation of cuDNN, with one call for each of its calls; for tracing, and interpreted on CPU for tests. If
+    there are as many queries as keys, they are in order, and attention is causal."""
+    return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
+
+
+def _described_forward(q: Array, k: Array, v: Array, bias: Array, scale: float) -> tuple[Array, Any]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref):
+        scores_BGHST = _scores(q_ref[...], k_ref[...], bias_ref[...], scale)
+        logsumexp = jax.nn.logsumexp(scores_BGHST, axis=-1, keepdims=True)
+        weights = jnp.exp(scores_BGHST - logsumexp).astype(v_ref.dtype)
+        out_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", weights, v_ref[...]).reshape(out_ref.shape)
+        logsumexp_ref[...] = logsumexp.reshape(logsumexp_ref.shape)
+
+    rows, seq, heads, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, seq), jnp.float32)]
+    out, logsumexp = unchecked(_described_call("cudnn_fwd", kernel, shapes), q, k, v, bias)
+    return out, (q, k, v, bias, out, logsumexp)
+
+
+def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, Array]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref, dy_ref, dq_ref, dk_ref, dv_ref):
+        q, k, v, dy = q_ref[...], k_ref[...], v_ref[...], _by_group(dy_ref[...], k_ref.shape[2])
+        scores_BGHST = _scores(q, k, bias_ref[...], scale)
+        weights = jnp.exp(scores_BGHST - logsumexp_ref[...].reshape(*scores_BGHST.shape[:-1], 1))
+        dv_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", weights.astype(v.dtype), dy)
+        dweights = jnp.einsum("BSGHJ,BTGJ->BGHST", dy, v, preferred_element_type=jnp.float32)
+        row_sums = (dy.astype(jnp.float32) * _by_group(out_ref[...], k.shape[2])).sum(axis=-1)
+        dscores = (scale * weights * (dweights - rearrange(row_sums, "B S G H -> B G H S 1"))).astype(q.dtype)
+        dq_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", dscores, k).reshape(dq_ref.shape)
+        dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
+    grads = unchecked(_described_call("cudnn_bwd", kernel, shapes), *saved, dy)
+    return *grads, jnp.zeros_like(saved[3])
+
+
+described_attention.defvjp(_described_forward, _described_backward)
+
+
+def _described_call(name: str, kernel: Callable, shapes: list[jax.ShapeDtypeStruct]) -> Callable:
+    """For GPUs that are not present: an opaque call with the right operands and results. An interpreted kernel would be
+    compiled as written, with all scores in memory."""
+    if is_for_absent_gpus():
+        return jax.ffi.ffi_call(name, shapes)
+    return pl.pallas_call(kernel, shapes, name=name, interpret=True)
+
+
+def _by_group(x_BSHJ: Array, groups: int) -> Array:
+    """Query heads by group, [B, S, G, H / G, J]."""
+    return rearrange(x_BSHJ, "B S (G H) J -> B S G H J", G=groups)
+
+
+def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """Scores in float32, [B, G, H / G, S, T]."""
+    q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
+    scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
+    queries, keys = scores.shape[-2:]
+    is_seen_ST = jnp.tri(queries, keys, dtype=bool) if queries == keys else jnp.full((queries, keys), True)
+    return jnp.where(is_seen_ST, scale * scores + bias_B1ST[:, :, None], -jnp.inf)

@@ -1,0 +1,93 @@
+"""JAX's Pallas kernels without the check of replication types, and the gradient of those for attention.
+
+JAX's types say over which mesh axes a value varies, but Pallas kernels do not declare them. So the kernels run in a
+separate shard_map without that check, the only one in this project. There JAX cannot know which gradients must be
+summed. So all inputs are marked outside as varying over the axes of any operand: the transpose of this mark is the sum,
+and forward and backward pass are each a program of one device, which sends nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from parallax.model.mask import Mask
+from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
+
+LANES = 128  # lanes of a TPU's vector registers; blocks are multiples of it
+
+
+def unchecked(function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)` on one device, without replication types. Operands are arrays or trees; results vary over
+    every axis over which an operand varies.
+
+    For JAX's Pallas kernels, which do not declare replication types, so that the check would refuse their results. The
+    code around the call is checked: the results have the correct types.
+
+    Do not differentiate it: a replicated operand's gradient would be that of one device.
+    """
+    if not bound_axis_sizes():
+        return function(*arrays)
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+
+    def run(*arrays: Any) -> Any:
+        # A bitcast to the same type has no known replication.
+        return function(*jax.tree.map(lambda x: lax.bitcast_convert_type(x, x.dtype), arrays))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    local = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+    return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pull:
+    """How to rebuild the backward pass: its tree structure, and the source of each of its arrays. JAX passes it on
+    unchanged; it is equal only to itself."""
+
+    structure: Any
+    sources: tuple[int, ...]  # indices into q, k, v, arrays of the kernel, the output and the other residuals
+
+
+KernelOf = Callable[[Array, Array, Mask], Any]  # of queries and keys
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def pallas_attention(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+    """`kernel_of(q, k, mask)(q, k, v)`, with a gradient that saves what the kernel's own does, by name. Operands
+    vary over the same axes."""
+    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, mask))
+
+
+def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Any]:
+    def run(q: Array, k: Array, v: Array, kernel: Callable) -> tuple[Array, list[Array], Pull]:
+        out, pull = jax.vjp(kernel, q, k, v)
+        leaves, structure = jax.tree.flatten(pull)
+        arrays = [q, k, v, *jax.tree.leaves(kernel), out]
+        others = [leaf for leaf in leaves if all(leaf is not x for x in arrays)]
+        arrays += others
+        sources = (next(index for index, x in enumerate(arrays) if x is leaf) for leaf in leaves)
+        return out, others, Pull(structure, tuple(sources))
+
+    out, others, pull = unchecked(run, q, k, v, kernel_of(q, k, mask))
+    out, others = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, others))
+    return out, (q, k, v, mask, out, others, pull)
+
+
+def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, out, others, pull = saved
+
+    def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
+        leaves = jax.tree.leaves(arrays)
+        return jax.tree.unflatten(pull.structure, [leaves[index] for index in pull.sources])(dy)
+
+    # The kernel's tables are recomputed, so that a layer saves none.
+    return *unchecked(run, dy, q, k, v, kernel_of(q, k, mask), out, others), None
+
+
+pallas_attention.defvjp(_forward, _backward)

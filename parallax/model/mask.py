@@ -1,0 +1,63 @@
+"""The mask of attention: which tokens a token attends to, as one value that every kernel reads."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from parallax.sharding.activations import TOKENS
+from parallax.sharding.zigzag import own_tokens, places
+
+
+class Mask(struct.PyTreeNode):
+    """A token attends to itself and to the tokens before it in its own segment.
+
+    Keys are those of whole rows, in order. Queries are, too, unless there are fewer: then they are those of this
+    context rank, see parallax/sharding/zigzag.py; or, with a `cursor`, new tokens from this place of the row on. With a
+    `window` over 0 a token attends only to the last `window` of those tokens, itself included.
+    """
+
+    segments_BN: Array  # the document of each token of whole rows, in order
+    cursor: Array | int | None = None  # cached decoding: the number of tokens in the cache before the new ones
+    window: int = struct.field(pytree_node=False, default=0)
+
+    def allows(self, query_places_S1: Array, key_places_1T: Array, query_segments: Array, key_segments: Array) -> Array:
+        """Whether queries attend to keys, [B, S, T], of these places in their rows and these segments [B, ...]."""
+        in_reach_ST = sees(query_places_S1, key_places_1T, self.window)
+        return (query_segments[:, :, None] == key_segments[:, None, :]) & in_reach_ST[None]
+
+    def dense(self, queries: int) -> Array:
+        """Whether each of so many queries attends to each key, [B, 1, S, N]."""
+        places_N = jnp.arange(self.segments_BN.shape[1])
+        if self.cursor is not None:
+            places_S = self.cursor + jnp.arange(queries)
+            segments_BS = lax.dynamic_slice_in_dim(self.segments_BN, self.cursor, queries, axis=1)
+        elif queries < len(places_N):
+            places_S, segments_BS = places(TOKENS, queries), own_tokens(self.segments_BN, axis=1)
+        else:
+            places_S, segments_BS = places_N, self.segments_BN
+        return self.allows(places_S[:, None], places_N[None, :], segments_BS, self.segments_BN)[:, None]
+
+    def same_segment(self) -> Array:
+        """Whether tokens are of one segment, [B, 1, N, N]; for kernels that are causal themselves."""
+        return (self.segments_BN[:, :, None] == self.segments_BN[:, None, :])[:, None]
+
+
+def sees(query: Any, key: Any, window: int) -> Any:
+    """Whether a token at place `query` of a row may attend to one at `key`, if only places count."""
+    return (query >= key) & (query - key < window) if window else query >= key
+
+
+def blocks_seen(queries: tuple[Any, Any], keys: tuple[Any, Any], window: int) -> tuple[Any, Any]:
+    """Whether some query of a block may attend to some key of another, and whether all may attend to all. A block is
+    the places of its first and its last token.
+
+    >>> [blocks_seen((4, 7), keys, window=4) for keys in ((0, 0), (0, 3), (4, 7), (4, 4), (8, 11))]
+    [(False, False), (True, False), (True, False), (True, True), (False, False)]
+    """
+    (first, last), (first_key, last_key) = queries, keys
+    some = last >= first_key
+    if window:
+        some &= first - last_key < window
+    return some, sees(first, last_key, window) & sees(last, first_key, window)
