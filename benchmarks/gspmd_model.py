@@ -28,9 +28,9 @@ HEADS, LOGITS = P("dp", None, "tp", None), P("dp", None, "tp")
 
 
 class Annotated(ShardedModel):
-    """ShardedModel with a `loss_and_grad` in the global view; parameters and their initial values are the same."""
+    """ShardedModel with gradients in the global view; parameters and their initial values are the same."""
 
-    def loss_and_grad(self, params: Any, batch: dict[str, Array], noise: Array | None = None):
+    def loss_grads_and_statistics(self, params: Any, batch: dict[str, Array], noise: Array | None = None):
         """As ShardedModel's; microbatches are every M-th row, so that each device keeps the rows that it has."""
         self.check_model()
         batch = self.checked(batch)
@@ -43,7 +43,7 @@ class Annotated(ShardedModel):
         cut = lambda x: x.reshape(-1, self.pipeline.microbatches, x.shape[1]).swapaxes(0, 1)  # noqa: E731
         zeros = self.as_stored((jnp.float32(0), jax.tree.map(jnp.zeros_like, params)))
         (loss, grads), _ = lax.scan(accumulate, zeros, jax.tree.map(cut, batch))
-        return {"loss": loss, "tokens": count}, grads
+        return {"loss": loss, "tokens": count}, grads, {}
 
     def check_model(self) -> None:
         """Raise ConfigError for unsupported settings."""

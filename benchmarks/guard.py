@@ -23,9 +23,9 @@ def unguarded(model, tx):
     class Unguarded(TrainStep):
         def train_step(self, state, batch):
             noise = jnp.stack([jnp.int32(self.seed), state.step])
-            metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
-            metrics |= {"grad_norm": self.grad_norm(grads)}
-            params, opt_state = self.update(state.params, state.opt_state, grads, metrics["grad_norm"], noise)
+            metrics, *found = self.model.loss_grads_and_statistics(state.params, batch, noise)
+            metrics |= {"grad_norm": self.grad_norm(*found)}
+            params, opt_state = self.update(state.params, state.opt_state, *found, metrics["grad_norm"], noise)
             return TrainState(state.step + 1, params, opt_state, state.guard), metrics
 
     return Unguarded(model, tx, 0)

@@ -16,7 +16,7 @@ import jedi
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "parallax"
-STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_and_grad"]
+STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics"]
 STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py first_state"]
 TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
 LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]

@@ -78,7 +78,7 @@ class EmbedAndHead:
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), weight
         row = self.plan.rows[home]["table"]
-        in_place, trained = row.summed == row.compute, row.spec.has_gradient  # in place: nothing needs to be scattered
+        in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
             self.loss, self._form.table, *arrays, earlier, entries=self._entries, trained=trained

@@ -35,7 +35,7 @@ DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the ini
 
 
 def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None):
-    """Metrics and gradients, see ShardedModel.loss_and_grad."""
+    """Metrics, gradients and statistics, see ShardedModel.loss_grads_and_statistics."""
     pipeline, state = first_state(model, params, batch, noise)
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
@@ -49,7 +49,7 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
     if model.rounds_kernels:
         weights = model.parts.of_kinds(pipeline.layers.weights)
         of_layers = with_largest_weights(of_layers, weights, model.plan.scales(BLOCKS), model.model.dtype)
-    return _metrics(pipeline, ended.loss), model.plan.store(ended.grads | {BLOCKS: of_layers})
+    return _metrics(pipeline, ended.loss), *model.plan.store(ended.grads | {BLOCKS: of_layers})
 
 
 def first_state(

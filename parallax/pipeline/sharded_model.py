@@ -50,9 +50,16 @@ class ShardedModel(ModelOnMesh):
 
         `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions, as model.batch has them;
         labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None disables
-        it. Gradients are float32, sharded like their parameters; those of frozen parameters are empty.
+        it. Gradients are float32, sharded like their parameters; those of parameters that are not trained are empty.
         """
-        local = jax.shard_map(partial(loss_and_grads, self), out_specs=(P(), self._specs), **self.on_mesh)
+        return self.loss_grads_and_statistics(params, batch, noise)[:2]
+
+    def loss_grads_and_statistics(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
+        """The same, and what the parameters of `plan.statistics` follow from, by their names, sharded like them: the
+        largest magnitudes of 8-bit products, and how many tokens each expert got."""
+        of_statistics = {name: row.at_rest.spec(self.mesh) for name, row in self.plan.statistics.items()}
+        out = P(), self._specs, of_statistics
+        local = jax.shard_map(partial(loss_and_grads, self), out_specs=out, **self.on_mesh)
         return local(params, self.checked(batch), noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:

@@ -28,8 +28,8 @@ def in_32_bits() -> contextlib.ContextDecorator:
 
 
 class Role(enum.StrEnum):
-    """What a parameter does. The last two are statistics: in place of their gradient, the backward pass returns the
-    largest magnitudes of an 8-bit product's operands, or how many tokens each expert got."""
+    """What a parameter does. The last two follow from a statistic of each step: the largest magnitudes of an 8-bit
+    product's operands, or how many tokens each expert got. A layer's vjp returns it in the place of a gradient."""
 
     WEIGHT = "weight"
     NORM = "norm"
@@ -64,9 +64,9 @@ class ParameterSpec:
         return not (self.frozen or self.is_statistic)
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether the backward pass returns a gradient for it, or a statistic in its place."""
-        return not self.frozen or self.is_statistic
+    def is_constant(self) -> bool:
+        """Whether the backward pass returns nothing for it: neither a gradient nor a statistic."""
+        return self.frozen and not self.is_statistic
 
     def stacked(self, layout: Layout) -> int:
         """The number of leading dims that index layers or matrices.

@@ -8,6 +8,9 @@ axes. A policy says in which of the four layouts that dim is sharded. Where two 
     add_up    compute -> summed        a gradient, at each use
     store     summed -> at rest        gradients, once a step
 
+A layer's vjp returns its statistics (see Role) in the place of gradients. They take the same moves, and `store` returns
+them apart from gradients.
+
 Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP), and "lean", which shards weights, not gradients.
 """
 
@@ -16,7 +19,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -254,7 +257,7 @@ class ShardingPlan:
     def _frozen(self) -> str:
         """A line that says how many parameters are not trained; "" for none."""
         pairs = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
-        sizes = [leaf.size for row, leaf in pairs if not row.spec.has_gradient]
+        sizes = [leaf.size for row, leaf in pairs if row.spec.is_constant]
         return f"\nnot trained: {sum(sizes):,} parameters, in {len(sizes)} arrays" if sizes else ""
 
     @property
@@ -274,6 +277,11 @@ class ShardingPlan:
         """Whether any parameter or optimizer state is in host memory between steps."""
         return any(HOST in (row.memory, row.states) for row in jax.tree.leaves(self.rows))
 
+    @cached_property
+    def statistics(self) -> dict[str, ParameterPlan]:
+        """The rows of parameters that follow from a step's statistics, by name."""
+        return {name: row for name, row in named_leaves(self.rows).items() if row.spec.is_statistic}
+
     @property
     def at_rest(self) -> Any:
         """The tree of layouts at rest."""
@@ -292,7 +300,7 @@ class ShardingPlan:
     def trained(self) -> float:
         """The share of the parameters that are updated."""
         leaves = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
-        sizes = [(leaf.size, leaf.size * row.spec.has_gradient) for row, leaf in leaves]
+        sizes = [(leaf.size, leaf.size * (not row.spec.is_constant)) for row, leaf in leaves]
         every, updated = map(sum, zip(*sizes))
         return updated / every
 
@@ -335,16 +343,16 @@ class ShardingPlan:
 
     def constant(self, part: str) -> tuple[bool, ...]:
         """For each leaf of a part, whether it is a constant of the backward pass, which returns no gradient for it."""
-        return tuple(not row.spec.has_gradient for row in jax.tree.leaves(self.rows_of(part)))
+        return tuple(row.spec.is_constant for row in jax.tree.leaves(self.rows_of(part)))
 
     def stop_frozen(self, weights: Any, part: str) -> Any:
         """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
         backward pass, which saves and computes nothing for them."""
         rows = jax.tree.leaves(self.rows_of(part))
-        if all(row.spec.has_gradient for row in rows):
+        if not any(row.spec.is_constant for row in rows):
             return weights
         leaves, structure = jax.tree.flatten(weights)
-        stopped = [x if row.spec.has_gradient else lax.stop_gradient(x) for row, x in zip(rows, leaves, strict=True)]
+        stopped = [lax.stop_gradient(x) if row.spec.is_constant else x for row, x in zip(rows, leaves, strict=True)]
         return jax.tree.unflatten(structure, stopped)
 
     def add_up(self, stack: str, totals: Any, place: Array, grads: Any) -> Any:
@@ -364,11 +372,15 @@ class ShardingPlan:
         rows = {name: self.rows[part][name] for name in grads}
         return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
 
-    def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Move summed gradients to the at-rest layout and reduce them over the axes that do not shard them: by maximum
-        for scales of 8-bit products, by sum for all others."""
+    def store(self, summed: Mapping[str, Any]) -> tuple[Any, dict[str, Array]]:
+        """Move what was added up to the at-rest layout and reduce it over the axes that do not shard it. Returns
+        gradients, a tree like the parameters, with empty arrays for those that are not trained; and statistics by name.
+        """
         with jax.named_scope(GRADIENTS):
-            return self._sum({part: self._of_stacks(part, self._store, grads[part]) for part in PARTS})
+            stored = self._sum({part: self._of_stacks(part, self._store, summed[part]) for part in PARTS})
+        grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
+        by_name = named_leaves(stored)
+        return grads, {name: by_name[name] for name in self.statistics}
 
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
@@ -408,7 +420,7 @@ class ShardingPlan:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
         leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
-        kept = [at for at, row in enumerate(rows) if row.spec.has_gradient]
+        kept = [at for at, row in enumerate(rows) if not row.spec.is_constant]
         if order and kept:
             moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
             leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
@@ -417,7 +429,7 @@ class ShardingPlan:
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
         """Shard a gradient over data axes as the parameter is at rest. A table's, of which each pipeline rank has one
         summand, is also summed and sharded over pp; layers are on the ranks that ran them."""
-        if row.spec.stack or not row.spec.has_gradient:
+        if row.spec.stack or row.spec.is_constant:
             return self._scatter(row, row.summed, row.staged, grad)
         if row.is_stored_at_once:
             return self._scatter(row, row.summed, row.at_rest, grad)
@@ -460,8 +472,8 @@ class ShardingPlan:
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
-        if not row.spec.has_gradient:
-            return jnp.zeros((0,) * grad.ndim, jnp.float32)
+        if row.spec.is_constant:
+            return empty_like(grad)
         with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
@@ -481,7 +493,7 @@ class ShardingPlan:
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
         for at, row in enumerate(jax.tree.leaves(self.rows)):
-            if not row.spec.has_gradient:
+            if row.spec.is_constant:
                 continue
             axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
             alone = at if leaves[at].size > SMALL else None
@@ -529,7 +541,7 @@ class _Line(NamedTuple):
         held = (
             entries(row.at_rest) * shape.dtype.itemsize * (row.memory == DEVICE),
             entries(row.resident) * width,
-            entries(row.summed) * FLOAT32_BYTES * row.spec.has_gradient,
+            entries(row.summed) * FLOAT32_BYTES * (not row.spec.is_constant),
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
@@ -571,6 +583,11 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
     """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
     one = len(layout.names) - bool(spec.stack)
     return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
+
+
+def empty_like(x: Array) -> Array:
+    """In place of a gradient that is not there: no entries, in as many dims."""
+    return jnp.zeros((0,) * x.ndim, jnp.float32)
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:

@@ -1,9 +1,10 @@
 """The load of experts in a step: each expert's share of the choices in its layer.
 
-The gradient of a router's bias counts them, over the whole batch: see parallax/model/experts/router.py.
+A step's statistics have the counts over the whole batch: see parallax/model/experts/router.py.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,22 +15,25 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying, offset, sum_over
-from parallax.sharding.layout import Layout
+from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Role
 
 EXPERT_COUNTS = "expert_counts"  # of a step's metrics
 DIGITS = 5  # decimals of a share in metrics.jsonl
 
 
-def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
+def counts_of(model: ShardedModel, statistics: Mapping[str, Array]) -> dict[str, Array]:
     """Metrics of a model with experts, empty for others: how often each expert was chosen, float32 [layers with
     experts, experts], in the order of the model, whole on every device. Padding tokens are counted, too."""
-    leaves = zip(*map(jax.tree.leaves, (grads, model.plan.rows, model.shapes)), strict=True)
-    found = [_whole(model.mesh, grad, row.at_rest, like) for grad, row, like in leaves if row.spec.role == Role.COUNTS]
-    return {EXPERT_COUNTS: found[0]} if found else {}  # one stack of layers has experts
+    counted = [name for name, row in model.plan.statistics.items() if row.spec.role == Role.COUNTS]
+    if not counted:
+        return {}
+    (name,) = counted  # one stack of layers has experts
+    layout, shape = model.plan.statistics[name].at_rest, named_leaves(model.shapes)[name].shape
+    return {EXPERT_COUNTS: _whole(model.mesh, statistics[name], layout, shape)}
 
 
-def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:
+def _whole(mesh: Any, x: Array, layout: Layout, shape: tuple[int, ...]) -> Array:
     """The whole of a sharded array on every device, in the local view: the sum of pieces at their positions.
 
     Communication:
@@ -38,7 +42,7 @@ def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:
 
     def local(piece: Array) -> Array:
         starts = [offset(layout, dim, size) for dim, size in zip(layout.names, piece.shape, strict=True)]
-        empty = as_varying(jnp.zeros(like.shape, piece.dtype), layout.used_axes())
+        empty = as_varying(jnp.zeros(shape, piece.dtype), layout.used_axes())
         return sum_over(jax.lax.dynamic_update_slice(empty, piece, starts), layout.used_axes())
 
     return jax.shard_map(local, mesh=mesh, in_specs=(layout.spec(mesh),), out_specs=P(), check_vma=True)(x)

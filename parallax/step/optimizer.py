@@ -22,7 +22,6 @@ from parallax.sharding.plan import ParameterPlan
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
 from parallax.user_code import named, names_code, takes
 
-UPDATE_OF = {Role.COUNTS: "balance", Role.MAXIMA: "scale"}  # of statistics, by role; other parameters are trained
 DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay
 # Root mean square of the entries of Muon's direction, matched to AdamW's so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2); that of an orthogonal matrix is 1 / root of its longer side.
@@ -59,8 +58,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.GradientTransformation:
     """Clip by the norm of the whole gradient, then AdamW, Muon or an optimizer of a user's own; weight decay skips
-    norms and biases. Routers' biases have no gradient and a separate update: see `balance`. Scales of 8-bit products
-    are not changed, and neither are frozen parameters, of which it keeps no states.
+    norms and biases. Parameters that are not trained are not changed, and it keeps no states of them.
 
     `rows` are those of the model's plan, which say what each parameter is. If moments are not in float32, `update`
     takes `noise`: see `with_states_in`.
@@ -74,11 +72,9 @@ def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.Grad
             direction = muon_and(direction, config.muon_momentum, rows)
         update = update_along(direction, config, steps, decayed)
     trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
-    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero(), "frozen": optax.set_to_zero()}
-    kinds = jax.tree.map(lambda row: "frozen" if row.spec.frozen else UPDATE_OF.get(row.spec.role, "trained"), rows)
-    found = {kind: others[kind] for kind in others if kind in jax.tree.leaves(kinds)}
-    if found:
-        trained = optax.partition({**found, "trained": trained}, kinds)
+    kinds = jax.tree.map(lambda row: "trained" if row.spec.is_trained else "frozen", rows)
+    if "frozen" in jax.tree.leaves(kinds):
+        trained = optax.partition({"frozen": optax.set_to_zero(), "trained": trained}, kinds)
     dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
     return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, rows)
 
@@ -127,16 +123,6 @@ def _transformation(config: OptimizerConfig, made: Any) -> optax.GradientTransfo
             f"optimizer.name={quoted(config.name)} returns {quoted(made)}, not an optax.GradientTransformation."
         )
     return optax.with_extra_args_support(made)
-
-
-def balance(rate: float) -> optax.GradientTransformation:
-    """The update of routers' biases, whose gradients are the number of tokens of each expert: the bias of an expert
-    with fewer than the mean is raised by `rate`, that of others lowered (arXiv 2408.15664)."""
-
-    def update(counts, state, params=None):
-        return jax.tree.map(lambda count: rate * jnp.sign(count.mean(-1, keepdims=True) - count), counts), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> optax.GradientTransformation:
@@ -236,18 +222,19 @@ def muon_dims(spec: ParameterSpec, layout: Layout) -> Any:
 
 def global_norm(grads: Any, rows: Any = None) -> Array:
     """Global gradient norm in float32, over the whole mesh; in the local view for pieces, with the plan's rows of their
-    parameters. Loads of experts and maxima are excluded, but make it non-finite if they are: rounding to 8 bits can
-    hide non-finite values.
+    parameters. Statistics among them do not count, but make it non-finite if they are: rounding to 8 bits can hide
+    non-finite values.
 
     Communication:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
     """
-    squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
+    leaves, structure = jax.tree.flatten(grads)
+    there = [at for at, x in enumerate(leaves) if x.size]
+    squares = [jnp.sum(jnp.square(leaves[at].astype(jnp.float32))) for at in there]
     if bound_axis_sizes():
-        given = structure.flatten_up_to(rows)
-        kept = [at for at, row in enumerate(given) if row.spec.role != Role.COUNTS and row.spec.has_gradient]
-        squares = [squares[at] if given[at].spec.is_trained else 0 * squares[at] for at in kept]
-        cut_by = [given[at].at_rest.used_axes() for at in kept]
+        rows = [structure.flatten_up_to(rows)[at] for at in there]
+        squares = [0 * square if row.spec.is_statistic else square for row, square in zip(rows, squares, strict=True)]
+        cut_by = [row.at_rest.used_axes() for row in rows]
         for axes in dict.fromkeys(cut_by):
             members = [at for at, own in enumerate(cut_by) if own == axes]
             for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):

@@ -20,6 +20,7 @@ from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
+from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.parameter import Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
@@ -28,6 +29,7 @@ from parallax.step.guard import GuardState, init_guard, judge
 from parallax.step.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
 from parallax.step.optimizer import global_norm, make_optimizer
 from parallax.step.resolve import with_kernel_on
+from parallax.step.statistics import with_statistics
 from parallax.step.streaming import check_streams, map_kept, update_by_layer
 
 UPDATE = "update"  # the scope of the update, which reports read in compiled programs
@@ -75,14 +77,18 @@ def check_frozen(model: ShardedModel, opt_state: Any) -> None:
     """Raise ConfigError if an optimizer keeps states of parameters without a gradient; `opt_state` has shapes."""
 
     def check(kept: Any, row: ParameterPlan) -> Any:
-        if not row.spec.has_gradient:
+        if not row.spec.is_trained:
             raise ConfigError(
-                f"this optimizer keeps states of {row.scope}, which is not trained (optimizer.frozen); use "
-                "make_optimizer, or give it to optax.partition with optax.set_to_zero() where row.spec.frozen holds."
+                f"this optimizer keeps states of {row.scope}, which is not trained ({_why_not_trained(row)}); use "
+                "make_optimizer, or optax.partition with optax.set_to_zero() where row.spec.is_trained does not hold."
             )
         return kept
 
     map_kept(check, lambda leaf: leaf, opt_state, model.plan.rows)
+
+
+def _why_not_trained(row: ParameterPlan) -> str:
+    return "it follows from the steps' statistics" if row.spec.is_statistic else "optimizer.frozen"
 
 
 def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
@@ -108,24 +114,21 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
 def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array], seed: int) -> Any:
     """Parameters with the first scales of 8-bit products, from a pass over this batch in which these products are
     computed in the compute dtype; unchanged for a model without such products."""
-    leaves, structure = jax.tree.flatten(params)
-    rows, shardings = jax.tree.leaves(model.plan.rows), jax.tree.leaves(model.shardings)
-    places = [at for at, row in enumerate(rows) if row.spec.role == Role.MAXIMA]
-    if not places:
+    shardings = named_leaves(model.shardings)
+    out = {name: shardings[name] for name, row in model.plan.statistics.items() if row.spec.role == Role.MAXIMA}
+    if not out:
         return params
     measuring = model.replace(measures=True)
 
-    def measured(params: Any, batch: dict[str, Array]) -> list[Array]:
-        _, grads = measuring.loss_and_grad(params, batch, jnp.array([seed, 0], jnp.int32))
+    def measured(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
+        noise = jnp.array([seed, 0], jnp.int32)
+        *_, statistics = measuring.loss_grads_and_statistics(params, batch, noise)
         # If all values in the batch were 0, as gradients may be, any scale is suitable.
-        found = [jax.tree.leaves(grads)[at] for at in places]
-        return [latest_amax(amax, jnp.ones_like(amax)) for amax in found]
+        return {name: latest_amax(statistics[name], jnp.ones_like(statistics[name])) for name in out}
 
-    out = [shardings[at] for at in places]
     jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh, model.model.matmul))
-    for at, amax in zip(places, jitted(params, batch), strict=True):
-        leaves[at] = amax
-    return jax.tree.unflatten(structure, leaves)
+    leaves = named_leaves(params) | jitted(params, batch)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
 
 def in_their_memory(tree: Any, shardings: Any) -> Any:
@@ -180,7 +183,7 @@ class TrainStep:
         if batch is not None:
             params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
             return state._replace(params=params)
-        if any(row.spec.role == Role.MAXIMA for row in jax.tree.leaves(self.model.plan.rows)):
+        if any(row.spec.role == Role.MAXIMA for row in self.model.plan.statistics.values()):
             raise ConfigError(
                 f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
                 "call TrainStep.init(batch) with the first one."
@@ -197,26 +200,35 @@ class TrainStep:
         """The function that is jitted."""
         state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
-        metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
+        metrics, grads, statistics = self.model.loss_grads_and_statistics(state.params, batch, noise)
         with jax.named_scope(UPDATE):
-            metrics |= {"grad_norm": self.grad_norm(grads)}
+            metrics |= {"grad_norm": self.grad_norm(grads, statistics)}
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
+            given = grads, statistics, metrics["grad_norm"]
             # A branch, since with an elementwise choice between the old and the new state XLA would keep both.
-            params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, grads, metrics["grad_norm"])
+            params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
-            metrics |= counts_of(self.model, grads)
+            metrics |= counts_of(self.model, statistics)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
-    def grad_norm(self, grads: Any) -> Array:
-        """The norm of the whole gradient, in the local view."""
-        mesh, norm = self.model.mesh, functools.partial(global_norm, rows=self.model.plan.rows)
-        specs = jax.tree.map(lambda row: row.at_rest.spec(mesh), self.model.plan.rows)
-        return jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
+    def grad_norm(self, grads: Any, statistics: Mapping[str, Array]) -> Array:
+        """The norm of the whole gradient, in the local view; not finite if a maximum is not. Counts always are."""
+        plan, mesh = self.model.plan, self.model.mesh
+        maxima = {name: row for name, row in plan.statistics.items() if row.spec.role == Role.MAXIMA}
+        rows, given = (plan.rows, maxima), (grads, {name: statistics[name] for name in maxima})
+        norm, specs = functools.partial(global_norm, rows=rows), jax.tree.map(lambda row: row.at_rest.spec(mesh), rows)
+        return jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(given)
 
     def update(
-        self, params: Any, opt_state: Any, grads: Any, grad_norm: Array, noise: Array | None = None
+        self,
+        params: Any,
+        opt_state: Any,
+        grads: Any,
+        statistics: Mapping[str, Array],
+        grad_norm: Array,
+        noise: Array | None = None,
     ) -> tuple[Any, Any]:
         """Parameters and optimizer state after the update with a gradient of this norm, which is not recomputed.
 
@@ -227,7 +239,7 @@ class TrainStep:
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
             wide = widened(params)
             updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
-            old, wide, updates = (_with_gradients(rows, tree) for tree in (params, wide, updates))
+            old, wide, updates = (_trained(rows, tree) for tree in (params, wide, updates))
             new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
             return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state
 
@@ -238,17 +250,13 @@ class TrainStep:
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)
             else:
                 updated, opt_state = update(params, opt_state, grads)
-        return jax.tree.map(_stored, rows, updated, params, grads), opt_state
+        rate = self.model.settings.optimizer.balance_rate
+        return with_statistics(self.model.plan.statistics, updated, statistics, rate), opt_state
 
 
-def _with_gradients(rows: Any, tree: Any) -> Any:
+def _trained(rows: Any, tree: Any) -> Any:
     """A tree of arrays for parameters, without those that have no gradient."""
-    return jax.tree.map(lambda row, x: x if row.spec.has_gradient else None, rows, tree)
-
-
-def _stored(row: ParameterPlan, new: Array, old: Array, grad: Array) -> Array:
-    """A parameter after the update; scales of 8-bit products follow from this step's maxima."""
-    return latest_amax(grad, old) if row.spec.role == Role.MAXIMA else new
+    return jax.tree.map(lambda row, x: x if row.spec.is_trained else None, rows, tree)
 
 
 def make_train_step(

@@ -68,7 +68,7 @@ def update_by_layer(
 
     `shardings` are those of the parameters, and so of the gradients, and of the optimizer's state.
     """
-    of_params = jax.tree.map(lambda row: row.spec.stack if row.spec.has_gradient else FROZEN, model.plan.rows)
+    of_params = jax.tree.map(lambda row: row.spec.stack if row.spec.is_trained else FROZEN, model.plan.rows)
     labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
     labels = of_params, map_kept(labelled, lambda _: WITHOUT_PARAMETER, opt_state, of_params), of_params
     labels = dict(enumerate(jax.tree.leaves(labels)))

@@ -49,8 +49,9 @@ class Unguarded(TrainStep):
     """A step that changes parameters whatever its numbers are."""
 
     def train_step(self, state, batch):
-        metrics, grads = self.model.loss_and_grad(state.params, batch, jnp.stack([jnp.int32(0), state.step]))
-        params, opt_state = self.update(state.params, state.opt_state, grads, global_norm(grads))
+        noise = jnp.stack([jnp.int32(0), state.step])
+        metrics, grads, statistics = self.model.loss_grads_and_statistics(state.params, batch, noise)
+        params, opt_state = self.update(state.params, state.opt_state, grads, statistics, global_norm(grads))
         return TrainState(state.step + 1, params, opt_state, state.guard), metrics
 
 

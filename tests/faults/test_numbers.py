@@ -45,13 +45,14 @@ def assert_same_bits(tree, other):
 
 def with_gradients(monkeypatch, change):
     """Programs that are traced from now on change their gradients: `change(step number, gradients)`."""
-    loss_and_grad = ShardedModel.loss_and_grad
+    as_it_was = ShardedModel.loss_grads_and_statistics
 
     def changed(self, params, batch, noise=None):
-        metrics, grads = loss_and_grad(self, params, batch, noise)
-        return metrics, grads if noise is None else change(noise[1], grads)  # no step: what it takes is planned
+        metrics, grads, statistics = as_it_was(self, params, batch, noise)
+        grads = grads if noise is None else change(noise[1], grads)  # no step: what it takes is planned
+        return metrics, grads, statistics
 
-    monkeypatch.setattr(ShardedModel, "loss_and_grad", changed)
+    monkeypatch.setattr(ShardedModel, "loss_grads_and_statistics", changed)
 
 
 def not_a_number(step, grads):

@@ -30,7 +30,9 @@ from test_parity import (
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.inference.capture import capture_activations
+from parallax.sharding.layout import named_leaves
 from parallax.step.optimizer import make_optimizer
+from parallax.step.statistics import with_statistics
 
 # Losses that are large enough to be seen.
 MIXTURE = dict(experts=8, experts_per_token=2, d_expert=16, balance_coefficient=0.1, router_z_coefficient=0.01)
@@ -166,9 +168,14 @@ def expected_of(name, params, batch):
     """(losses, gradients, updated parameters) of the plain model, with the load as the biases' gradient."""
     model = mixture((1, 1, 1), name)
     losses, grads = plain_losses_and_grad(model.model, params, batch, Z_COEFFICIENT, model.loss_config)
-    update = functools.partial(one_update, optimizer(model.plan.rows))
-    updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
+    updated = jax.jit(functools.partial(whole_update, model))(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
+
+
+def whole_update(model, params, grads):
+    """Parameters after an update with gradients that have the counts in the biases' places."""
+    updated = one_update(optimizer(model.plan.rows), params, grads)
+    return with_statistics(model.plan.statistics, updated, named_leaves(grads), BALANCE_RATE)
 
 
 @functools.cache
@@ -186,11 +193,12 @@ def router(tree):
 
 def step_on(model):
     """(losses, gradients, updated parameters) of parameters and a batch, as one program."""
-    tx = optimizer(model.plan.rows)
 
     def step(params, batch):
-        metrics, grads = model.loss_and_grad(params, batch)
-        return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
+        metrics, grads, counts = model.loss_grads_and_statistics(params, batch)
+        assert all(not named_leaves(grads)[name].size for name in counts)
+        grads = jax.tree.unflatten(jax.tree.structure(grads), (named_leaves(grads) | counts).values())
+        return (metrics["loss"], metrics["z_loss"]), grads, whole_update(model, params, grads)
 
     jitted = jax.jit(step)
     return lambda params, batch: jax.tree.map(np.asarray, jitted(jax.device_put(params, model.shardings), batch))

@@ -14,7 +14,6 @@ from support.tiny_model import SEQ, SEQ_CUT, build, make_batch, model_config, pa
 
 from parallax.analysis.traced.memory import memory
 from parallax.analysis.traced.recompute import part_costs
-from parallax.checkpoint.arrays import flatten
 from parallax.errors import ConfigError
 from parallax.jaxprs import within
 from parallax.model.products import latest_amax
@@ -106,11 +105,12 @@ def found_of(mesh, name, form, *, seed=0, **how):
     """Loss, gradients and scales of a step whose scales a first pass has set."""
     model = build(mesh, matmul=form, **MODELS[name] | how)
     params = with_first_scales(model, params_of(model), batch(seed), seed=0)
-    metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch(seed)))
-    scales = {name: np.asarray(leaf) for name, leaf in flatten(params).items() if name.endswith("amax")}
-    grads = flatten(grads)
-    found = {name: grads.pop(name) for name in scales}
-    return metrics["loss"], grads, scales, {name: np.asarray(latest_amax(x, scales[name])) for name, x in found.items()}
+    step = jax.jit(model.loss_grads_and_statistics)
+    metrics, grads, found = jax.tree.map(np.asarray, step(params, batch(seed)))
+    scales = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items() if name.endswith("amax")}
+    grads = {name: grad for name, grad in named_leaves(grads).items() if name not in model.plan.statistics}
+    after = {name: np.asarray(latest_amax(found[name], scales[name])) for name in scales}
+    return metrics["loss"], grads, scales, after
 
 
 @functools.cache

@@ -172,7 +172,8 @@ def updater(step, options=None):
 
     def update(state, grads):
         noise = jnp.stack([jnp.int32(step.seed), state.step])
-        params, opt_state = step.update(state.params, state.opt_state, grads, jnp.float32(1), noise)
+        statistics = {name: named_leaves(grads)[name] for name in step.model.plan.statistics}
+        params, opt_state = step.update(state.params, state.opt_state, grads, statistics, jnp.float32(1), noise)
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(step.model, step.tx))

@@ -109,7 +109,7 @@ def test_the_rest_is_trained_as_if_the_frozen_ones_had_zero_updates(case):
     assert loss == same
     specs = {name: row.spec for name, row in flatten(step.model.plan.rows).items()}
     for name, spec in specs.items():
-        if spec.has_gradient:
+        if spec.is_trained:
             np.testing.assert_allclose(some[name], every[name], rtol=1e-5, atol=1e-6 * np.abs(every[name]).max())
         else:
             assert some[name].size == 0, name
@@ -191,6 +191,12 @@ def test_an_optimizer_with_states_of_them_is_refused():
     kernels = np.asarray(before.params["blocks"]["mlp"]["up"]["kernel"])
     after, _ = step(before, batch())
     np.testing.assert_array_equal(after.params["blocks"]["mlp"]["up"]["kernel"], kernels)
+
+
+def test_an_optimizer_that_takes_counts_of_tokens_for_gradients_is_refused():
+    model = model_of(settings_of("", model=EXPERTS), px.mesh_of())
+    with pytest.raises(ConfigError, match=r"mlp/router, which is not trained \(it follows from the steps' statistics"):
+        abstract_state(model, optax.adamw(1e-3))
 
 
 @pytest.mark.slow

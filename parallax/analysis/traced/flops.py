@@ -33,7 +33,7 @@ def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str
     gradient."""
     counts = Counter(dict.fromkeys(COMPONENTS, 0))
     for one in declared_leaves(declared):
-        if trained and not one.spec.has_gradient:
+        if trained and one.spec.is_constant:
             continue
         if one.spec.role != Role.MAXIMA:
             counts[NORMS if one.spec.role == Role.NORM else one.spec.part or "other"] += math.prod(one.value.shape)

@@ -28,7 +28,8 @@ from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.sharding import collectives, einsum, layout
-from parallax.sharding.plan import GRADIENTS
+from parallax.sharding.layout import named_leaves
+from parallax.sharding.plan import GRADIENTS, empty_like
 from parallax.step.step import UPDATE, TrainStep, abstract_state
 from parallax.version import PACKAGE
 
@@ -313,10 +314,12 @@ def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxp
 def update_program(step: TrainStep) -> ClosedJaxpr:
     """The traced program of the gradient norm and of the update of the parameters."""
 
-    def update(state: Any, grads: Any) -> Any:
+    def update(state: Any, grads: Any, statistics: Any) -> Any:
         with jax.named_scope(UPDATE):
-            noise = jnp.stack([jnp.int32(step.seed), state.step])
-            return step.update(state.params, state.opt_state, grads, step.grad_norm(grads), noise)
+            noise, norm = jnp.stack([jnp.int32(step.seed), state.step]), step.grad_norm(grads, statistics)
+            return step.update(state.params, state.opt_state, grads, statistics, norm, noise)
 
-    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), step.model.shapes)
-    return jax.make_jaxpr(update)(abstract_state(step.model, step.tx), grads)
+    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), step.model.shapes)
+    statistics = {name: named_leaves(wide)[name] for name in step.model.plan.statistics}
+    grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), step.model.plan.rows, wide)
+    return jax.make_jaxpr(update)(abstract_state(step.model, step.tx), grads, statistics)
