@@ -122,14 +122,24 @@ def named(key: str, value: str, known: Mapping[str, Any]) -> Callable:
     """
     if not names_code(value):
         return known[value]
-    target = getattr(value, "target", None)
-    if target is None:
-        raise ConfigError(
-            f"{key}={quoted(value)} names code, and the saved config of a run imports none, since its folder may come "
-            f"from somebody else; if this code is yours, write --config.{key}={shlex.quote(shown(str(value)))} on the "
-            f"command line, or code={{{key!r}: ...}} in a notebook."
-        )
-    return functools.partial(target, **value.settings) if value.settings else target
+    code = value if isinstance(value, UserCode) else UserCode(value)
+    refuse_saved({key: code})
+    return functools.partial(code.target, **code.settings) if code.settings else code.target
+
+
+def refuse_saved(codes: Mapping[str, UserCode]) -> None:
+    """Raise ConfigError if some of this code, by key, is that of a saved config."""
+    saved = {key: code for key, code in codes.items() if code.target is None}
+    if not saved:
+        return
+    texts = " and ".join(f"{key}={quoted(code)}" for key, code in saved.items())
+    flags = " ".join(f"--config.{key}={shlex.quote(shown(code))}" for key, code in saved.items())
+    names = ", ".join(f"{key!r}: ..." for key in saved)
+    raise ConfigError(
+        f"{texts} {'names' if len(saved) == 1 else 'name'} code, and the saved config of a run imports none, since its "
+        f"folder may come from somebody else; if this code is yours, write {flags} on the command line, or "
+        f"code={{{names}}} in a notebook."
+    )
 
 
 def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ CODE = tuple(
     for field in fields(section)
     if field.metadata["key"].code
 )
+NOT_OF_A_MODEL = ("optimizer.", "data.")  # sections whose code a model does not read
 NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
 OF_A_RUN = (*NOT_SAVED, *(name for name in PATHS if name not in NOT_SAVED))

@@ -98,6 +98,11 @@ class Dense(nn.Module):
         return scaled_product(pattern, x, kernel, self.amax, **how)
 
 
+def unrounded(x: Array | ProductInput) -> Array:
+    """A product's input as it is, without the 8-bit form that other products of it share."""
+    return x.x if isinstance(x, ProductInput) else x
+
+
 def _padded(kernel: Array | None, behind: int) -> Array | None:
     """The kernel with `behind` zeros appended to the last dim."""
     if kernel is None or not behind:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
 from parallax.config.sections import AUTO, BLOCKS
-from parallax.config.settings import Settings
+from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
 from parallax.model.batch import checked
@@ -38,6 +38,7 @@ from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.parameter import stored_as
 from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
+from parallax.user_code import refuse_saved
 
 
 class ModelOnMesh:
@@ -49,6 +50,7 @@ class ModelOnMesh:
     """
 
     def __init__(self, settings: Settings, mesh: Any, *, measures: bool = False):
+        refuse_saved({key: code for key, code in code_of(settings).items() if not key.startswith(NOT_OF_A_MODEL)})
         if settings.model.kernel == AUTO:  # of rows of any length
             model = dataclasses.replace(settings.model, kernel="xla")
             settings = dataclasses.replace(settings, model=model)

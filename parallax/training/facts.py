@@ -15,6 +15,7 @@ from parallax.analysis.traced.memory import Memory, memory
 from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import (
     FINGERPRINT_DIGITS,
+    NOT_OF_A_MODEL,
     NOT_SAVED,
     OF_A_MODEL,
     Settings,
@@ -133,7 +134,7 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
     workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
     code = code_of(settings)
-    of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if key.startswith("model."))))
+    of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if not key.startswith(NOT_OF_A_MODEL))))
     steps, of_run = 2 * settings.train.steps, flags_not_saved(settings, (*NOT_SAVED, *code))
     yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"

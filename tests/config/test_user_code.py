@@ -138,7 +138,7 @@ def test_a_received_config_imports_nothing(folder):
     (run / "config.json").write_text(json.dumps(saved))
     settings = load_settings(run)
     assert {key: str(code) for key, code in code_of(settings).items()} == planted
-    with pytest.raises(ConfigError, match=r"names code, and the saved config of a run imports none"):
+    with pytest.raises(ConfigError, match=r"name code, and the saved config of a run imports none"):
         model_of(read_settings(settings, model={"vocab": 64}), mesh_of(2, 1, 1))
     line = read_line(["train.py", f"--config={run / 'config.json'}"], {})
     read_settings(line.config)

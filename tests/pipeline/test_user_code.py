@@ -17,7 +17,7 @@ PARTS = {
     "model.attention": (user_parts.CoolGQA, {}),
     "model.dense": (user_parts.LoRA, {}),
     "model.block_kinds": ({"side": user_parts.ParallelBlock}, {"layers_of": "(dense side)*4"}),
-    "loss.name": (user_parts.smoothed, {"z_coefficient": 1e-3}),
+    "loss.name": (user_parts.focal, {"z_coefficient": 1e-3}),
     "data_parallel.policy": (user_parts.wide_gathered, {}),
     "pipeline.schedule": (user_parts.eager, {}),
 }

@@ -9,7 +9,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.attention import GQA
-from parallax.model.dense import Dense
+from parallax.model.dense import Dense, unrounded
 from parallax.model.loss import cross_entropy
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
@@ -80,7 +80,7 @@ class LoRA(Dense):
         y, tokens = Layout.parse(self.y), Layout.parse(self.y).names[:2]
         partial_sums = einsum_layout([Layout.parse(self.x), Layout.parse(self.narrow)], (*tokens, "rank"))
         whole = Layout((*tokens, "rank"), (*(y.cut_of(name) for name in tokens), ()))
-        narrow = einsum(f"{self.x}, {self.narrow} -> {partial_sums}", x, self.a.astype(self.dtype))
+        narrow = einsum(f"{self.x}, {self.narrow} -> {partial_sums}", unrounded(x), self.a.astype(self.dtype))
         narrow = reshard(f"{partial_sums} -> {whole}", narrow)
         added = einsum(f"{whole}, {self.wide} -> {self.y}", narrow, self.b.astype(self.dtype))
         return super().__call__(x, behind=behind) + added
@@ -95,7 +95,7 @@ class ParallelBlock(Block):
         return x + attended + self.mlp(self.mlp_norm(x))
 
 
-def smoothed(logits_CV, labels_C, table, z_coefficient, entries=None, *, power: float = 2.0):
+def focal(logits_CV, labels_C, table, z_coefficient, entries=None, *, power: float = 2.0):
     """The focal loss: cross-entropy, less for tokens that are already likely."""
     losses = cross_entropy(logits_CV, labels_C, table, z_coefficient, entries)
     return losses.at[0].multiply((1 - jnp.exp(-losses[0])) ** power)
@@ -134,3 +134,9 @@ def read_lines(file, *, least: int = 1):
 def numbers(*, most: int = 200):
     """Documents that are numbers."""
     yield from (f"{number} and {number + 1}" for number in range(most))
+
+
+def no_texts():
+    """Documents of which not all are texts."""
+    yield "one"
+    yield 2
