@@ -23,6 +23,7 @@ HOME = {
     "model_of": "step.step",
     "named_leaves": "sharding.layout",
     "new_dims": "sharding.layout",
+    "parity": "analysis.parity",
     "plan": "analysis.planned.plan",
     "read_settings": "config.settings",
     "report": "analysis.report",
