@@ -542,7 +542,18 @@ def make_change(title, folder):
     return todo
 
 
-CHANGES = ["A layer", "A schedule", "A sharding policy", "A data source"]
+CHANGES = [
+    "A layer",
+    "A norm",
+    "An optimizer",
+    "Adapters",
+    "A kind of layer",
+    "A loss",
+    "A schedule",
+    "A sharding policy",
+    "A data source",
+    "In a notebook",
+]
 
 
 @pytest.mark.parametrize("title", CHANGES)
