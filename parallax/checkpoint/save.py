@@ -161,10 +161,11 @@ def say_errors_once() -> None:
 
     sys.unraisablehook = unraisable
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(_is_no_error_of_orbax)
+        logger.addFilter(is_no_error_of_orbax)
 
 
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+def is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is to be printed."""
     abandoned = record.name == "asyncio" and "orbax" in record.getMessage()
     logged = record.levelno >= logging.ERROR and "orbax" in Path(record.pathname).parts
     return not (abandoned or logged)

@@ -317,11 +317,11 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
     )
     # In a thread: the library hears no Ctrl-C until it is done.
     with ThreadPool(1) as pool:
-        pool.apply_async(inner.train_from_iterator, (map(_with_long_words_cut, documents), trainer)).get()
+        pool.apply_async(inner.train_from_iterator, (map(split_long_words, documents), trainer)).get()
     return Bpe(inner.to_str())
 
 
-def _with_long_words_cut(text: str) -> list[str]:
+def split_long_words(text: str) -> list[str]:
     """Pieces of a document whose words have at most LONGEST_WORD characters: the library's time for a word grows with
     the square of its length."""
     long_words = (found.span() for found in LONG_WORD.finditer(text))

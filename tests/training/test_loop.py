@@ -529,10 +529,11 @@ def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
 
 def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PARALLAX_PROGRESS")
+    monkeypatch.setattr(progress, "TICK_SECS", 0.01)
 
     def wait(what):
         with waiting(what, patience_secs=0):
-            progress._speaker.tick()
+            time.sleep(0.2)
 
     with RunLogger(RunFolder(tmp_path)) as logger:
         wait("preparing the data")
