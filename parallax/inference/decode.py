@@ -105,7 +105,10 @@ class Decoder:
             """The ids after the new ones, the same on all tp and pp ranks."""
             x, caches = self._advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
             positions_B = cursor + ids_BS.shape[1] - 1 - prompts.empty_B
-            choose = lambda: _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))  # noqa: E731
+
+            def choose() -> Array:
+                return _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))
+
             return self._on_every_stage(choose), caches
 
         def step(state):
@@ -117,8 +120,11 @@ class Decoder:
         first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
         ids_BN = as_varying(jnp.zeros((batch, tokens), jnp.int32), BATCH_AXES)
         start = DecodeState(ids_BN, caches, jnp.int32(0), True)
-        more = lambda state: (state.count < tokens) & state.running  # noqa: E731
-        return lax.while_loop(more, step, _append(start, first_B, ends)).ids_BN
+
+        def is_running(state: DecodeState) -> Array:
+            return (state.count < tokens) & state.running
+
+        return lax.while_loop(is_running, step, _append(start, first_B, ends)).ids_BN
 
     def _advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
@@ -215,7 +221,10 @@ class Decoder:
             leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))
         ]
         staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
-        in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
+
+        def in_stages(layout: Layout) -> Layout:
+            return layout.without("pp").with_cut("layers", ("pp",))
+
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
         return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to, self.specs)
 

@@ -223,7 +223,7 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
     for error in found.damaged:
         make_room()
         instead = f"going on with step {found.step}"
-        tell(f"the checkpoint of step {error.step} is damaged: {error.how}; {instead}", sys.stderr)
+        tell(f"the checkpoint of step {error.step} is damaged: {error.damage}; {instead}", sys.stderr)
     return found.step, found.parts["params"]
 
 
