@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.config.settings import Settings
-from parallax.display.progress import make_room, printing_progress, progress_printer
+from parallax.display.progress import clear_progress, printing_progress, progress_printer
 from parallax.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
@@ -57,7 +57,7 @@ class RunLogger:
     def say(self, text: str) -> None:
         """Print a line and write it to log.txt; a closed console does not end the run."""
         if self._speaks:
-            make_room()
+            clear_progress()
             waits, self._waits = self._waits or [], None
             now = time.localtime()
             try:
