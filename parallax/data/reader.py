@@ -66,8 +66,8 @@ def open_reader(
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
-        subfolder = f"{config.source}-{name}-{key}"
-        prepared, there = cache / subfolder, Path(finished).expanduser() / subfolder
+        prepared = cache / (own := f"{config.source}-{name}-{key}")
+        there = Path(finished).expanduser() / own
         if finished and not (prepared / MANIFEST_FILE).exists() and _is_complete(there, request):
             prepared = there
         else:
