@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallax.display.progress import be_silent, loading, waiting
+from parallax.display.progress import loading, stop_progress, waiting
 
 with loading(__name__, sys.stdout):
     from ml_collections import ConfigDict
@@ -108,7 +108,7 @@ def join_job(line: Line) -> None:
     with waiting("connecting the processes of the job"):
         join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
     if several() and not is_first():
-        be_silent()
+        stop_progress()
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in ADDRESS_FLAGS}
     packages = {f"package {name}": version for name, version in versions().items()}

@@ -33,12 +33,15 @@ def _listed(arguments: Sequence[str]) -> str:
 def commands() -> dict[str, str]:
     """The commands by name, each with the first sentence of its help; nothing of them is imported."""
     programs = {Path(name).stem: _parsed(CLI / name) for name in names_in(CLI) if name.endswith(".py")}
-    has_main = lambda tree: any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)  # noqa: E731
-    return {name: _about(tree) for name, tree in programs.items() if has_main(tree)}
+    return {name: _about(tree) for name, tree in programs.items() if _has_main(tree)}
 
 
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(read_bytes(file))
+
+
+def _has_main(program: ast.Module) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in program.body)
 
 
 def _about(program: ast.Module) -> str:

@@ -121,18 +121,19 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one in keep or _is_text(one) else ascii(one)[1:-1] for one in text)
+    return "".join(letter if letter in keep or _is_text(letter) else ascii(letter)[1:-1] for letter in text)
 
 
-def _is_text(one: str) -> bool:
-    return one.isprintable() or one in JOINERS or unicodedata.category(one) == "Zs"
+def _is_text(letter: str) -> bool:
+    return letter.isprintable() or letter in JOINERS or unicodedata.category(letter) == "Zs"
 
 
 def thread_stacks() -> str:
     """Stacks of all threads, the main one first; faulthandler leaves out the first ones if there are a hundred."""
     frames = sys._current_frames()
     running = [thread for thread in threading.enumerate() if thread.ident in frames]
-    return "\n".join(f"Thread {one.name}:\n{''.join(traceback.format_stack(frames[one.ident]))}" for one in running)
+    stacks = (traceback.format_stack(frames[thread.ident]) for thread in running)
+    return "\n".join(f"Thread {thread.name}:\n{''.join(stack)}" for thread, stack in zip(running, stacks))
 
 
 def tell(text: str, stream: TextIO | None) -> None:
@@ -273,12 +274,12 @@ def check_local(key: str, path: str | os.PathLike) -> None:
 
 def why_not_local(path: str | os.PathLike) -> str:
     """Why a URL cannot be used as a path, and what to do; "" for a path."""
-    found = URL.match(str(path))
-    if not found:
+    url = URL.match(str(path))
+    if not url:
         return ""
-    scheme = found[1].lower()
+    scheme = url[1].lower()
     if scheme == "file":
-        return f"is a URL, and a path is needed; write {quoted(f'/{found[2]}')}"
+        return f"is a URL, and a path is needed; write {quoted(f'/{url[2]}')}"
     if scheme in ("http", "https", "hf"):
         return "is a URL, and a path is needed; download the file, and write the path of the copy"
     tool = MOUNTED_BY.get(scheme, "")

@@ -47,13 +47,13 @@ def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
 def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
     """Indices of the equations that these outputs need, if the values `given` are known."""
     needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
-    found = set()
+    indices = set()
     for number in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[number]
         if needed & set(equation.outvars):
-            found.add(number)
+            indices.add(number)
             needed |= {var for var in equation.invars if not isinstance(var, Literal) and var not in given}
-    return found
+    return indices
 
 
 def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:

@@ -65,8 +65,8 @@ class ArrayReader:
             row_bytes = max(int(np.prod(rest[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
             rows = max(PIECE_BYTES // row_bytes, 1)
             indices = [(*index, slice(start, min(start + rows, rest[0]))) for start in range(0, rest[0], rows)]
-        for at in indices:
-            piece = self.read(at)
+        for index in indices:
+            piece = self.read(index)
             self.running.add(piece)
             yield piece
 

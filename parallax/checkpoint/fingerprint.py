@@ -42,10 +42,11 @@ def fingerprints(arrays: Mapping[str, Array]) -> dict[str, int]:
     """
     waiting = {name: array for name, array in arrays.items() if rests_on_host(getattr(array, "sharding", None))}
     here = {name: array for name, array in arrays.items() if name not in waiting}
-    found = dict(zip(here, jax.device_get(_of_all(list(here.values()))), strict=True)) if here else {}
+    fingerprints = dict(zip(here, jax.device_get(_of_all(list(here.values()))), strict=True)) if here else {}
     for name, array in waiting.items():
-        found[name] = jax.device_get(_of_all([jax.device_put(array, array.sharding.with_memory_kind("device"))]))[0]
-    return {name: int(found[name]) for name in arrays}
+        on_device = jax.device_put(array, array.sharding.with_memory_kind("device"))
+        fingerprints[name] = jax.device_get(_of_all([on_device]))[0]
+    return {name: int(fingerprints[name]) for name in arrays}
 
 
 @jax.jit
@@ -58,7 +59,7 @@ class RunningFingerprint:
 
     def __init__(self):
         self.value = 0
-        self._at = 0
+        self._next = 0  # position of the next element
 
     def add(self, piece: np.ndarray) -> None:
         """Add the next elements."""
@@ -66,11 +67,11 @@ class RunningFingerprint:
         all_words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(-1, max(flat.dtype.itemsize // 4, 1))
         for start in range(0, len(flat), BLOCK):
             words = all_words[start : start + BLOCK]
-            at = np.arange(self._at, self._at + len(words), dtype=np.uint64).astype(np.uint32)
+            positions = np.arange(self._next, self._next + len(words), dtype=np.uint64).astype(np.uint32)
             for half in range(words.shape[1]):
-                terms = words[:, half].astype(np.uint32) * _odd(at + np.uint32(half << 31))
+                terms = words[:, half].astype(np.uint32) * _odd(positions + np.uint32(half << 31))
                 self.value = (self.value + int(terms.sum(dtype=np.uint64))) % (1 << WORD_BITS)
-            self._at += len(words)
+            self._next += len(words)
 
 
 def _words(x: Array) -> list[Array]:
@@ -83,16 +84,16 @@ def _words(x: Array) -> list[Array]:
 
 def _positions(shape: tuple[int, ...]) -> Array:
     """Index of each element in the whole array, modulo 2^32."""
-    at = jnp.zeros(shape, jnp.uint32)
+    positions = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
-        at += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % (1 << WORD_BITS))
+        positions += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % (1 << WORD_BITS))
         stride *= shape[dim]
-    return at
+    return positions
 
 
-def _odd(at: Any) -> Any:
+def _odd(positions: Any) -> Any:
     """An odd number for each position; the same in JAX and NumPy."""
     for shift, factor in MIXERS:
-        at = (at ^ (at >> np.uint32(shift))) * np.uint32(factor)
-    return (at ^ (at >> np.uint32(16))) | np.uint32(1)
+        positions = (positions ^ (positions >> np.uint32(shift))) * np.uint32(factor)
+    return (positions ^ (positions >> np.uint32(16))) | np.uint32(1)

@@ -62,8 +62,8 @@ def restore_newest(
             damaged.append(error)
     if not damaged:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    hows = "; ".join(f"step {error.step}: {error.how}" for error in damaged)
-    raise CheckpointError(f"every checkpoint in {folder} is damaged: {hows}; restore one of them from a copy")
+    causes = "; ".join(f"step {error.step}: {error.damage}" for error in damaged)
+    raise CheckpointError(f"every checkpoint in {folder} is damaged: {causes}; restore one of them from a copy")
 
 
 def restore(
@@ -91,11 +91,11 @@ def restore(
     try:
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
-        how = first_line(error)
+        reason = first_line(error)
         if jax.process_count() > 1:
             # Other processes may have read it, so none may continue with another step alone.
-            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
-        raise DamagedError(folder, step, f"it cannot be read: {how}") from error
+            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {reason}") from error
+        raise DamagedError(folder, step, f"it cannot be read: {reason}") from error
     for part, tree in loaded.items():
         arrays = manifest["arrays"][part]
         wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
@@ -106,7 +106,10 @@ def restore(
 
 def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     """The result of `check`; if one process of a job refuses a step, all do, so that none continues alone."""
-    verdict_of = lambda error: DAMAGED if isinstance(error, DamagedError) else REFUSED  # noqa: E731
+
+    def verdict_of(error: CheckpointError) -> int:
+        return DAMAGED if isinstance(error, DamagedError) else REFUSED
+
     result, error, verdicts = tried_by_all(check, CheckpointError, verdict_of)
     if error is not None and jax.process_index():
         tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log

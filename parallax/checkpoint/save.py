@@ -40,7 +40,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         config: CheckpointConfig,
         *,
         settings: Mapping[str, Any],
-        carry: Callable[[Path], None] = lambda at: None,
+        carry: Callable[[Path], None] = lambda folder: None,
         say: Callable[[str], None] = print,
         on_disk: Callable[[int, float], None] = lambda step, secs: None,
     ):
@@ -51,8 +51,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         say_errors_once()
         files.check_writable(self._folder)
         # Orbax would remove the files of a step in any order; so here it keeps all steps.
-        how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        options = ocp.CheckpointManagerOptions(async_options=how, lightweight_initialize=True)
+        in_background = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
+        options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
         self._plain = files.PlainPath(self._folder)
         self._manager = ocp.CheckpointManager(self._plain.path, options=options)
 
@@ -114,7 +114,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.
         if jax.process_index() == 0:
-            (unfinished,) = (at for step, at in steps.unfinished_saves(self._folder) if step == self._in_flight["step"])
+            saves = steps.unfinished_saves(self._folder)
+            (unfinished,) = (path for step, path in saves if step == self._in_flight["step"])
             check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
             steps.write_manifest(unfinished, self._in_flight)
@@ -161,10 +162,11 @@ def say_errors_once() -> None:
 
     sys.unraisablehook = unraisable
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(_is_no_error_of_orbax)
+        logger.addFilter(is_no_error_of_orbax)
 
 
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+def is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is to be printed."""
     abandoned = record.name == "asyncio" and "orbax" in record.getMessage()
     logged = record.levelno >= logging.ERROR and "orbax" in Path(record.pathname).parts
     return not (abandoned or logged)

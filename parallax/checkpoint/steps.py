@@ -34,11 +34,11 @@ NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of t
 
 
 class DamagedError(CheckpointError):
-    """A step is not as it was saved. `how` describes the damage, without the step's name."""
+    """A step is not as it was saved. `damage` describes it, without the step's name."""
 
-    def __init__(self, folder: Path, step: int, how: str):
-        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {how}; use another step")
-        self.step, self.how = step, how
+    def __init__(self, folder: Path, step: int, damage: str):
+        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {damage}; use another step")
+        self.step, self.damage = step, damage
 
 
 class CheckedSteps(NamedTuple):
@@ -150,8 +150,8 @@ def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, d
 
 def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
     """Problems with files of a step's folder: existence and sizes, and with `contents` checksums."""
-    hows = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
-    return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
+    damages = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
+    return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
 
 
 def odd_files(folder: Path, parts: Collection[str]) -> list[str]:
@@ -160,8 +160,8 @@ def odd_files(folder: Path, parts: Collection[str]) -> list[str]:
     Orbax and TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
     """
     paths = [path for part in parts for path in (folder / part, *sorted((folder / part).rglob("*")))]
-    hows = {path.relative_to(folder).as_posix(): _odd_kind(path) for path in paths}
-    return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
+    damages = {path.relative_to(folder).as_posix(): _odd_kind(path) for path in paths}
+    return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
 
 
 def size_and_checksum(path: Path) -> dict[str, int]:
@@ -190,9 +190,9 @@ def is_inside(name: str) -> bool:
 
 def remove_step(folder: Path, step: int) -> None:
     """Remove a step, its manifest first."""
-    at = folder / str(step)
-    (at / MANIFEST).replace(at / REMOVED)
-    files.remove(at)
+    path = folder / str(step)
+    (path / MANIFEST).replace(path / REMOVED)
+    files.remove(path)
 
 
 def remove_notes(folder: Path, step: int) -> None:
@@ -241,10 +241,10 @@ def _tidy(folder: Path) -> Iterator[str]:
         if name.startswith(files.PROBE):
             files.remove(folder / name, missing_ok=True)
     for step in sorted(numbered_steps(folder) - complete_steps(folder)):
-        at = folder / str(step)
-        if not at.is_symlink() and (at / REMOVED).is_file():
-            files.remove(at)
-            yield f"removed what was left of step {step}: {at}"
+        path = folder / str(step)
+        if not path.is_symlink() and (path / REMOVED).is_file():
+            files.remove(path)
+            yield f"removed what was left of step {step}: {path}"
         else:
             yield f"set aside a checkpoint that was never finished: {set_aside(folder, step, 'unfinished')}"
 

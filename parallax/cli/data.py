@@ -17,7 +17,7 @@ from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
-from parallax.display.progress import speak_on
+from parallax.display.progress import print_progress_on
 from parallax.errors import ConfigError, DataError, check_choice, check_local, exit_status
 from parallax.hardware.devices import usable_cpus
 from parallax.user_code import CODE_FORM, imported_code, names_code
@@ -157,5 +157,5 @@ entropy     {manifest.token_entropy_nats:.3f} nats per token, {manifest.byte_ent
 
 
 if __name__ == "__main__":
-    speak_on(sys.stderr)
+    print_progress_on(sys.stderr)
     sys.exit(main())

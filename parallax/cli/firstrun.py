@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallax.display.progress import loading, make_room, waiting
+from parallax.display.progress import clear_progress, loading, waiting
 
 with loading(__name__, sys.stderr):
     import jax
@@ -120,7 +120,7 @@ def command(words: Sequence[str]) -> str:
 def say(text: str) -> None:
     """Print a line of progress in process 0."""
     if is_first():
-        make_room()
+        clear_progress()
         tell(text, sys.stderr)
 
 

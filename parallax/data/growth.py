@@ -30,7 +30,8 @@ def check_growth(tokenizer: Any, origin: str) -> None:
     for name in STEPS:
         step = getattr(tokenizer, name)
         parts = [] if step is None else [*_parts(json.loads(step.__getstate__()))]
-        again = [part["type"] for at, part in enumerate(parts) if part["type"] in [one["type"] for one in parts[:at]]]
+        kinds = [part["type"] for part in parts]
+        again = [kind for number, kind in enumerate(kinds) if kind in kinds[:number]]
         growth = math.prod(map(_growth, parts)) * math.prod(SHARED_GROWTH.get(kind, 1) for kind in again)
         if growth > MOST_GROWTH:
             raise DataError(
@@ -45,8 +46,8 @@ def _parts(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if inner is None:
         yield step
         return
-    for one in inner:
-        yield from _parts(one)
+    for part in inner:
+        yield from _parts(part)
 
 
 def _growth(step: Mapping[str, Any]) -> float:
@@ -63,6 +64,6 @@ def _growth(step: Mapping[str, Any]) -> float:
         return max(len(text.decode("utf-8", "replace")) for text in texts)
     if kind == "TemplateProcessing":
         tokens = step["special_tokens"]
-        ids = (len(tokens[one["SpecialToken"]["id"]]["ids"]) if "SpecialToken" in one else 1 for one in step["single"])
-        return max(sum(ids), 1)
+        special = [part.get("SpecialToken") for part in step["single"]]
+        return max(sum(len(tokens[token["id"]]["ids"]) if token else 1 for token in special), 1)
     return 1

@@ -115,8 +115,8 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     tokenizer = _tokenizer(request, folder)
     whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     if finished:
-        found = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
-        _check_same_request(whole_request, found, file)
+        earlier = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
+        _check_same_request(whole_request, earlier, file)
     journal = folder / JOURNAL_FILE
     listed = finished.shards if finished else _read_journal(journal, whole_request)
     done = {shard.name: shard for shard in listed if _is_complete(shard, folder, smallest_dtype(tokenizer.vocab))}
@@ -172,8 +172,8 @@ def _write_missing(
                     yield name, texts
 
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
-        how = {"special_tokens": request.special_tokens, "workers": workers}
-        for shard in write_shards(folder, missing(), tokenizer, **how):
+        options = {"special_tokens": request.special_tokens, "workers": workers}
+        for shard in write_shards(folder, missing(), tokenizer, **options):
             with files.open_file(journal, "a") as opened:
                 opened.write(json.dumps(asdict(shard)) + "\n")
             shards[shard.name] = shard
@@ -264,8 +264,8 @@ def _whole_lines(file: Path) -> list[dict]:
 def _fingerprint_of(journal: Path) -> str:
     """That of the tokenizer with which a folder was begun; "" if nothing was."""
     request, *_ = _whole_lines(journal) or [{}]
-    found = request.get("tokenizer_fingerprint")
-    return found if isinstance(found, str) else ""
+    fingerprint = request.get("tokenizer_fingerprint")
+    return fingerprint if isinstance(fingerprint, str) else ""
 
 
 def _began_otherwise(folder: Path, wanted: dict) -> bool:
@@ -274,15 +274,19 @@ def _began_otherwise(folder: Path, wanted: dict) -> bool:
     return not shards and request != {"tokenizer_fingerprint": request.get("tokenizer_fingerprint"), **wanted}
 
 
-def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
+def _check_same_request(wanted: dict, earlier: dict, file: Path) -> None:
     """Raise DataError, with the first difference, unless a folder holds the wanted data."""
-    if wanted == found:
+    if wanted == earlier:
         return
     # Common keys come first: with another tokenizer, only one of the requests has a bpe_vocab.
-    key, (found_value, wanted_value) = min(compare_settings(found, wanted).items(), key=lambda item: None in item[1])
-    short = lambda value: value[:FINGERPRINT_DIGITS] if SHA256.fullmatch(str(value)) else value  # noqa: E731
+    different = compare_settings(earlier, wanted)
+    key, (earlier_value, wanted_value) = min(different.items(), key=lambda item: None in item[1])
+
+    def short(value: object) -> object:
+        return value[:FINGERPRINT_DIGITS] if SHA256.fullmatch(str(value)) else value
+
     raise DataError(
-        f"{file.parent} holds data of other settings: {key}={short(found_value)!r} where {short(wanted_value)!r} is "
+        f"{file.parent} holds data of other settings: {key}={short(earlier_value)!r} where {short(wanted_value)!r} is "
         "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
     )
 

@@ -60,9 +60,9 @@ def open_reader(
     else:
         config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
-        how = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+        options = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
         source = open_source(config.source, **where)
-        left_out, request = source.left_out, Request(source=source, fingerprint=fingerprint, **how)
+        left_out, request = source.left_out, Request(source=source, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
@@ -80,8 +80,8 @@ def open_reader(
             f"model.vocab={vocab} is less than the {tokenizer.needed} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
-    how = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
-    return Reader(config, prepared, tokenizer=tokenizer, split=split, **how)
+    options = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
+    return Reader(config, prepared, tokenizer=tokenizer, split=split, **options)
 
 
 def _is_complete(folder: Path, request: Request) -> bool:
@@ -249,17 +249,17 @@ class Reader:
         """Whether each of the tokens from `starts` on is its document's last, [rows, columns]. The table of documents
         decides: the id of an end may also begin a document, or stand inside of one."""
         ends = np.zeros((len(starts), columns), bool)
-        first, last = (np.searchsorted(self._ends, places, side="right") for places in (starts, starts + columns))
-        for row, start, one, other in zip(ends, starts, first, last):
-            row[self._ends[one:other] - start - 1] = True
+        firsts, lasts = (np.searchsorted(self._ends, places, side="right") for places in (starts, starts + columns))
+        for row, start, first, last in zip(ends, starts, firsts, lasts):
+            row[self._ends[first:last] - start - 1] = True
         return ends
 
     def _before(self, windows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Segment and position of the tokens at `starts`, in windows that begin at `windows`. They follow from the
         table of documents, without reading ids."""
-        first, own = (np.searchsorted(self._ends, places, side="right") for places in (windows, starts))
-        begin = np.concatenate([[0], self._ends])[own]
-        return 1 + own - first, starts - np.maximum(windows, begin)
+        first, current = (np.searchsorted(self._ends, places, side="right") for places in (windows, starts))
+        begin = np.concatenate([[0], self._ends])[current]
+        return 1 + current - first, starts - np.maximum(windows, begin)
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -371,12 +371,12 @@ class TokenStream:
         """
         rows = np.zeros((len(starts), count), self._dtype)
         for row, start in zip(rows, starts.tolist()):
-            at, end = start, min(start + count, len(self))
-            while at < end:  # one iteration for each run of documents
-                shard, offset, left = self._find(at)
-                piece = min(left, end - at)
-                self._read_into(row[at - start : at - start + piece], shard, offset)
-                at += piece
+            position, end = start, min(start + count, len(self))
+            while position < end:  # one iteration for each run of documents
+                shard, offset, left = self._find(position)
+                piece = min(left, end - position)
+                self._read_into(row[position - start : position - start + piece], shard, offset)
+                position += piece
         if rows.size and rows.max() >= self._vocab:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
             shard, offset, _ = self._find(int(starts[row]) + column)
@@ -403,11 +403,11 @@ class TokenStream:
         return int(self._shards[run]), int(self._offsets[run]) + place - begin, end - place
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
-        file, at = self._files[shard], offset * self._dtype.itemsize
+        file, start = self._files[shard], offset * self._dtype.itemsize
         with reading_shard(file):
             opened = self._open(shard)
-            if os.preadv(opened.fileno(), [target], at) < target.nbytes:
-                end = at + target.nbytes
+            if os.preadv(opened.fileno(), [target], start) < target.nbytes:
+                end = start + target.nbytes
                 raise DataError(f"shard {file} was truncated while it was read: it ends before byte {end}")
 
 

@@ -129,17 +129,17 @@ class Manifest:
         except ValueError as error:
             raise DataError(f"{file} is damaged: {error}") from None
         if content.get("format", SHARD_FORMAT) != SHARD_FORMAT:
-            found = reprlib.repr(content["format"])
-            raise DataError(f"{file} has format {found}; this version reads {SHARD_FORMAT!r}")
+            written = reprlib.repr(content["format"])
+            raise DataError(f"{file} has format {written}; this version reads {SHARD_FORMAT!r}")
         record = _check_fields(NEW_FIELDS | content, cls, file)
         manifest = cls(shards=tuple(Shard.parse(shard, file) for shard in record.pop("shards")), **record)
         if not manifest.documents:
             raise DataError(f"{file} is damaged: it has no documents")
         if not manifest.text_bytes:
             raise DataError(f"{file} is damaged: text_bytes=0, but no document is empty")
-        for name, found in totals(manifest.shards).items():
-            if found != getattr(manifest, name):
-                raise DataError(f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {found}")
+        for name, total in totals(manifest.shards).items():
+            if total != getattr(manifest, name):
+                raise DataError(f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {total}")
         return manifest
 
 
@@ -246,6 +246,6 @@ def check_file(file: Path, size: int, sha256: str | None) -> None:
         if sha256 is None:
             return
         with open_file(file) as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != sha256:
-        raise DataError(f"shard {file} is damaged: sha256 {found[:8]}..., in the manifest {sha256[:8]}...; {ADVICE}")
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != sha256:
+        raise DataError(f"shard {file} is damaged: sha256 {digest[:8]}..., in the manifest {sha256[:8]}...; {ADVICE}")

@@ -77,8 +77,11 @@ def without(text: str, names: Collection[str]) -> str | None:
     else:
         model["vocab"] = {hidden.get(name, name): number for name, number in model["vocab"].items()}
     if "merges" in model:
-        of_hidden = lambda merge: _result(merge, prefix) in names or names & set(_pair(merge))  # noqa: E731
-        model["merges"] = [merge for merge in model["merges"] if not of_hidden(merge)]
+
+        def is_of_hidden(merge: Any) -> bool:
+            return _result(merge, prefix) in names or bool(names & set(_pair(merge)))
+
+        model["merges"] = [merge for merge in model["merges"] if not is_of_hidden(merge)]
     # It only matters for whole sequences with special tokens, and may name them.
     content["post_processor"] = None
     return json.dumps(content)

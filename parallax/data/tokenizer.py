@@ -166,8 +166,8 @@ class Bpe:
         first."""
         adds, bos = written.get("add_bos_token"), written.get("bos_token")
         if adds is None:
-            found = self._inner.encode("a", add_special_tokens=True)
-            first = takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask))
+            encoded = self._inner.encode("a", add_special_tokens=True)
+            first = takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask))
             return tuple(number for number, _ in first)
         if not adds:
             return ()
@@ -317,14 +317,14 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
     )
     # In a thread: the library hears no Ctrl-C until it is done.
     with ThreadPool(1) as pool:
-        pool.apply_async(inner.train_from_iterator, (map(_with_long_words_cut, documents), trainer)).get()
+        pool.apply_async(inner.train_from_iterator, (map(split_long_words, documents), trainer)).get()
     return Bpe(inner.to_str())
 
 
-def _with_long_words_cut(text: str) -> list[str]:
+def split_long_words(text: str) -> list[str]:
     """Pieces of a document whose words have at most LONGEST_WORD characters: the library's time for a word grows with
     the square of its length."""
-    long_words = (found.span() for found in LONG_WORD.finditer(text))
+    long_words = (match.span() for match in LONG_WORD.finditer(text))
     cuts = [cut for start, end in long_words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
@@ -353,9 +353,9 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
         return Bytes()
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
-    found = Bpe(_text(written), str(path), _config_beside(path), model)
-    earlier = found.earlier if fingerprint else None
-    return earlier if earlier is not None and earlier.fingerprint == fingerprint else found
+    tokenizer = Bpe(_text(written), str(path), _config_beside(path), model)
+    earlier = tokenizer.earlier if fingerprint else None
+    return earlier if earlier is not None and earlier.fingerprint == fingerprint else tokenizer
 
 
 def _config_beside(path: Path) -> str:

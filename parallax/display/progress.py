@@ -82,8 +82,8 @@ class ProgressPrinter:
     ):
         self._stream, self._log, self._clock = stream, log, clock
         self._is_terminal = _has_cursor(stream)
-        self._waits: list[Task] = []
-        self._spoke_at = clock()
+        self._tasks: list[Task] = []
+        self._printed_at = clock()
         self._is_drawn = False
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -101,38 +101,38 @@ class ProgressPrinter:
         """Clear the progress line for other output, which counts as a message."""
         with self._lock:
             self._erase()
-            self._spoke_at = self._clock()
+            self._printed_at = self._clock()
 
     def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Task:
         """Start a task, possibly inside another one, which is shown again afterwards."""
         with self._lock:
-            self._waits.append(Task(what, self._clock(), patience_secs, unit))
-            return self._waits[-1]
+            self._tasks.append(Task(what, self._clock(), patience_secs, unit))
+            return self._tasks[-1]
 
-    def end(self, wait: Task, *, failed: bool) -> None:
+    def end(self, task: Task, *, failed: bool) -> None:
         """End a task; print its duration if it was long and did not fail."""
         with self._lock:
-            self._waits.remove(wait)
+            self._tasks.remove(task)
             self._erase()
             now = self._clock()
-            if wait.is_named and now - wait.begun >= LONG_SECS and not failed:
-                self._log(wait.last_line(now))
-                self._print(wait.last_line(now))
-                self._spoke_at = now
+            if task.is_named and now - task.begun >= LONG_SECS and not failed:
+                self._log(task.last_line(now))
+                self._print(task.last_line(now))
+                self._printed_at = now
 
     def tick(self) -> None:
         """Print a message if one is due."""
         with self._lock:
-            if not self._waits:
+            if not self._tasks:
                 return
-            wait, now = self._waits[-1], self._clock()
-            if now - self._spoke_at >= wait.silence_secs(now):
-                wait.is_named, self._spoke_at = True, now
-                self._log(wait.line(now))
+            task, now = self._tasks[-1], self._clock()
+            if now - self._printed_at >= task.silence_secs(now):
+                task.is_named, self._printed_at = True, now
+                self._log(task.line(now))
                 if not self._is_terminal:
-                    self._print(wait.line(now))
-            if self._is_terminal and wait.is_named:
-                self._draw(wait.line(now))
+                    self._print(task.line(now))
+            if self._is_terminal and task.is_named:
+                self._draw(task.line(now))
 
     def _tick_on(self) -> None:
         while not self._closed.wait(TICK_SECS):
@@ -162,7 +162,7 @@ class ProgressPrinter:
             discard_output(self._stream)
 
 
-_speaker: ProgressPrinter | None = None
+_printer: ProgressPrinter | None = None
 
 
 @contextlib.contextmanager
@@ -173,34 +173,34 @@ def waiting(
 
     Nothing is printed if the block ends before `patience_secs` of silence, or if no printer is installed.
     """
-    speaker = _speaker
-    if speaker is None:
+    printer = _printer
+    if printer is None:
         yield lambda done, total: None
         return
-    wait = speaker.begin(what, patience_secs, unit)
+    task = printer.begin(what, patience_secs, unit)
 
     def show(done: float, total: float | None) -> None:
-        wait.done, wait.total = done, total
+        task.done, task.total = done, total
 
     failed = True
     try:
         yield show
         failed = False
     finally:
-        speaker.end(wait, failed=failed)
+        printer.end(task, failed=failed)
 
 
 @contextlib.contextmanager
-def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
+def printing_progress(printer: ProgressPrinter | None) -> Iterator[None]:
     """Use this progress printer while the block runs; None prints nothing."""
-    global _speaker
-    before, _speaker = _speaker, speaker
+    global _printer
+    before, _printer = _printer, printer
     try:
         yield
     finally:
-        _speaker = before
-        if speaker is not None:
-            speaker.close()
+        _printer = before
+        if printer is not None:
+            printer.close()
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
     # XLA's C++ reads this when it is loaded. It hides start-up messages unless the user has set it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
-        speak_on(stream)
+        print_progress_on(stream)
     try:
         with waiting("loading JAX"):
             yield
@@ -222,10 +222,10 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None  # nothing has begun, so a traceback of imports would not help
 
 
-def speak_on(stream: TextIO | None) -> None:
+def print_progress_on(stream: TextIO | None) -> None:
     """Print progress from now on, in the first process of a job."""
-    global _speaker
-    _speaker = progress_printer(stream) if is_likely_first(os.environ) else None
+    global _printer
+    _printer = progress_printer(stream) if is_likely_first(os.environ) else None
 
 
 def progress_printer(stream: TextIO | None, log: Log = lambda line: None) -> ProgressPrinter | None:
@@ -233,16 +233,16 @@ def progress_printer(stream: TextIO | None, log: Log = lambda line: None) -> Pro
     return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log).start()
 
 
-def be_silent() -> None:
+def stop_progress() -> None:
     """Stop printing progress in this process, since process 0 prints it for all."""
-    global _speaker
-    _speaker = None
+    global _printer
+    _printer = None
 
 
-def make_room() -> None:
+def clear_progress() -> None:
     """Clear the progress line before something else is printed."""
-    if _speaker is not None:
-        _speaker.clear()
+    if _printer is not None:
+        _printer.clear()
 
 
 def is_likely_first(environment: Mapping[str, str]) -> bool:

@@ -69,13 +69,13 @@ def count(number: float) -> str:
     if number < 1e4:
         return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
     number = float(f"{number:.3g}")
-    at = min(int(math.log10(number)) // 3, len(THOUSANDS) - 1)
-    return f"{number / 1000**at:.3g}{THOUSANDS[at]}"
+    power = min(int(math.log10(number)) // 3, len(THOUSANDS) - 1)
+    return f"{number / 1000**power:.3g}{THOUSANDS[power]}"
 
 
 def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
-    at = 0
-    while abs(number) >= base and at < len(units) - 1:
-        number, at = number / base, at + 1
-    decimals = 1 if at or (0 < abs(number) < 10 and number != int(number)) else 0
-    return f"{decimal(number, decimals).replace(',', '')} {units[at]}{of}"
+    power = 0
+    while abs(number) >= base and power < len(units) - 1:
+        number, power = number / base, power + 1
+    decimals = 1 if power or (0 < abs(number) < 10 and number != int(number)) else 0
+    return f"{decimal(number, decimals).replace(',', '')} {units[power]}{of}"

@@ -127,12 +127,12 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         groups = re.findall(r"^\d+:(.*?):/(.*)$", (root / "proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # not Linux
         return
-    for controllers, own in groups:
+    for controllers, path in groups:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         # In a container its own group may be mounted as the top, while the path is that outside: it is not found then.
-        for group in (top / own, *(top / parent for parent in Path(own).parents)):
+        for group in (top / path, *(top / parent for parent in Path(path).parents)):
             yield from _quota(group, version=1 if controllers else 2)
 
 
@@ -165,13 +165,13 @@ def leave_out_absent_tpu(root: Path = ROOT) -> None:
 def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
     """Warnings about accelerators of this machine that JAX, running on `platform`, has not found."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
-    found = [("GPU", gpu_files(root)), ("TPU", [name for name in tpu_signs({}, root) if "vfio" not in name])]
+    files_of = [("GPU", gpu_files(root)), ("TPU", [name for name in tpu_signs({}, root) if "vfio" not in name])]
     if platform != "cpu" or wanted.startswith("cpu"):
         return []
     return [
         f"warning: this machine has a {kind} ({files[0]}), but JAX runs on its CPU; "
         "`python -c 'import jax; jax.devices()'` says why"
-        for kind, files in found
+        for kind, files in files_of
         if files
     ]
 
@@ -179,7 +179,7 @@ def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
 def _on_pci(root: Path) -> Iterator[str]:
     for file in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
         try:
-            vendor, device = (at.read_text(encoding="utf-8").strip() for at in (file, file.with_name("device")))
+            vendor, device = (each.read_text(encoding="utf-8").strip() for each in (file, file.with_name("device")))
         except OSError:
             continue
         if vendor == GOOGLE and device not in NO_TPU:

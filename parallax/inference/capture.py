@@ -78,7 +78,10 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
     check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))
-    as_float32 = lambda array: np.asarray(array, np.float32)  # noqa: E731
+
+    def as_float32(array: Any) -> np.ndarray:
+        return np.asarray(array, np.float32)
+
     losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
     return Activations(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
 

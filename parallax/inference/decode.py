@@ -99,15 +99,18 @@ class Decoder:
     # ---- what runs on each device
 
     def _write(self, params, prompts, key, *, pick, tokens, ends):
-        weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape
+        weights, (batch, prompt) = self.weights(params), prompts.ids_BS.shape
         rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
 
         def following(ids_BS, caches, cursor):
             """The ids after the new ones, the same on all tp and pp ranks."""
-            x, caches = self._advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
+            x, caches = self.advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
             positions_B = cursor + ids_BS.shape[1] - 1 - prompts.empty_B
-            choose = lambda: _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))  # noqa: E731
-            return self._on_every_stage(choose), caches
+
+            def choose() -> Array:
+                return _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))
+
+            return self.on_every_stage(choose), caches
 
         def step(state):
             ids_B = lax.dynamic_index_in_dim(state.ids_BN, state.count - 1, axis=1, keepdims=False)
@@ -115,13 +118,16 @@ class Decoder:
             # A row that has ended repeats its end.
             return _append(state._replace(caches=caches), jnp.where(_are_in(ends, ids_B), ids_B, next_B), ends)
 
-        first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
+        first_B, caches = following(prompts.ids_BS, self.caches(batch, prompt + tokens), 0)
         ids_BN = as_varying(jnp.zeros((batch, tokens), jnp.int32), BATCH_AXES)
         start = DecodeState(ids_BN, caches, jnp.int32(0), True)
-        more = lambda state: (state.count < tokens) & state.running  # noqa: E731
-        return lax.while_loop(more, step, _append(start, first_B, ends)).ids_BN
 
-    def _advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
+        def is_running(state: DecodeState) -> Array:
+            return (state.count < tokens) & state.running
+
+        return lax.while_loop(is_running, step, _append(start, first_B, ends)).ids_BN
+
+    def advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
         slots = jax.tree.leaves(caches)[0].shape[2]
         context = self._context(new, cursor, slots)
@@ -158,7 +164,7 @@ class Decoder:
         filled_BT = (slot_T[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
         return Context(tables, rows_B, None, Mask(filled_BT, None if is_prompt else cursor))
 
-    def _caches(self, batch: int, slots: int) -> dict[str, Array]:
+    def caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""
         bound = bound_axis_sizes()
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
@@ -169,7 +175,7 @@ class Decoder:
         shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
         return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
-    def _head(self, weights: Any, x: Array) -> Array:
+    def head(self, weights: Any, x: Array) -> Array:
         """Logits [B, S, V] in float32, sharded over the vocab."""
         table = weights[EMBEDDING if self.model.tied else HEAD]["table"]
         hidden = self.parts.head.apply({"params": weights[HEAD]}, x)
@@ -177,9 +183,9 @@ class Decoder:
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] of the last token, with the whole vocab."""
-        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
+        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self.head(weights, x[:, -1:]))[:, 0]
 
-    def _on_every_stage(self, make: Callable[[], Array]) -> Array:
+    def on_every_stage(self, make: Callable[[], Array]) -> Array:
         """The result of `make`, which runs only on the first stage, sent to all stages."""
         like = jax.eval_shape(make)
         zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
@@ -188,7 +194,7 @@ class Decoder:
         on_first = lax.cond(lax.axis_index("pp") == 0, lambda: vary_all(make()), lambda: vary_all(zeros))
         return sum_over(on_first, ["pp"])
 
-    def _weights(self, params: Any) -> Any:
+    def weights(self, params: Any) -> Any:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
         sent."""
 
@@ -210,7 +216,10 @@ class Decoder:
             leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))
         ]
         staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
-        in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
+
+        def in_stages(layout: Layout) -> Layout:
+            return layout.without("pp").with_cut("layers", ("pp",))
+
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
         return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to, self.specs)
 

@@ -28,7 +28,7 @@ from parallax.config.settings import (
 from parallax.data import Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from parallax.display.html import facts_html
-from parallax.display.progress import make_room, waiting
+from parallax.display.progress import clear_progress, waiting
 from parallax.display.svg import svg
 from parallax.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.hardware.devices import simulate_devices, start_devices
@@ -239,9 +239,9 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
         return step, restore(checkpoints, step, wanted)["params"]
     found = restore_newest(checkpoints, wanted)
     for error in found.damaged:
-        make_room()
+        clear_progress()
         instead = f"going on with step {found.step}"
-        tell(f"the checkpoint of step {error.step} is damaged: {error.how}; {instead}", sys.stderr)
+        tell(f"the checkpoint of step {error.step} is damaged: {error.damage}; {instead}", sys.stderr)
     return found.step, found.parts["params"]
 
 

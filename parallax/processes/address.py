@@ -66,10 +66,10 @@ def read_address(flags: Mapping[str, str | None], environment: Mapping[str, str]
 
 
 def _address(name: str, value: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):(\d{1,5})", value)
-    if not found or not 0 < int(found[2]) < 65536:
+    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):(\d{1,5})", value)
+    if not match or not 0 < int(match[2]) < 65536:
         raise ConfigError(f"{name}={value!r} is not an address; write host:port of process 0, as in 10.0.0.2:8476")
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def _whole(name: str, value: str, *, least: int) -> int:

@@ -32,15 +32,15 @@ def common_settings(environment: Mapping[str, str] = os.environ) -> dict[str, bo
 
     Otherwise they compile different programs, whose collectives do not meet or whose numbers differ.
     """
-    found = {name: _plain(value) for name, value in jax.config.values.items()}
-    found |= {
+    settings = {name: _plain(value) for name, value in jax.config.values.items()}
+    settings |= {
         name: value
         for name, value in environment.items()
         if name.startswith("JAX_") and name.lower() not in jax.config.values
     }
     for variable in FLAGS:
-        found |= {f"{variable} {name}": value for name, value in _flags(environment.get(variable, ""))}
-    return {name: value for name, value in found.items() if not OF_ONE_PROCESS.fullmatch(name)}
+        settings |= {f"{variable} {name}": value for name, value in _flags(environment.get(variable, ""))}
+    return {name: value for name, value in settings.items() if not OF_ONE_PROCESS.fullmatch(name)}
 
 
 def _plain(value: object) -> bool | int | float | str | None:

@@ -31,11 +31,11 @@ def load_csv(path: str | Path) -> Schedule:
     Raises ScheduleError, with the grid and the wrong cell between > and <, if the file is not a schedule.
     """
     name, rows = Path(path).stem, _read(Path(path))
-    found = _parse(name, rows)
-    placement, microbatches = _placement(name, rows, found), _count(name, rows, found, "microbatch")
-    by_rank = [[placed for placed in found if placed[0] == rank] for rank in range(len(rows))]
-    orders = tuple(tuple(action for *_, action in own) for own in by_rank)
-    starts = tuple(tuple(tick for _, tick, _ in own) for own in by_rank)
+    placed = _parse(name, rows)
+    placement, microbatches = _placement(name, rows, placed), _count(name, rows, placed, "microbatch")
+    by_rank = [[cell for cell in placed if cell[0] == rank] for rank in range(len(rows))]
+    orders = tuple(tuple(action for *_, action in cells) for cells in by_rank)
+    starts = tuple(tuple(tick for _, tick, _ in cells) for cells in by_rank)
     return Schedule(name, placement, microbatches, orders, starts=starts)
 
 
@@ -64,37 +64,37 @@ def _read(path: Path) -> list[list[str]]:
 
 def _parse(name: str, rows: list[list[str]]) -> list[Placed]:
     """The actions of the cells, in the order in which each rank runs them."""
-    found, unreadable = [], {}
+    placed, unreadable = [], {}
     for rank, row in enumerate(rows):
         for tick, cell in enumerate(row):
             try:
-                found += [(rank, tick, Action.parse(text.strip())) for text in cell.split("+") if cell]
+                placed += [(rank, tick, Action.parse(text.strip())) for text in cell.split("+") if cell]
             except ValueError as error:  # also of int, for thousands of digits
                 unreadable[rank, tick] = error
     if unreadable:
         (rank, tick), error = next(iter(unreadable.items()))
         raise _refused(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
-    return sorted(found, key=lambda placed: (*placed[:2], ACTION_KINDS.index(placed[2].kind)))
+    return sorted(placed, key=lambda cell: (*cell[:2], ACTION_KINDS.index(cell[2].kind)))
 
 
-def _cells_by(found: list[Placed], what: str) -> dict[int, list[tuple[int, int]]]:
+def _cells_by(placed: list[Placed], what: str) -> dict[int, list[tuple[int, int]]]:
     """The cells, (rank, tick), in which each stage or microbatch occurs."""
     cells: dict[int, list[tuple[int, int]]] = {}
-    for rank, tick, action in found:
+    for rank, tick, action in placed:
         cells.setdefault(getattr(action, what), []).append((rank, tick))
     return cells
 
 
 def _placement(name: str, rows: list[list[str]], placed: list[Placed]) -> tuple[int, ...]:
     """The rank of each stage."""
-    found = _cells_by(placed, "stage")
-    for stage, cells in sorted(found.items()):
+    cells_of = _cells_by(placed, "stage")
+    for stage, cells in sorted(cells_of.items()):
         by_rank = {rank: [cell for cell in cells if cell[0] == rank] for rank, _ in cells}
         if len(by_rank) > 1:
             both = " and ".join(f"rank {rank}" for rank in by_rank)
             few = min(by_rank.values(), key=len)  # the likelier mistake
             raise _refused(name, f"stage {stage} is on {both}, but must be on one rank", rows, few)
-    return tuple(found[stage][0][0] for stage in range(_count(name, rows, placed, "stage")))
+    return tuple(cells_of[stage][0][0] for stage in range(_count(name, rows, placed, "stage")))
 
 
 def _count(name: str, rows: list[list[str]], placed: list[Placed], what: str) -> int:
@@ -109,7 +109,10 @@ def _count(name: str, rows: list[list[str]], placed: list[Placed], what: str) ->
 
 
 def _refused(name: str, why: str, rows: list[list[str]], marked: Collection[tuple[int, int]]) -> ScheduleError:
-    mark = lambda rank, tick, cell: f">{cell}<" if (rank, tick) in marked else cell  # noqa: E731
+
+    def mark(rank: int, tick: int, cell: str) -> str:
+        return f">{cell}<" if (rank, tick) in marked else cell
+
     cells = [
         [[mark(rank, tick, cell)] if cell else [] for tick, cell in enumerate(row)] for rank, row in enumerate(rows)
     ]

@@ -24,8 +24,8 @@ def gpipe_on(placement: Sequence[int], microbatches: int) -> Schedule:
     """GPipe for any placement: all microbatches forward through a rank's first stage, then its next, then backward."""
     orders = []
     for rank in range(max(placement) + 1):
-        own = [stage for stage, at in enumerate(placement) if at == rank]
-        passes = [*((stage, "F") for stage in own), *((stage, "B") for stage in reversed(own))]
+        stages = [stage for stage, holder in enumerate(placement) if holder == rank]
+        passes = [*((stage, "F") for stage in stages), *((stage, "B") for stage in reversed(stages))]
         orders.append(tuple(Action(*which, m) for which in passes for m in range(microbatches)))
     return Schedule("gpipe", tuple(placement), microbatches, tuple(orders), head="between")
 
@@ -78,9 +78,9 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     last = 4 * ranks - 2
     orders = []
     for rank in range(ranks):
-        own = [(stage, m) for stage in (rank, 2 * ranks - 1 - rank) for m in range(microbatches)]
-        tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in own}
-        tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in own}
+        passes = [(stage, m) for stage in (rank, 2 * ranks - 1 - rank) for m in range(microbatches)]
+        tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
+        tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in passes}
         # Backward passes that this rank has run when the last rank begins its first one.
         lag = sum(action.kind == "B" and tick < last for action, tick in tick_of.items())
         orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], ACTION_KINDS.index(a.kind))), lag))
@@ -98,9 +98,9 @@ def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Ca
     groups = _groups(microbatches, ranks)
     orders = []
     for rank in range(ranks):
-        own = [rank + chunk * ranks for chunk in range(virtual)]
-        forward = [Action(stage, "F", m) for group in groups for stage in own for m in group]
-        backward = [Action(stage, "B", m) for group in groups for stage in reversed(own) for m in group]
+        stages = [rank + chunk * ranks for chunk in range(virtual)]
+        forward = [Action(stage, "F", m) for group in groups for stage in stages for m in group]
+        backward = [Action(stage, "B", m) for group in groups for stage in reversed(stages) for m in group]
         ahead = 2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0])
         order = [*forward[:ahead]]
         for action, later in itertools.zip_longest(backward, forward[ahead:]):
@@ -128,13 +128,13 @@ def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
     0B0 0B1 0W0 0W1
     """
     weights = [action._replace(kind="W") for action in order if action.kind == "B"]
-    found, passed = [], 0
+    result, passed = [], 0
     for action in order:
-        found.append(action)
+        result.append(action)
         passed += action.kind == "B"
         if action.kind == "B" and passed > lag:
-            found.append(weights[passed - lag - 1])
-    return (*found, *weights[max(len(weights) - lag, 0) :])
+            result.append(weights[passed - lag - 1])
+    return (*result, *weights[max(len(weights) - lag, 0) :])
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {

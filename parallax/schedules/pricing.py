@@ -133,7 +133,7 @@ def activations(schedule: Timetable) -> np.ndarray:
 def sends(schedule: Timetable) -> tuple[int, ...]:
     """Messages that each rank sends to others: outputs forward, their gradients back."""
     counts = [0] * schedule.ranks
-    for one, other in zip(schedule.placement, schedule.placement[1:]):
-        for rank in (one, other) if one != other else ():
+    for sender, receiver in zip(schedule.placement, schedule.placement[1:]):
+        for rank in (sender, receiver) if sender != receiver else ():
             counts[rank] += schedule.microbatches
     return tuple(counts)

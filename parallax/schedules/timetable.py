@@ -216,8 +216,10 @@ class Timetable:
 
         def spans(pool: str) -> dict[tuple[int, int], Span]:
             made = ((action, tick) for action, tick in self.tick_of.items() if action.kind == pool[0])
-            until = lambda action: self.tick_of[action._replace(kind=pool[1])]  # noqa: E731
-            return {(a.stage, a.microbatch): Span(self.rank_of(a.stage), tick, until(a)) for a, tick in made}
+            return {
+                (a.stage, a.microbatch): Span(self.rank_of(a.stage), tick, self.tick_of[a._replace(kind=pool[1])])
+                for a, tick in made
+            }
 
         return {pool: assign_slots(spans(pool)) for pool in self.pools}
 
@@ -238,8 +240,10 @@ class Timetable:
         def table(pool: str, kind: str) -> np.ndarray:
             return self._when_run(kind, lambda action: self._slot_of[pool][action.stage, action.microbatch])
 
-        between = lambda pool: self.kinds[ACTION_KINDS.index(pool[0]) : ACTION_KINDS.index(pool[1]) + 1]  # noqa: E731
-        return {pool: {kind: table(pool, kind) for kind in between(pool)} for pool in self.pools}
+        def kinds_between(first: str, last: str) -> tuple[str, ...]:
+            return self.kinds[ACTION_KINDS.index(first) : ACTION_KINDS.index(last) + 1]
+
+        return {pool: {kind: table(pool, kind) for kind in kinds_between(*pool)} for pool in self.pools}
 
     # ---- messages
 
@@ -301,7 +305,10 @@ class Timetable:
     @cached_property
     def exit_slot(self) -> dict[str, np.ndarray]:
         """int32 `[tick]`: the slot that the last stage's F writes, and the one that its B reads."""
-        slot = lambda action: self._exit_slot_of.get(action._replace(kind="F"), -1)  # noqa: E731
+
+        def slot(action: Action) -> int:
+            return self._exit_slot_of.get(action._replace(kind="F"), -1)
+
         return {kind: self._when_run(kind, slot).max(axis=1) for kind in "FB"}
 
     # ---- segments to compile
@@ -310,7 +317,10 @@ class Timetable:
     def segments(self) -> list[Segment]:
         """Runs of ticks, divided where no kind of action occurs on both sides, so that each kind is compiled once."""
         used = {kind: np.flatnonzero(self.microbatch[kind].max(axis=1) >= 0) for kind in self.kinds}
-        active = lambda tick: {kind for kind, ticks in used.items() if ticks[0] <= tick <= ticks[-1]}  # noqa: E731
+
+        def active(tick: int) -> set[str]:
+            return {kind for kind, ticks in used.items() if ticks[0] <= tick <= ticks[-1]}
+
         segments: list[Segment] = []
         for kinds, ticks in groupby(range(self.ticks), active):
             start = next(ticks)
@@ -346,20 +356,20 @@ class Timetable:
             "repeated": {key for key in count if count[key] > 1},
             "missing": wanted - set(count),
         }
-        for what, found in wrong.items():
-            if found:
-                listed = ", ".join(f"{action} on rank {rank}" for rank, action in sorted(found)[:LISTED])
-                listed += f" and {len(found) - LISTED} more" * (len(found) > LISTED)
-                self._refuse(f"{what}: {listed}", {action for _, action in found})
+        for what, actions in wrong.items():
+            if actions:
+                listed = ", ".join(f"{action} on rank {rank}" for rank, action in sorted(actions)[:LISTED])
+                listed += f" and {len(actions) - LISTED} more" * (len(actions) > LISTED)
+                self._refuse(f"{what}: {listed}", {action for _, action in actions})
 
     def _check_starts(self) -> None:
-        at: dict[tuple[int, int, str], Action] = {}
+        action_in: dict[tuple[int, int, str], Action] = {}
         for action, tick in self.tick_of.items():
             cell = (self.rank_of(action.stage), tick, action.kind)
-            if cell in at:
-                both = f"{at[cell]} and {action} are both in tick {tick} of rank {cell[0]}"
-                self._refuse(f"slot clash: {both}, which holds one action of each kind", {at[cell], action})
-            at[cell] = action
+            if cell in action_in:
+                both = f"{action_in[cell]} and {action} are both in tick {tick} of rank {cell[0]}"
+                self._refuse(f"slot clash: {both}, which holds one action of each kind", {action_in[cell], action})
+            action_in[cell] = action
         for action, tick in self.tick_of.items():
             for need in self.needs(action):
                 soonest = self._soonest(action, self.tick_of[need], need)

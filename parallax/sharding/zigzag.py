@@ -59,8 +59,11 @@ def own_tokens(x: Array, axis: int) -> Array:
         return x
     chunk = x.shape[axis] // (2 * ranks)
     rank = lax.axis_index(CONTEXT_AXIS)
-    piece = lambda number: lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis)  # noqa: E731
     x = as_varying(x, [CONTEXT_AXIS])
+
+    def piece(number: Array | int) -> Array:
+        return lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis)
+
     return jnp.concatenate([piece(rank), piece(2 * ranks - 1 - rank)], axis)
 
 

@@ -62,7 +62,10 @@ def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> d
     experts = counts.shape[-1]
     loads = experts * shares.max(axis=-1)
     entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(axis=-1) / max(math.log(experts), 1e-9)
-    rounded = lambda values: np.round(values, DIGITS).tolist()  # noqa: E731
+
+    def rounded(values: np.ndarray) -> list:
+        return np.round(values, DIGITS).tolist()
+
     return {
         "experts/load": float(loads.max()),
         "experts/entropy": float(entropies.min()),

@@ -50,11 +50,11 @@ def names_in(folder: Path) -> list[str]:
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
     """Paths that match a glob pattern, sorted; relative to `folder` if given. Folders at its beginning that exist by
     their letters are not patterns: "lr=[1e-3]/*.txt"."""
-    find = lambda written: glob.glob(written, root_dir=folder, recursive=True)  # noqa: E731
     pattern = Path(pattern)
-    at = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
-    found = find(os.path.join(glob.escape(str(at)), pattern.relative_to(at)))
-    return sorted(map(Path, found or find(str(pattern))))
+    base = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
+    escaped = os.path.join(glob.escape(str(base)), pattern.relative_to(base))
+    names = glob.glob(escaped, root_dir=folder, recursive=True)
+    return sorted(map(Path, names or glob.glob(str(pattern), root_dir=folder, recursive=True)))
 
 
 def free_bytes(folder: Path) -> int:
@@ -65,10 +65,10 @@ def free_bytes(folder: Path) -> int:
 # ---- reading and writing
 
 
-def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
+def open_file(path: Path | str, mode: str = "rb", **options: Any) -> IO:
     """`open` for regular files; text is UTF-8, whatever the locale. Use `write_whole` to replace a file."""
     encoding = {} if "b" in mode else {"encoding": "utf-8"}
-    return open(path, mode, opener=plain, **encoding | how)
+    return open(path, mode, opener=plain, **encoding | options)
 
 
 def plain(path: str | Path, flags: int) -> int:
@@ -269,15 +269,15 @@ class PlainPath:
 
     def __init__(self, folder: Path):
         self.path = folder.resolve()
-        found = MEANT_OTHERWISE.search(str(self.path))
-        if found is None:
+        special = MEANT_OTHERWISE.search(str(self.path))
+        if special is None:
             return
         opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, opened)
         self.path = DESCRIPTORS / str(opened)
         if not (self.path.exists() and self.path.samefile(folder)):
             raise CheckpointError(
-                f"{str(folder)!r} cannot hold checkpoints: {found[0]!r} is not part of a name for the library that "
+                f"{str(folder)!r} cannot hold checkpoints: {special[0]!r} is not part of a name for the library that "
                 f"writes them, and {DESCRIPTORS} is missing; use letters, digits and any of . _ - = + , @ : ~"
             )
 
@@ -377,7 +377,7 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
     >>> object_of('{"steps": 8}')
     {'steps': 8}
     """
-    how = {} if odd_numbers else {"parse_constant": _no_number, "parse_float": _finite}
+    options = {} if odd_numbers else {"parse_constant": _no_number, "parse_float": _finite}
     pairs: list[tuple[str, Any]] = []
 
     def outermost(inner: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=_each_once if read is None else outermost, **how)
+        content = json.loads(text, object_pairs_hook=_each_once if read is None else outermost, **options)
         _each_once([pair for pair in pairs if pair[0] == read])
     except RecursionError:
         raise ValueError("it is nested without end") from None

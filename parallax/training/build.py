@@ -99,5 +99,5 @@ def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[
 
 def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:
     """Ids of the prompt of the run's sample."""
-    how = {"special_tokens": settings.sample.special_tokens, "name": "sample.prompt"}
-    return encode(tokenizer, settings.sample.prompt, **how)
+    sample = settings.sample
+    return encode(tokenizer, sample.prompt, special_tokens=sample.special_tokens, name="sample.prompt")

@@ -59,16 +59,16 @@ class SilentCorruptionCheck:
     def bits(self, state: TrainState) -> NamedBits:
         """A fingerprint of each device's piece of each array; every process gets all fingerprints."""
         table = np.asarray(self._measure(state))
-        return {name: table[..., at] for at, name in enumerate(self._shardings)}
+        return {name: table[..., column] for column, name in enumerate(self._shardings)}
 
-    def compare_copies(self, found: NamedBits, step: int) -> None:
+    def compare_copies(self, bits: NamedBits, step: int) -> None:
         """Raise CorruptionError if devices hold different bits of the same piece of an array."""
         differ = {}
         for name, sharding in self._shardings.items():
             used = jax.tree.leaves(tuple(sharding.spec))
-            copies = tuple(at for at, axis in enumerate(self._mesh.axis_names) if axis not in used)
+            copies = tuple(dim for dim, axis in enumerate(self._mesh.axis_names) if axis not in used)
             # The median is the value of the majority.
-            differ[name] = found[name] != np.quantile(found[name], 0.5, axis=copies, method="lower", keepdims=True)
+            differ[name] = bits[name] != np.quantile(bits[name], 0.5, axis=copies, method="lower", keepdims=True)
         self._check(differ, f"after step {step} copies of an array are not the same: {{}} differ from the others")
 
     def _check(self, differ: NamedBits, message: str) -> None:
@@ -103,14 +103,22 @@ def _held_by_hosts(array: Array) -> Callable[[], Array]:
     # A copy, since on CPU a view of the device's buffer would change when the step writes to it.
     pieces = [(np.array(shard.data), shard.device) for shard in array.addressable_shards]
     shape, sharding = array.shape, array.sharding
-    put = lambda piece, device: jax.device_put(piece, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))  # noqa: E731
-    return lambda: jax.make_array_from_single_device_arrays(shape, sharding, [put(*p) for p in pieces])
+
+    def put_back() -> Array:
+        kind = sharding.memory_kind
+        on_devices = [jax.device_put(piece, SingleDeviceSharding(to, memory_kind=kind)) for piece, to in pieces]
+        return jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
+
+    return put_back
 
 
 def _fingerprint(x: Array) -> Array:
     """The fingerprint of an array; one in host memory is read row by row, so that only one row is on the device."""
     if not is_on_host(x):
         return fingerprint(x)
-    row = lambda at: fingerprint(to_device(lax.dynamic_slice_in_dim(x, at, 1)))  # noqa: E731
-    marks = lax.map(row, jnp.arange(len(x)))
+
+    def fingerprint_of_row(row: Array) -> Array:
+        return fingerprint(to_device(lax.dynamic_slice_in_dim(x, row, 1)))
+
+    marks = lax.map(fingerprint_of_row, jnp.arange(len(x)))
     return fingerprint(marks)

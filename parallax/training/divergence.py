@@ -51,27 +51,27 @@ class Diagnosis(NamedTuple):
     def first(self) -> str | None:
         """The first non-finite value in the order of a step's computation; None if all are finite."""
         layers = np.flatnonzero(self.activations[:, 0])
-        found = [f"parameter {place}" for place in _not_finite(self.parameters)]
-        found += [f"output of layer {at - 1}" if at else "output of the embedding" for at in layers]
+        places = [f"parameter {place}" for place in _not_finite(self.parameters)]
+        places += [f"output of layer {layer - 1}" if layer else "output of the embedding" for layer in layers]
         if not math.isfinite(self.loss):
-            found.append("loss, of finite activations")
+            places.append("loss, of finite activations")
         # The backward pass begins with the head and ends with the embedding.
-        found += [f"gradient of {place}" for place in reversed(_not_finite(self.gradients))]
+        places += [f"gradient of {place}" for place in reversed(_not_finite(self.gradients))]
         if not math.isfinite(self.grad_norm):
-            found.append("norm of the gradient: its entries are finite, their sum is not")
-        return found[0] if found else None
+            places.append("norm of the gradient: its entries are finite, their sum is not")
+        return places[0] if places else None
 
     def lines(self) -> list[str]:
         """A table: one line for the embedding, each layer and the head."""
         layers = range(len(self.activations) - 1)
         places = [("embedding", EMBEDDING, 0), *((f"layer {n}", BLOCKS, n) for n in layers), ("head", HEAD, 0)]
         rows = []
-        for at, (title, part, layer) in enumerate(places):
+        for number, (title, part, layer) in enumerate(places):
             gradients, parameters = (
                 [value[layer] if part == BLOCKS else value for name, value in of.items() if _part(name) == part]
                 for of in (self.gradients, self.parameters)
             )
-            activations = self.activations[at : at + 1]  # the head has none
+            activations = self.activations[number : number + 1]  # the head has none
             cells = _cell(activations, "largest"), _cell(gradients, "norm"), _cell(parameters, "largest")
             rows.append([title, *cells])
         first = self.first
@@ -103,9 +103,9 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
         stack = rows[name].spec.stack
         if not stack:
             return value
-        found = np.zeros((model.model.layers, *value.shape[1:]), value.dtype)
-        found[model.orders[stack].members] = value
-        return found
+        by_layer = np.zeros((model.model.layers, *value.shape[1:]), value.dtype)
+        by_layer[model.orders[stack].members] = value
+        return by_layer
 
     return diagnose
 
@@ -146,7 +146,7 @@ def _part(name: str) -> str:
 def _not_finite(measured: dict[str, np.ndarray]) -> list[str]:
     """Names and layers with non-finite values, in the order of the forward pass."""
     depth = {EMBEDDING: -1, HEAD: math.inf}
-    places = [(name, *at) for name, values in measured.items() for at in np.argwhere(values[..., 0]).tolist()]
+    places = [(name, *place) for name, values in measured.items() for place in np.argwhere(values[..., 0]).tolist()]
     places.sort(key=lambda place: depth.get(_part(place[0]), place[-1]))
     return [" in layer ".join(map(str, place)) for place in places]
 
@@ -192,10 +192,11 @@ class SkippedSteps:
         first = step - in_a_row + 1
         set_phase(f"the diagnosis of step {first}", compiling=True)
         noise = np.array([self.settings.train.seed, first - 1], np.int32)
-        found = make_diagnosis(self.model)(params, self.put(self.data.batch(first - 1)), noise)
+        diagnosis = make_diagnosis(self.model)(params, self.put(self.data.batch(first - 1)), noise)
         numbers, where = _numbers(metrics), "when it is recomputed, all values are finite: the hardware may be faulty"
-        if found.first is not None:
-            numbers, where = _numbers(found._asdict()), f"the first value that is not finite is the {found.first}"
+        if diagnosis.first is not None:
+            numbers = _numbers(diagnosis._asdict())
+            where = f"the first value that is not finite is the {diagnosis.first}"
         after = f", nor are the {in_a_row - 1} steps after it" if in_a_row > 1 else ""
         raise DivergenceError(
             f"step {first} is not finite: {numbers}{after} (guard.max_skipped_steps="

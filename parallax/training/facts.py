@@ -130,8 +130,8 @@ def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory, t
 def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     """Commands for a finished run, each with what it does."""
     # The environment's Python, as make sets it up, unless the shell finds it by its name.
-    own = Path(sys.executable)
-    python = str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "python"
+    program = Path(sys.executable)
+    python = str(program.relative_to(Path.cwd())) if program.is_relative_to(Path.cwd()) else "python"
     workdir, prompt = shlex.quote(str(path)), shlex.quote(settings.sample.prompt.partition("\n")[0] or "The ")
     code = code_of(settings)
     of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if not key.startswith(NOT_OF_A_MODEL))))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.config.settings import Settings
-from parallax.display.progress import make_room, printing_progress, progress_printer
+from parallax.display.progress import clear_progress, printing_progress, progress_printer
 from parallax.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
@@ -57,7 +57,7 @@ class RunLogger:
     def say(self, text: str) -> None:
         """Print a line and write it to log.txt; a closed console does not end the run."""
         if self._speaks:
-            make_room()
+            clear_progress()
             waits, self._waits = self._waits or [], None
             now = time.localtime()
             try:
@@ -113,8 +113,7 @@ class RunLogger:
         """Write a line of metrics.jsonl, and a step of each writer. Non-finite numbers are null, since JSON has no
         NaN."""
         if self._speaks:
-            is_odd = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
-            row = {"step": step, **{name: None if is_odd(value) else value for name, value in values.items()}}
+            row = {"step": step, **{name: _as_json(value) for name, value in values.items()}}
             self._metrics.write(json.dumps(row) + "\n")
             for writer in self._writers:
                 with writing(self._metrics_path.parent, files.WHEN_FULL):
@@ -128,14 +127,18 @@ def drop_after(path: Path, step: int) -> None:
         files.write_whole(path, kept)
 
 
+def _as_json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:
     """The writers of the settings, in process 0; ConfigError if a package is missing."""
-    train, found = settings.train, []
+    train, writers = settings.train, []
     if train.tensorboard and is_first():
-        found.append(TensorBoard(folder))
+        writers.append(TensorBoard(folder))
     if train.wandb and is_first():
-        found.append(Wandb(train.wandb, folder, settings.to_dict()))
-    return found
+        writers.append(Wandb(train.wandb, folder, settings.to_dict()))
+    return writers
 
 
 class TensorBoard:
@@ -178,11 +181,11 @@ class Wandb:
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
         self._say = say
-        own = self._own_id()
+        run_id = self._own_id()
         with self._going_on_without():
             self._run = self._wandb.init(
                 project=self._project,
-                id=own,
+                id=run_id,
                 name=self._folder.path.resolve().name,
                 dir=str(self._folder.path),
                 config=self._settings,

@@ -138,7 +138,7 @@ def load_newest(
     """The newest intact step and its parts; damaged ones after it are named and set aside."""
     step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
-        how = f"the checkpoint of step {error.step} is damaged: {error.how}"
+        how = f"the checkpoint of step {error.step} is damaged: {error.damage}"
         aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
         say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
     barrier("damaged checkpoints are set aside")

@@ -31,8 +31,12 @@ class LearningRates:
 
     def __init__(self, config: OptimizerConfig, steps: int):
         schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
-        compute = lambda block: np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))  # noqa: E731
-        self._block = functools.lru_cache(maxsize=2)(compute)
+
+        @functools.lru_cache(maxsize=2)
+        def compute(block: int) -> np.ndarray:
+            return np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))
+
+        self._block = compute
 
     def __getitem__(self, update: int) -> float:
         return float(self._block(update // RATES_BLOCK)[update % RATES_BLOCK])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from jax.profiler import ProfileData
 from support.process_examples import flags_of, launched
 from support.run_examples import stop_at, tiny_config
 from support.stand_ins import ClientStandIn
+from support.tiny_model import mesh_of
 
 from parallax.analysis.compiled.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.analysis.report import report_settings
@@ -42,9 +44,25 @@ def test_steps_that_cannot_be_traced_are_refused(corpus, written, words):
 @pytest.fixture
 def traces_nothing(monkeypatch):
     """JAX's profiler is not asked, and nothing is compiled for the names in its trace."""
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: None)
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
-    monkeypatch.setattr(Profile, "_write_about", lambda self, folder: None)
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    return calls
+
+
+class Program:
+    """In place of a step: only the text of its program is asked for."""
+
+    model = SimpleNamespace(mesh=mesh_of(1, 1, 1))
+
+    def lower(self, *_):
+        return self
+
+    def compile(self):
+        return self
+
+    def as_text(self):
+        return "HloModule step"
 
 
 @pytest.mark.parametrize(("written", "steps"), [("", []), ("3:5", [3, 4, 5]), ("8:8", [8])])
@@ -53,21 +71,23 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 ):
     settings = read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     for start in range(8):
-        profile, traced = Profile(settings, None, RunFiles(tmp_path)), []
+        profile, traced = Profile(settings, Program(), RunFiles(tmp_path)), []
+        traces_nothing.clear()
         if profile.begins_after(start):
             profile.begin(start, ())
         for done in range(start + 1, 9):
-            traced += [done] * bool(profile._open)
+            traced += [done] * (traces_nothing[-1:] == ["start"])
             if profile.ends_after(done):
                 profile.end(())
             if profile.begins_after(done):
                 profile.begin(done, ())
-        assert traced == [step for step in steps if step > start] and profile._open is None
+        assert traced == [step for step in steps if step > start]
+        assert traces_nothing == (["start", "stop"] if traced else [])
 
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job, tmp_path, traces_nothing):
     settings, client = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(ClientStandIn())
-    profile = Profile(settings, None, RunFiles(tmp_path))
+    profile = Profile(settings, Program(), RunFiles(tmp_path))
     profile.begin(2, ())
     profile.end()
     assert [setting for _, setting in client.calls] == ["compile_secs"]

@@ -16,7 +16,7 @@ from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of,
 
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import restore
-from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, say_errors_once
+from parallax.checkpoint.save import CheckpointWriter, is_no_error_of_orbax, say_errors_once
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import compare_settings
@@ -228,7 +228,10 @@ def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noting)
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    carry = lambda at: (at / "tokenizer.json").write_text("{}")  # noqa: E731
+
+    def carry(folder):
+        (folder / "tokenizer.json").write_text("{}")
+
     with CheckpointWriter(tmp_path, config, settings={}, carry=carry) as checkpoints:
         checkpoints.save(1, {"params": {"x": jax.numpy.ones(3)}})
     step = tmp_path / "1"
@@ -253,4 +256,4 @@ def test_what_others_hang_above_our_hook_is_not_called_without_end(monkeypatch):
 @pytest.mark.parametrize(("level", "passes"), [(logging.WARNING, True), (logging.ERROR, False)])
 def test_of_what_orbax_logs_errors_alone_are_left_out(level, passes):
     record = logging.LogRecord("absl", level, "/x/orbax/checkpoint/handler.py", 1, "text", (), None)
-    assert _is_no_error_of_orbax(record) == passes
+    assert is_no_error_of_orbax(record) == passes

@@ -17,7 +17,7 @@ from hypothesis import given
 from parallax.data.prepare import Request, prepare
 from parallax.data.shards import ids_file
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bytes, _with_long_words_cut, load_tokenizer, train_bpe
+from parallax.data.tokenizer import Bytes, load_tokenizer, split_long_words, train_bpe
 from parallax.errors import ConfigError, DataError
 from parallax.inference.generate import encode
 
@@ -141,8 +141,9 @@ def test_a_document_begins_as_the_tokenizers_files_say(tmp_path, what):
 def test_tokenizers_whose_documents_begin_otherwise_are_not_alike(tmp_path):
     plain = with_bos(tmp_path / "plain")
     begins = with_bos(tmp_path / "begins", add_bos_token=True, bos_token=BOS)
-    assert plain._text == begins._text and plain.fingerprint != begins.fingerprint
-    assert plain.fingerprint == hashlib.sha256(plain._text.encode()).hexdigest()  # of runs that there are already
+    texts = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("plain", "begins")]
+    assert texts[0] == texts[1] and plain.fingerprint != begins.fingerprint
+    assert plain.fingerprint == hashlib.sha256(texts[0]).hexdigest()  # of runs that there are already
 
 
 def test_prepared_documents_begin_so_and_end_as_ever(tmp_path):
@@ -200,8 +201,8 @@ def test_an_unbroken_word_is_learned_from_in_pieces_and_other_texts_as_ever():
         learned.fingerprint
         == train_bpe([f"a gene {pieces[0]}", *pieces[1:-1], f"{pieces[-1]} ends"], vocab=300).fingerprint
     )
-    assert _with_long_words_cut("two words " * 1000) == ["two words " * 1000]
-    assert [*map(len, _with_long_words_cut(f"a {'b' * 1024} {' ' * 1500}c"))] == [2 + 1024 + 1024, 1501 - 1024 + 1]
+    assert split_long_words("two words " * 1000) == ["two words " * 1000]
+    assert [*map(len, split_long_words(f"a {'b' * 1024} {' ' * 1500}c"))] == [2 + 1024 + 1024, 1501 - 1024 + 1]
 
 
 def test_ctrl_c_ends_the_learning_of_a_bpe():

@@ -9,23 +9,23 @@ import sys
 
 import pytest
 
-from parallax.display.progress import ProgressPrinter, be_silent, printing_progress, waiting
+from parallax.display.progress import ProgressPrinter, printing_progress, stop_progress, waiting
 from parallax.display.units import duration, in_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Clock:
-    """A clock that only we move, and a speaker that looks at it every half second."""
+    """A clock that only we move, and a printer that looks at it every half second."""
 
     def __init__(self, stream, log=lambda line: None):
         self.now = 100.0
-        self.speaker = ProgressPrinter(stream, log, clock=lambda: self.now)
+        self.printer = ProgressPrinter(stream, log, clock=lambda: self.now)
 
     def run(self, secs):
         for _ in range(round(2 * secs)):
             self.now += 0.5
-            self.speaker.tick()
+            self.printer.tick()
 
 
 class Terminal(io.StringIO):
@@ -42,7 +42,7 @@ def terminal(monkeypatch):
 def test_a_file_gets_a_line_within_two_seconds_and_then_every_few():
     out, kept = io.StringIO(), []
     clock = Clock(out, kept.append)
-    with printing_progress(clock.speaker), waiting("compiling"):
+    with printing_progress(clock.printer), waiting("compiling"):
         clock.run(130)
     named = [1, 5, 9, 19, 29, 39, 49, 59, 89, 119]
     lines = [*(f"compiling: {duration(secs)} so far" for secs in named), "compiling: done in 2m10s"]
@@ -52,7 +52,7 @@ def test_a_file_gets_a_line_within_two_seconds_and_then_every_few():
 def test_how_much_is_done_is_in_the_line():
     out = io.StringIO()
     clock = Clock(out)
-    with printing_progress(clock.speaker), waiting("tokenising", unit=in_bytes) as show:
+    with printing_progress(clock.printer), waiting("tokenising", unit=in_bytes) as show:
         show(0, 1 << 20)
         clock.run(1)
         show(1 << 18, 1 << 20)
@@ -67,7 +67,7 @@ def test_how_much_is_done_is_in_the_line():
 def test_what_is_soon_over_is_not_named_but_the_silence_goes_on():
     out = io.StringIO()
     clock = Clock(out)
-    with printing_progress(clock.speaker):
+    with printing_progress(clock.printer):
         with waiting("reading"):
             clock.run(0.5)
         assert out.getvalue() == ""
@@ -79,7 +79,7 @@ def test_what_is_soon_over_is_not_named_but_the_silence_goes_on():
 def test_the_innermost_wait_is_named_and_the_outer_one_after_it():
     out = io.StringIO()
     clock = Clock(out)
-    with printing_progress(clock.speaker), waiting("preparing"):
+    with printing_progress(clock.printer), waiting("preparing"):
         with waiting("training a bpe"):
             clock.run(1)
         clock.run(1)
@@ -89,7 +89,7 @@ def test_the_innermost_wait_is_named_and_the_outer_one_after_it():
 def test_a_terminal_has_one_line_that_changes_and_makes_room(terminal):
     kept = []
     clock = Clock(terminal, kept.append)
-    with printing_progress(clock.speaker):
+    with printing_progress(clock.printer):
         with waiting("compiling " + "x" * 200):
             clock.run(2)
         assert terminal.getvalue().endswith("\r\x1b[K") and "\n" not in terminal.getvalue()
@@ -104,14 +104,14 @@ def test_a_terminal_has_one_line_that_changes_and_makes_room(terminal):
 def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     clock = Clock(terminal)
-    with printing_progress(clock.speaker), waiting("compiling"):
+    with printing_progress(clock.printer), waiting("compiling"):
         clock.run(1)
     assert terminal.getvalue() == "compiling: 1s so far\n"
 
 
 def test_after_an_error_nothing_is_said(terminal):
     clock = Clock(terminal)
-    with printing_progress(clock.speaker):
+    with printing_progress(clock.printer):
         with pytest.raises(ZeroDivisionError), waiting("compiling"):
             clock.run(10)
             raise ZeroDivisionError
@@ -134,14 +134,14 @@ def test_a_stream_that_nobody_reads_ends_nothing(how, monkeypatch, tmp_path):
         file = open(tmp_path / "terminal", "w")  # noqa: SIM115
         stream.fileno = file.fileno
     clock = Clock(None if how == "none" else stream)
-    with printing_progress(clock.speaker), waiting("compiling"):
+    with printing_progress(clock.printer), waiting("compiling"):
         clock.run(10)
 
 
 def test_without_a_speaker_a_library_is_silent(capsys):
     with waiting("compiling") as show:
         show(1, 2)
-    be_silent()
+    stop_progress()
     assert capsys.readouterr() == ("", "")
 
 

@@ -239,12 +239,12 @@ def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
     circle, sums = folder / "2" / "params" / "_METADATA", {"bytes": 1, "crc32": 0}
     circle.unlink()
     circle.symlink_to(circle)
-    assert "its file params/_METADATA " in check_steps(folder).damaged[2].how
+    assert "its file params/_METADATA " in check_steps(folder).damaged[2].damage
     assert restore_newest(folder, abstract(parts)).step == 1
     rewrite(folder, 2, lambda m: m.update(files={"x" * 300: sums}))
-    assert "cannot be read (File name too long)" in check_steps(folder).damaged[2].how
+    assert "cannot be read (File name too long)" in check_steps(folder).damaged[2].damage
     rewrite(folder, 2, lambda m: m.pop("loss"))
-    assert "its manifest.json has no loss" in check_steps(folder).damaged[2].how
+    assert "its manifest.json has no loss" in check_steps(folder).damaged[2].damage
     with CheckpointWriter(folder, CONFIG, settings={}):
         pass
     stat = pathlib.Path.stat
@@ -255,7 +255,7 @@ def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
         return stat(path, **how)
 
     monkeypatch.setattr(pathlib.Path, "stat", forbidden)
-    assert "its manifest.json cannot be read" in check_steps(folder).damaged[2].how
+    assert "its manifest.json cannot be read" in check_steps(folder).damaged[2].damage
     assert restore_newest(folder, abstract(parts)).step == 1
 
 
@@ -346,7 +346,7 @@ def test_a_half_copied_step_is_not_valid(saved):
     folder, _ = saved
     largest_file(folder / "2" / "rest").unlink()
     checked = check_steps(folder)
-    assert checked.valid == [1] and "is missing" in checked.damaged[2].how and latest_step(folder) == 1
+    assert checked.valid == [1] and "is missing" in checked.damaged[2].damage and latest_step(folder) == 1
 
 
 def test_a_step_that_was_renamed_is_not_believed(saved):

@@ -225,7 +225,7 @@ def test_bfloat16_caches_are_bfloat16():
     )
     caches = jax.eval_shape(
         lambda: jax.shard_map(
-            lambda: narrow._caches(2, 5),
+            lambda: narrow.caches(2, 5),
             mesh=model.mesh,
             in_specs=(),
             out_specs=jax.sharding.PartitionSpec("pp", "dp", None, "tp"),

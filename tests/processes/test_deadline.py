@@ -63,7 +63,10 @@ def test_the_job_limits_a_process_alone_while_its_command_runs(monkeypatch):
     assert phases == [starting, ("step 3", "wait_secs"), ("the prepared data", "prepare_secs")]
 
 
-def test_limits_end_with_an_error_too():
+def test_limits_end_with_an_error_too(monkeypatch):
+    phases = []
+    monkeypatch.setattr(Deadline, "set_phase", lambda self, *phase: phases.append(phase))
     with pytest.raises(KeyError), job.limited(LIMITS):
         raise KeyError
-    assert job._deadline is None
+    job.set_phase("step 4")
+    assert phases == [("starting the devices", "compile_secs")]

@@ -53,13 +53,16 @@ def test_a_console_gets_what_its_encoding_has_and_escapes_of_the_rest(encoding, 
     console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", console)
     tell("né →", console)
-    speaker = ProgressPrinter(console, clock=lambda: 0.0)
-    speaker._draw("né →")
+    monkeypatch.setattr(console, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    progress = ProgressPrinter(console, clock=lambda: 0.0)
+    progress.begin("né →", 0.0, str)
+    progress.tick()
     assert exit_status(lambda: print("né →")) == 0
     console.flush()
     assert (
         console.buffer.getvalue().decode(encoding).replace("\r", "").replace("\x1b[K", "\n")
-        == f"{SHOWN[encoding]}\n" * 3
+        == f"{SHOWN[encoding]}\n{SHOWN[encoding]} ...\n{SHOWN[encoding]}\n"
     )
 
 

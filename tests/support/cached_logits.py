@@ -15,17 +15,17 @@ def decoded_logits(model, params, prompts, *, prefill):
     decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
 
     def local(params, prompts):
-        weights, (ids_BS, empty_B) = decoder._weights(params), prompts
+        weights, (ids_BS, empty_B) = decoder.weights(params), prompts
 
         def advance(caches, ids_BS, cursor):
-            x, caches = decoder._advance(weights, caches, Prompts(ids_BS, empty_B), cursor)
-            return decoder._on_every_stage(lambda: decoder._head(weights, x)), caches
+            x, caches = decoder.advance(weights, caches, Prompts(ids_BS, empty_B), cursor)
+            return decoder.on_every_stage(lambda: decoder.head(weights, x)), caches
 
         def step(carry, ids_B):
             logits_B1V, caches = advance(carry[0], ids_B[:, None], carry[1])
             return (caches, carry[1] + 1), logits_B1V[:, 0]
 
-        first_BSV, caches = advance(decoder._caches(*ids_BS.shape), ids_BS[:, :prefill], 0)
+        first_BSV, caches = advance(decoder.caches(*ids_BS.shape), ids_BS[:, :prefill], 0)
         _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
         return jnp.concatenate([first_BSV, rest_SBV.swapaxes(0, 1)], axis=1)
 

@@ -509,15 +509,15 @@ def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus,
 
 def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
     now, out = [0.0], io.StringIO()
-    speaker = ProgressPrinter(out, clock=lambda: now[0])
+    printer = ProgressPrinter(out, clock=lambda: now[0])
 
     def step(state, batch):
         for _ in range(12 if now[0] == 0 else 0):
             now[0] += 1
-            speaker.tick()
+            printer.tick()
         return state, {**COUNTS, "loss": np.float32(1)}
 
-    with printing_progress(speaker):
+    with printing_progress(printer):
         take_steps(read_settings(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
     assert out.getvalue().splitlines() == [
         "compiling the training step: 1s so far",
@@ -529,10 +529,11 @@ def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
 
 def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("PARALLAX_PROGRESS")
+    monkeypatch.setattr(progress, "TICK_SECS", 0.01)
 
     def wait(what):
         with waiting(what, patience_secs=0):
-            progress._speaker.tick()
+            time.sleep(0.2)
 
     with RunLogger(RunFolder(tmp_path)) as logger:
         wait("preparing the data")
@@ -549,10 +550,10 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
 def test_of_several_processes_the_first_one_speaks(tmp_path, second_of_two, monkeypatch, capsys):
     monkeypatch.delenv("PARALLAX_PROGRESS")
     now, out = [0.0], io.StringIO()
-    speaker = ProgressPrinter(out, clock=lambda: now[0])
-    with printing_progress(speaker), RunLogger(RunFolder(tmp_path)) as logger, waiting("compiling"):
+    printer = ProgressPrinter(out, clock=lambda: now[0])
+    with printing_progress(printer), RunLogger(RunFolder(tmp_path)) as logger, waiting("compiling"):
         now[0] += 100
-        speaker.tick()
+        printer.tick()
         logger.say("step 1")
     assert out.getvalue() == capsys.readouterr().out == "" and not list(tmp_path.iterdir())
 

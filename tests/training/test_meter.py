@@ -80,8 +80,8 @@ def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, ste
     meter = Meter(steps=steps, step_tokens=2**31, step_flops=1e21, peak_flops=peak, devices=3, **fixed)
     values = values | meter.measure(secs, secs, compiled=False)
     meter.measure(3 * secs, secs / 2, compiled=False)
-    for step in {1, steps}:
-        meter._window.append((secs, secs))
+    for ended, step in enumerate({1, steps}, 4):
+        meter.measure(ended * secs, secs, compiled=False)
         line = meter.line(step, values)
         assert len(f"23:59:59 {line}") <= 100 and "\n" not in line
         assert re.match(rf"step {step}/{steps} +loss +\S+ ", line) and " tok/s" in line and " left " in line
