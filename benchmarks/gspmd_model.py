@@ -47,7 +47,7 @@ class Annotated(ShardedModel):
 
     def check_model(self) -> None:
         """Raise ConfigError for unsupported settings."""
-        m, sizes, family = self.model, self.axis_sizes, self.layout.tensor_parallel
+        m, sizes, family = self.config, self.axis_sizes, self.layout.tensor_parallel
         more = m.qkv_bias, m.qk_norm, m.dropout, m.sliding_window, m.padded_vocab > m.vocab
         if m.attention != "gqa" or any(more) or self.loss_config.z_coefficient:
             raise ConfigError("the annotated model is GQA with RoPE, without biases, norms of heads, dropout, z-loss.")
@@ -59,7 +59,7 @@ class Annotated(ShardedModel):
         ends = {name: self.gathered(params[name], self.shardings[name]) for name in ("embedding", "head")}
         table_VD = ends["embedding"]["table"]
         x_BSD = self.cut(table_VD[batch["tokens"]], self.residual)
-        rope = Rope(self.model).tables(batch["positions"])
+        rope = Rope(self.config).tables(batch["positions"])
         one = jax.tree.map(lambda stored: NamedSharding(self.mesh, P(*stored.spec[1:])), self.shardings["blocks"])
 
         def layer(x_BSD: Array, weights: Any):
@@ -91,8 +91,8 @@ class Annotated(ShardedModel):
     def attend(self, q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, segments_BS: Array) -> Array:
         """Causal softmax attention in each document. XLA cannot shard a kernel, so each device runs it on its own
         heads."""
-        scale = Rope(self.model).temperature() * self.model.d_head**-0.5
-        if self.model.kernel == "splash":
+        scale = Rope(self.config).temperature() * self.config.d_head**-0.5
+        if self.config.kernel == "splash":
             run = partial(splash_attention, scale=scale)
             run = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS, HEADS, HEADS, P("dp")), out_specs=HEADS)
             return run(q_BSHK, k_BTGK, v_BTGK, Mask(segments_BS))
@@ -103,7 +103,7 @@ class Annotated(ShardedModel):
 
     def norm(self, x: Array, weights: Any) -> Array:
         wide = x.astype(jnp.float32)
-        inverse = lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.model.norm_eps)
+        inverse = lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.config.norm_eps)
         return (wide * inverse * weights["scale"][None, None]).astype(x.dtype)
 
     def cross_entropy(self, x_BSD: Array, table_VD: Array, labels_BS: Array) -> Array:
@@ -132,7 +132,7 @@ class Annotated(ShardedModel):
         return loss, jax.tree.map(lax.with_sharding_constraint, grads, self.shardings)
 
     def gathered(self, weights: Any, stored: Any) -> Any:
-        return jax.tree.map(partial(gather, self.model.dtype), weights, stored)
+        return jax.tree.map(partial(gather, self.config.dtype), weights, stored)
 
 
 def gather(dtype: str, weight: Array, stored: NamedSharding) -> Array:

@@ -164,7 +164,7 @@ def runner(work: Work) -> Any:
     from step import random_batch
 
     step, params = compiled(work), work.model.init(0)
-    batch = random_batch(work.rows, work.seq, work.model.model.vocab)
+    batch = random_batch(work.rows, work.seq, work.model.config.vocab)
     batch = jax.device_put(batch, work.model.batch_sharding)
     return lambda: jax.block_until_ready(step(params, batch))
 

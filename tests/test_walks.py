@@ -4,7 +4,7 @@ import pytest
 import walks
 
 # The most functions of each way.
-STOPS = {"labels": 15, "weight": 24, "gradient": 17, "mesh.tp": 21}
+STOPS = {"labels": 15, "weight": 19, "gradient": 15, "mesh.tp": 21}
 
 
 @pytest.mark.parametrize("name", STOPS)

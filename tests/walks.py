@@ -17,7 +17,7 @@ import jedi
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "parallax"
 STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics"]
-STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py first_state"]
+STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py pipeline_of"]
 TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
 LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]
 WALKS = {
@@ -25,7 +25,6 @@ WALKS = {
         *STEP,
         "pipeline/loss_and_grads.py microbatches",
         *TICK,
-        "pipeline/tick.py head",
         "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
         "pipeline/embed_and_head.py MicrobatchHead._share",
         "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
@@ -35,19 +34,14 @@ WALKS = {
     "weight": [
         *STEP,
         "sharding/plan.py ShardingPlan.load",
-        "sharding/plan.py ShardingPlan._load",
-        "pipeline/stage.py Layers.of",
         *TICK,
-        "pipeline/tick.py forward",
-        "pipeline/stage.py SaveLayers.forward",
+        "pipeline/stage.py SaveNothing.forward",
         *LOOP,
         "pipeline/stage.py gathered_layer",
         "sharding/plan.py ShardingPlan.use",
-        "sharding/plan.py ShardingPlan._gather_all",
         "sharding/plan.py ShardingPlan._gather",
         "sharding/collectives.py all_gather",
-        "pipeline/layer_passes.py SaveAll.forward",
-        "pipeline/layer_passes.py vjp_of",
+        "pipeline/layer_passes.py SaveLayerInput.forward",
         "model/transformer.py Block.__call__",
         "model/mlp.py GatedMLP.__call__",
         "model/dense.py Dense.__call__",
@@ -55,14 +49,12 @@ WALKS = {
     "gradient": [
         *STEP[:3],
         *TICK,
-        "pipeline/tick.py backward",
         "pipeline/stage.py SaveLayers.backward",
         *LOOP,
         "pipeline/layer_passes.py SaveAll.backward",
         "sharding/plan.py ShardingPlan.add_up",
         "sharding/plan.py ShardingPlan._scatter",
         "sharding/plan.py ShardingPlan.store",
-        "sharding/plan.py ShardingPlan._store",
         "sharding/plan.py ShardingPlan._sum",
         "step/step.py TrainStep.update",
     ],
@@ -79,7 +71,7 @@ WALKS = {
         "step/step.py model_of",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
-        "pipeline/model_on_mesh.py ModelOnMesh.parts_on",
+        "pipeline/model_on_mesh.py ModelOnMesh._parts",
         "model/transformer.py Parts.build",
         "model/transformer.py Block.setup",
         "model/transformer.py Block._mlp",

@@ -158,7 +158,7 @@ def report(
         with waiting("reading the compiled step"):
             made = read_step(program, model, seq=seq)
             if made.cycles is not None:
-                time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
+                time = step_time(made, chip(kind), flops.model, dtype=model.config.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))
     return Report(
         name=name,

@@ -147,7 +147,7 @@ def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles)
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
-    vocab, fingerprint = trained.model.model.vocab, trained.tokenizer.fingerprint
+    vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
     how = {"fingerprint": fingerprint, "finished": saved_cache(run)}
     reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **how)
     if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since

@@ -73,7 +73,7 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
     Raises:
         DataError: the batch is not as parallax.model.batch says.
     """
-    config = model if isinstance(model, ModelConfig) else model.model
+    config = model if isinstance(model, ModelConfig) else model.config
     config = dataclasses.replace(config, kernel="xla")  # other kernels never store the attention weights
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
     check_window(config, batch["tokens"].shape[1])

@@ -104,8 +104,8 @@ def generate(
     `config.seed`, the row and the position, so that the text is the same on every mesh; `config.prompt` is not read.
     Compiled once for each length of the longest prompt, number of prompts, and config except its seed.
     """
-    _check_ids(prompts, model.model.vocab)
-    check_length(model.model, prompts, config)
+    _check_ids(prompts, model.config.vocab)
+    check_length(model.config, prompts, config)
     how = dataclasses.replace(config, prompt="", seed=0)
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
@@ -145,10 +145,10 @@ def _write_ids(
     vocab: int | None,
 ) -> Array:
     def pick(key: Array, logits_BV: Array, rows_B: Array, positions_B: Array) -> Array:
-        known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.model.vocab), logits_BV, -jnp.inf)
+        known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.config.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
-    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
+    decoder = Decoder(model.config, model.layouts, model.mesh, model.plan.rounded_to)
     ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, ends=ends)
     # Every process of a job gets all rows.
     return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))

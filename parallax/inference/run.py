@@ -188,7 +188,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
     with waiting("restoring the parameters"):
         step, params = restore_params(checkpoints, step, model)
     folder = checkpoints / str(step)
-    tokenizer, vocab = tokenizer_of_step(checkpoints, step), model.model.vocab
+    tokenizer, vocab = tokenizer_of_step(checkpoints, step), model.config.vocab
     if tokenizer.needed > vocab:
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.needed} entries, but model.vocab={vocab}; "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -181,9 +181,9 @@ class Parts(NamedTuple):
         """The entry of "blocks" for each kind of layers, in the order of `self.blocks`."""
         return [blocks[kind] for kind in self.blocks] if len(self.blocks) > 1 else [blocks]
 
-    def of_kinds(self, stacks: Sequence[Any]) -> Any:
-        """The inverse of `by_kind`."""
-        return dict(zip(self.blocks, stacks, strict=True)) if len(self.blocks) > 1 else stacks[0]
+    def on_rows(self, *, embedding: str, head: str) -> "Parts":
+        """The same, with other layouts of the batch dim in embedding and head."""
+        return self._replace(embedding=self.embedding.clone(rows=embedding), head=self.head.clone(rows=head))
 
     def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, kinds: Any) -> tuple[Array, Any]:
         """Run `x, out = layer(block, weights, x, other)` for each layer in order; return the last x and all `out`,

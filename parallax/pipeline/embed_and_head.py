@@ -45,15 +45,18 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class EmbedAndHead:
-    """Embedding and head of a model on resident weights, for rows of the batch sharded in one way. Gradients are this
-    device's share, scaled by `weight`, in the plan's summed layout.
+    """Both ends of a pipeline: the first stage's input, on rank 0, and what follows the last one's output, on `last`.
+
+    Gradients are this device's share, scaled by `weight`, in the plan's summed layout.
     """
 
     parts: Parts
     loss: LossConfig
     plan: ShardingPlan
     weights: Any  # {"embedding": ..., "head": ...}, resident
-    key: Array | None
+    tokens: Tokens
+    last: int
+    weight: Array | None  # of a token in the loss whose gradient is taken; a forward pass has none
 
     def embed(self, ids_BS: Array, rows_B: Array) -> Array:
         return self._embed(self._gathered(EMBEDDING), ids_BS, rows_B)
@@ -71,12 +74,12 @@ class EmbedAndHead:
         arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
         return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
 
-    def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
+    def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
         gradient with respect to y."""
         weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), weight
+        arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
@@ -110,8 +113,8 @@ class EmbedAndHead:
         return self.parts.head.entries
 
     def _embed(self, weights: Any, ids_BS: Array, rows_B: Array) -> Array:
-        # Layers fold in 1, 2, ...: see `one_layer`.
-        key = None if self.key is None else jax.random.fold_in(self.key, 0)
+        key = self.tokens.key
+        key = None if key is None else jax.random.fold_in(key, 0)  # layers fold in 1, 2, ...: see `one_layer`
         weights = self.plan.stop_frozen(weights, EMBEDDING)
         return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
 
@@ -140,31 +143,20 @@ class EmbedAndHead:
         used = self._form.ids(self.parts.head.rows).used_axes()
         return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
 
-
-def residual_layouts(ends: EmbedAndHead) -> tuple[Layout, Layout]:
-    """Layout of the residual stream, and layout of a pipeline rank's share of its rows."""
-    residual = ends.parts.head.residual
-    return Layout.parse(residual), with_rows(residual, SHARED_ROWS)
+    @property
+    def _residual(self) -> tuple[Layout, Layout]:
+        """Layout of the residual stream, and of a pipeline rank's share of its rows."""
+        return Layout.parse(self.parts.head.residual), with_rows(self.parts.head.residual, SHARED_ROWS)
 
 
 def add_gradients(total: Any, share: Any) -> Any:
     """Add a share to gradients by part of the model; parts without a share are unchanged."""
 
     def added(part: str) -> Any:
-        own = {name: total[part][name] for name in share[part]}
-        return total[part] | jax.tree.map(lambda a, b: a + as_varying(b), own, share[part])
+        before = {name: total[part][name] for name in share[part]}
+        return total[part] | jax.tree.map(lambda a, b: a + as_varying(b), before, share[part])
 
     return total | {part: added(part) for part in share}
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineEnds:
-    """Both ends of a pipeline: input of the first stage, on rank 0, and use of the last one's output, on `last`."""
-
-    embed_and_head: EmbedAndHead
-    tokens: Tokens
-    last: int
-    weight: Array | None = None  # of a token in the loss whose gradient is taken; a forward pass has none
 
 
 class MicrobatchState(NamedTuple):
@@ -175,7 +167,7 @@ class MicrobatchState(NamedTuple):
     grads: Any
 
 
-class MicrobatchHead(PipelineEnds):
+class MicrobatchHead(EmbedAndHead):
     """Embedding and head in the ticks, one microbatch at a time. The embedding runs on the first stage's rank; the head
     runs on all ranks, each with its share of tokens, after the last stage, on rank `last`.
 
@@ -188,18 +180,18 @@ class MicrobatchHead(PipelineEnds):
         """The state before the first tick; `slots` are those of gradients of the last stage's outputs."""
         x = jax.eval_shape(lambda: self.first_stage_input(None, jnp.int32(0)))
         exits = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
-        return MicrobatchState(exits, self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads())
+        return MicrobatchState(exits, self.zero_loss(), self.zero_grads())
 
     def first_stage_input(self, state: MicrobatchState | None, microbatch: Array) -> Array:
         """The first stage's input."""
-        return self.embed_and_head.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
+        return self.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
 
     def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
         """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
-        ends, (whole, own) = self.embed_and_head, residual_layouts(self.embed_and_head)
-        loss, grads, d_share = ends.head_loss_and_grads(*self._share(y, microbatch), self.weight, state.grads)
+        whole, share = self._residual
+        loss, grads, d_share = self.head_loss_and_grads(*self._share(y, microbatch), state.grads)
         with jax.named_scope(GRADIENTS):
-            dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
+            dy = all_gather(f"{share} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
         return MicrobatchState(exits, state.loss + loss, grads)
 
@@ -210,7 +202,7 @@ class MicrobatchHead(PipelineEnds):
     def on_first_stage_gradient(self, state: MicrobatchState, microbatch: Array, dx: Array) -> MicrobatchState:
         """Take the gradient with respect to the first stage's input."""
         ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
-        return state._replace(grads=add_gradients(state.grads, self.embed_and_head.embed_grads(ids, rows, dx)))
+        return state._replace(grads=add_gradients(state.grads, self.embed_grads(ids, rows, dx)))
 
     def finish(self, state: MicrobatchState) -> MicrobatchState:
         """What is left to do after the last tick."""
@@ -222,24 +214,24 @@ class MicrobatchHead(PipelineEnds):
         If there are fewer rows than ranks, they are folded: pieces of a row become rows, since the head works by
         tokens.
         """
-        whole, own = residual_layouts(self.embed_and_head)
+        whole, share = self._residual
         mine, fold = jnp.where(lax.axis_index("pp") == self.last, y, 0), folds(len(y), lax.axis_size("pp"))
-        share = reduce_scatter(f"{whole} -> {own}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
+        y_of_share = reduce_scatter(f"{whole} -> {share}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
         # Labels are folded in the same way as every tp rank folds its own piece of seq.
         pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
         labels_BS, pattern = index(self.tokens.labels, microbatch), "B (pieces fold S) -> (B fold) (pieces S)"
         folded = rearrange(labels_BS, pattern, pieces=pieces, fold=fold)
-        return share, cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
+        return y_of_share, cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
 
 
 class LossOnly(MicrobatchHead):
     """The same for the forward pass alone."""
 
     def start(self, slots: int) -> MicrobatchState:
-        return MicrobatchState(None, self.embed_and_head.zero_loss(), None)
+        return MicrobatchState(None, self.zero_loss(), None)
 
     def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
-        loss = self.embed_and_head.head_loss(*self._share(y, microbatch))
+        loss = self.head_loss(*self._share(y, microbatch))
         return state._replace(loss=state.loss + loss)
 
 
@@ -261,7 +253,7 @@ class BatchedState(NamedTuple):
     grads: Any
 
 
-class BatchedHead(PipelineEnds):
+class BatchedHead(EmbedAndHead):
     """Embedding before all ticks, head between forward and backward: every pipeline rank processes its share of rows.
 
     Communication, a step:
@@ -273,11 +265,10 @@ class BatchedHead(PipelineEnds):
 
     def start(self, slots: int) -> BatchedState:
         """The state before the first tick: all rows are embedded."""
-        ends = self.embed_and_head
-        x = ends.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
+        x = self.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
         assert slots == len(entries), "all microbatches wait for the head together"
-        return BatchedState(entries, jnp.zeros_like(entries), ends.zero_loss(), ends.zero_grads())
+        return BatchedState(entries, jnp.zeros_like(entries), self.zero_loss(), self.zero_grads())
 
     def first_stage_input(self, state: BatchedState, microbatch: Array) -> Array:
         """The first stage's input."""
@@ -291,7 +282,7 @@ class BatchedHead(PipelineEnds):
         """The loss of all microbatches and its gradients, after the last F and before the first B."""
         y = self.from_last(state.exits)
         labels = self._own_rows(self.tokens.labels)
-        loss, grads, dy = self.embed_and_head.head_loss_and_grads(y, labels, self.weight, state.grads)
+        loss, grads, dy = self.head_loss_and_grads(y, labels, state.grads)
         with jax.named_scope(GRADIENTS):
             exits = self._to_first(dy)
         return BatchedState(state.entries, exits, state.loss + loss, grads)
@@ -308,7 +299,7 @@ class BatchedHead(PipelineEnds):
         """Send the gradients of the first stage's inputs back to the ranks that embedded them."""
         with jax.named_scope(GRADIENTS):
             dx = self._scatter_rows(0, state.entries)
-        grads = self.embed_and_head.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
+        grads = self.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
         return state._replace(grads=add_gradients(state.grads, grads))
 
     def from_last(self, exits: Array) -> Array:
@@ -321,12 +312,12 @@ class BatchedHead(PipelineEnds):
         return cut(f"{ROWS}{rest} -> {SHARED_ROWS}{rest}", flat)
 
     def _to_first(self, x: Array) -> Array:
-        whole, own = residual_layouts(self.embed_and_head)
-        rows = all_gather(f"{own} -> {whole}", x)
+        whole, share = self._residual
+        rows = all_gather(f"{share} -> {whole}", x)
         return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
 
     def _scatter_rows(self, rank: int, x_MB: Array) -> Array:
         """This rank's rows of an array on another pipeline rank."""
-        whole, own = residual_layouts(self.embed_and_head)
+        whole, share = self._residual
         x_MB = jnp.where(lax.axis_index("pp") == rank, x_MB, 0)
-        return reduce_scatter(f"{whole} -> {own}", x_MB.reshape(-1, *x_MB.shape[2:]))
+        return reduce_scatter(f"{whole} -> {share}", x_MB.reshape(-1, *x_MB.shape[2:]))

@@ -137,7 +137,7 @@ class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
-        return self.run(weights, x, context), {"FB": [x]}
+        return self.block.apply(weights, x, context), {"FB": [x]}
 
     def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
         (x,) = saved["FB"]
@@ -220,6 +220,10 @@ class Divided:
         return jax.tree.unflatten(self.structure, with_missing(self.whole.constant, trained))
 
 
+# How the layers of one kind run.
+LayerPasses = SaveAll | SaveNamed | SaveLayerInput | Divided
+
+
 def layer_passes(
     block: nn.Module,
     remat: str,
@@ -230,7 +234,7 @@ def layer_passes(
     x: Any,
     context: Context,
     constant: tuple[bool, ...],
-) -> SaveAll | Divided:
+) -> LayerPasses:
     """The passes of a block for a gathered layer's weights, an input and a context of these shapes.
 
     `constant` as in SaveAll, `in_rows` as in `relays_what_is_read`. With remat="stage" a stage runs its layers again

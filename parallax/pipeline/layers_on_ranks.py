@@ -45,7 +45,7 @@ class Repeat(NamedTuple):
     times: int
     runs: tuple[LayerRun, ...]
 
-    def at(self, run: LayerRun, turn: Array | int) -> LayerRun:
+    def run_in(self, run: LayerRun, turn: Array | int) -> LayerRun:
         """The run in repetition `turn`, which may be traced."""
         if self.times == 1:
             return run

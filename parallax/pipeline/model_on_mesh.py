@@ -56,7 +56,7 @@ class ModelOnMesh:
             settings = dataclasses.replace(settings, model=model)
         self.settings, self.mesh, self.measures = settings, mesh, measures
         model, layout, pipeline = settings.model, settings.layout, settings.pipeline
-        self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, settings.loss
+        self.config, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, settings.loss
         self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         checks.check_divides(model, self.axis_sizes)
@@ -71,7 +71,7 @@ class ModelOnMesh:
         check_residuals_on(pipeline.residuals_on, pipeline.remat)
         checks.check_masters(model, optimizer.masters_on)
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
-        self.parts = self.parts_on(ROWS)
+        self.parts = self._parts()
         self.orders = arrangements(self.schedule.placement, model.kinds)
         declared = freeze(stored_as(self.parts.declared(), optimizer.weights_dtype), optimizer.frozen)
         self.plan = ShardingPlan(
@@ -98,7 +98,7 @@ class ModelOnMesh:
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
-        arrays = checked(batch, self.model.vocab)
+        arrays = checked(batch, self.config.vocab)
         self.check_batch(*arrays["tokens"].shape)
         return arrays
 
@@ -116,8 +116,8 @@ class ModelOnMesh:
             check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}: each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
-        checks.check_window(self.model, seq)
-        checks.check_kernel_seq(self.model, seq, self.layout.context, cp)
+        checks.check_window(self.config, seq)
+        checks.check_kernel_seq(self.config, seq, self.layout.context, cp)
         # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
         folded = folds(rows, pp) * tp * cp
@@ -145,8 +145,8 @@ class ModelOnMesh:
         if order.stage_layers > 1 and not any(run.can_prefetch for each in order.repeats for run in each.runs):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
-                f"model.layers_of={self.model.layers_of!r} and {len(order.placement)} pipeline stages no stage has two "
-                "layers of one kind after each other; use fsdp.prefetch=0."
+                f"model.layers_of={self.config.layers_of!r} and {len(order.placement)} pipeline stages no stage has "
+                "two layers of one kind after each other; use fsdp.prefetch=0."
             )
 
     def _check_shared_rows(self, global_batch: int) -> None:
@@ -157,10 +157,10 @@ class ModelOnMesh:
 
     # ---- parameters
 
-    def parts_on(self, rows: str) -> Parts:
+    def _parts(self) -> Parts:
         family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
         form = EMBEDDINGS[self.layout.embedding]
-        kv = self.model.kv(self.axis_sizes["tp"])
+        kv = self.config.kv(self.axis_sizes["tp"])
         residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
         recomputed = recomputed_parts(self.pipeline.remat) or ()
         # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
@@ -168,18 +168,18 @@ class ModelOnMesh:
         again = "dispatch" in recomputed and "experts" not in recomputed and not chunk and not self.schedule.split
         exchange = SENT_AGAIN if again and self.exchange == "ragged" else self.exchange
         of_mixtures = self.loss_config, exchange, chunk
-        return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
+        return Parts.build(self.config, residual, family, form, kv, ROWS, *of_mixtures, measures=self.measures)
 
     @property
     def exchange(self) -> str:
         """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
         ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
-        return exchange_of(self.layout.exchange, self.model, ranks, on_cpus=self.is_simulated)
+        return exchange_of(self.layout.exchange, self.config, ranks, on_cpus=self.is_simulated)
 
     @property
     def load(self) -> float:
         """The share of a mixture's rows that is in use if the load of its experts is even."""
-        return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
+        return even_load(self.config, self.axis_sizes.get(EXPERT_AXIS, 1))
 
     @property
     def carries_residuals(self) -> bool:
@@ -204,15 +204,15 @@ class ModelOnMesh:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         weight = None
-        if "moe" in self.model.kinds:
+        if "moe" in self.config.kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
+        return training_context(Rope(self.config), positions, segments, rows, tokens.key, weight)
 
     @property
     def rounds_kernels(self) -> bool:
         """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
-        return self.model.matmul != COMPUTE and not self.measures
+        return self.config.matmul != COMPUTE and not self.measures
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:

@@ -83,7 +83,7 @@ class ShardedModel(ModelOnMesh):
         """
         given = {"tokens": tokens, "segments": segments, "positions": positions}
         given = {name: array for name, array in given.items() if array is not None}
-        batch = checked(given, self.model.vocab, names=tuple(given))
+        batch = checked(given, self.config.vocab, names=tuple(given))
         tokens = batch["tokens"]
         self.check_batch(*tokens.shape, microbatches=1)
         self._check_shared_rows(len(tokens))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
+from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
 from parallax.pipeline.slots import index
 from parallax.pipeline.stage import (
     Layers,
@@ -37,7 +37,6 @@ class Pipeline(NamedTuple):
     """What every tick reads and none changes."""
 
     schedule: Schedule
-    tokens: Tokens
     ends: MicrobatchHead | BatchedHead | LossOnly
     layers: Layers
     saves: SaveLayers | SaveStageInput | SaveNothing | SaveObservations
@@ -81,73 +80,66 @@ def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) ->
     tables = tables_of(pipeline.schedule, segment)
 
     def body(state: State, values: dict[str, Array]) -> tuple[State, None]:
-        own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-        return tick(pipeline, state, Row(own, tables), kinds), None
+        here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+        return tick(pipeline, state, Row(here, tables), kinds), None
 
     return lax.scan(body, state, tables)[0]
 
 
 def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages."""
-    outputs = {}
+    """One tick: F and the head, B, W, each if this rank has it, then messages.
+
+    All that a pass reads is read in its branch, so that idle ranks read nothing.
+    """
+    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
-        state = state._replace(residuals=empty_residuals(pipeline, x))
+        state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
-        act, idle = lambda: forward(pipeline, state, row), lambda: no_forward(state)
+
+        def forward() -> tuple[Array, Any]:
+            x = stage_input(pipeline, state, row)
+            return vary_all(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+
+        def idle() -> tuple[Array, Any]:
+            return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = act() if row.always("F") else lax.cond(row.acts("F"), act, idle)
+            outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
         state = state._replace(residuals=residuals)
     if "F" in kinds and row.ever("exit"):
-        act, idle = lambda: head(pipeline, state, row, outputs["F"]), lambda: vary_all(state.ends)
+
+        def head() -> Any:
+            return vary_all(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
+
         # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-        ends = act() if row.always("exit") else lax.cond(row.acts("exit"), act, idle)
-        state = state._replace(ends=ends)
+        after_head = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_all(state.ends))
+        state = state._replace(ends=after_head)
     if "B" in kinds:
-        act, idle = lambda: backward(pipeline, state, row), lambda: no_backward(state)
+
+        def backward() -> tuple[Array, list[Any], Any, Any]:
+            dy, this = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
+            dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
+            return vary_all((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+        def idle() -> tuple[Array, list[Any], Any, Any]:
+            return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
+
         with jax.named_scope(BACKWARD):
-            found = act() if row.always("B") else lax.cond(row.acts("B"), act, idle)
-        outputs["B"], grads, residuals, ends = found
-        state = state._replace(grads=grads, residuals=residuals, ends=ends)
+            found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
+        outputs["B"], grads, residuals, of_ends = found
+        state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
-        act, idle = lambda: weights(pipeline, state, row), lambda: vary_all(state.grads)
+
+        def weights() -> list[Any]:
+            return vary_all(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
+
         with jax.named_scope(WEIGHTS):
-            grads = act() if row.always("W") else lax.cond(row.acts("W"), act, idle)
+            grads = weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_all(state.grads))
         state = state._replace(grads=grads)
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
-
-
-def forward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, Any]:
-    """F: the output of this tick's stage, and residuals. All is read here, so that idle ranks read nothing."""
-    x = stage_input(pipeline, state, row)
-    return vary_all(pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
-
-
-def no_forward(state: State) -> tuple[Array, Any]:
-    return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
-
-
-def head(pipeline: Pipeline, state: State, row: Row, y: Array) -> Any:
-    """The ends' state after the last stage's output, which is `y` on the last stage's rank."""
-    return vary_all(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
-
-
-def backward(pipeline: Pipeline, state: State, row: Row) -> tuple[Array, list[Any], Any, Any]:
-    """B: the gradient of the stage's input, gradients of weights, residuals, and the ends' state."""
-    dy = stage_output_gradient(pipeline, state, row)
-    dx, residuals, grads = pipeline.saves.backward(pass_of(pipeline, row, "B"), dy, state.residuals, state.grads)
-    return vary_all((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
-
-
-def no_backward(state: State) -> tuple[Array, list[Any], Any, Any]:
-    return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
-
-
-def weights(pipeline: Pipeline, state: State, row: Row) -> list[Any]:
-    """W: gradients of weights."""
-    return vary_all(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
 
 
 def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
@@ -210,15 +202,10 @@ def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) ->
 
 def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     """This tick's pass of a kind: its context, stage and slots."""
-    context = pipeline.layers.model.context(pipeline.tokens, row[kind]) if kind in "FB" else None
+    context = pipeline.layers.model.context(pipeline.ends.tokens, row[kind]) if kind in "FB" else None
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
     return Pass(pipeline.layers, context, chunk, slots)
-
-
-def empty_residuals(pipeline: Pipeline, x: Any) -> Any:
-    """Empty slots for what F and B save; `x` is like a stage's input."""
-    return pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots)
 
 
 def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,9 +28,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import pack, unpack
+from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
-from parallax.config.sections import BLOCKS, PARTS
+from parallax.config.sections import PARTS
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -294,7 +295,7 @@ class ShardingPlan:
 
     def scales(self, part: str) -> Any:
         """For each leaf of a part, the name of its 8-bit product's scales; "" if there is no such product."""
-        return jax.tree.map(lambda row: row.spec.scales, self.rows_of(part))
+        return jax.tree.map(lambda row: row.spec.scales, entry(self.rows, part))
 
     @property
     def trained(self) -> float:
@@ -329,29 +330,37 @@ class ShardingPlan:
     # ---- the moves
 
     def load(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Resident weights of a step from parameters at rest, by part of the model."""
-        return {part: self._of_stacks(part, self._load, params[part]) for part in PARTS}
+        """Resident weights of a step from parameters at rest, by stack: as "embedding", "blocks/moe", "head"."""
+        loaded = {}
+        for stack, order in self.stacks.items():
+            rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(entry(params, stack))
+            leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
+            layouts = [row.at_rest for row in rows]
+            if order:
+                layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
+            # If pp and data axes shard the same dim of a table, both are gathered at once.
+            resident, rounded = [row.resident for row in rows], [not row.is_gathered_per_use for row in rows]
+            loaded[stack] = jax.tree.unflatten(structure, self._gather(rows, layouts, resident, leaves, rounded))
+        return loaded
 
     def use(self, weights: Any, part: str = "") -> Any:
         """The weights that a layer computes with, from resident ones: those of a part or of one of its
         layers; without a part, all."""
-        rows = jax.tree.leaves(self.rows_of(part))
-        leaves, structure = jax.tree.flatten(weights)
+        rows, (leaves, structure) = self.rows_of(part), jax.tree.flatten(weights)
         resident, compute = [row.resident for row in rows], [row.compute for row in rows]
-        whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
+        whole = self._gather(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
     def constant(self, part: str) -> tuple[bool, ...]:
         """For each leaf of a part, whether it is a constant of the backward pass, which returns no gradient for it."""
-        return tuple(row.spec.is_constant for row in jax.tree.leaves(self.rows_of(part)))
+        return tuple(row.spec.is_constant for row in self.rows_of(part))
 
     def stop_frozen(self, weights: Any, part: str) -> Any:
         """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
         backward pass, which saves and computes nothing for them."""
-        rows = jax.tree.leaves(self.rows_of(part))
+        rows, (leaves, structure) = self.rows_of(part), jax.tree.flatten(weights)
         if not any(row.spec.is_constant for row in rows):
             return weights
-        leaves, structure = jax.tree.flatten(weights)
         stopped = [lax.stop_gradient(x) if row.spec.is_constant else x for row, x in zip(rows, leaves, strict=True)]
         return jax.tree.unflatten(structure, stopped)
 
@@ -365,7 +374,7 @@ class ShardingPlan:
             share = self._scatter(row, row.compute, row.summed, grad).astype(total.dtype)
             return total.at[place].max(share) if row.spec.role == Role.MAXIMA else total.at[place].add(share)
 
-        return jax.tree.map(added, self.rows_of(stack), totals, grads)
+        return jax.tree.map(added, entry(self.rows, stack), totals, grads)
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -373,73 +382,51 @@ class ShardingPlan:
         return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
 
     def store(self, summed: Mapping[str, Any]) -> tuple[Any, dict[str, Array]]:
-        """Move what was added up to the at-rest layout and reduce it over the axes that do not shard it. Returns
-        gradients, a tree like the parameters, with empty arrays for those that are not trained; and statistics by name.
-        """
+        """Move what was added up, by stack, to the at-rest layout and reduce it over the axes that do not shard it.
+        Returns gradients, a tree like the parameters, with empty arrays for those that are not trained; and statistics
+        by name."""
+        stored = {}
         with jax.named_scope(GRADIENTS):
-            stored = self._sum({part: self._of_stacks(part, self._store, summed[part]) for part in PARTS})
+            for stack, order in self.stacks.items():
+                rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(summed[stack])
+                for at, row in enumerate(rows):
+                    target = row.at_rest if row.is_stored_at_once else row.staged
+                    leaves[at] = self._scatter(row, row.summed, target, leaves[at])
+                    # Of a table each pipeline rank has a summand; layers are on the ranks that ran them.
+                    if not row.spec.stack and not row.spec.is_constant and target != row.at_rest:
+                        with jax.named_scope(row.scope):
+                            leaves[at] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[at])
+                kept = [at for at, row in enumerate(rows) if order and not row.spec.is_constant]
+                moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept]) if kept else ()
+                leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
+                stored[stack] = jax.tree.unflatten(structure, leaves)
+            stored = self._sum(unflatten_dict(stored, sep="/"))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
         by_name = named_leaves(stored)
         return grads, {name: by_name[name] for name in self.statistics}
 
-    def zero_grads(self, part: str, weights: Any) -> Any:
+    def zero_grads(self, stack: str, weights: Any) -> Any:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
-        rows = self.rows[part]
-        stacked = lambda row: int(bool(row.spec.stack))  # noqa: E731
 
-        def move(row: ParameterPlan, weight: Array) -> Array:
-            return self._scatter(row, row.compute, row.summed, self._gather(row, row.resident, row.compute, weight))
+        def zeros(row: ParameterPlan, weight: Array, whole: Any) -> Array:
+            places = weight.shape[: bool(row.spec.stack)]
+            shape = row.summed.local_shape(dict(zip(row.summed.names, whole.shape)), self.axis_sizes)[len(places) :]
+            shape = (0,) * len(shape) if row.spec.is_constant else shape
+            return collectives.as_varying(jnp.zeros((*places, *shape), jnp.float32))
 
-        def zeros(row: ParameterPlan, weight: Array, one: Any) -> Array:
-            return collectives.as_varying(jnp.zeros((*weight.shape[: stacked(row)], *one.shape), jnp.float32))
+        return jax.tree.map(zeros, entry(self.rows, stack), weights, entry(self.shapes, stack))
 
-        of_one = jax.tree.map(lambda row, w: jax.ShapeDtypeStruct(w.shape[stacked(row) :], w.dtype), rows, weights)
-        return jax.tree.map(zeros, rows, weights, jax.eval_shape(partial(jax.tree.map, move, rows), of_one))
+    def rows_of(self, stack: str) -> list[ParameterPlan]:
+        """The rows of a stack, as "blocks" or "blocks/KIND"; without a name, all rows."""
+        return jax.tree.leaves(entry(self.rows, stack))
 
-    def rows_of(self, part: str) -> Any:
-        """The rows of a part, as "blocks" or "blocks/KIND"; without a part, all rows."""
-        return functools.reduce(lambda rows, name: rows[name], filter(None, part.split("/")), self.rows)
+    @cached_property
+    def stacks(self) -> dict[str, Any]:
+        """The names of the parts of the model, with one for each kind of layers, and the order of each, if any."""
+        names = [row.spec.stack or part for part in PARTS for row in jax.tree.leaves(self.rows[part])]
+        return {name: self.orders.get(name) for name in names}
 
-    def _of_stacks(self, part: str, move: Callable[[str, Any], Any], tree: Any) -> Any:
-        """`move(part, tree)`; for layers, applied to each kind separately."""
-        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == BLOCKS]
-        return {kind: move(f"{part}/{kind}", tree[kind]) for kind in kinds} if kinds else move(part, tree)
-
-    def _load(self, part: str, params: Any) -> Any:
-        rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
-        leaves, structure = jax.tree.flatten(params)
-        leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
-        layouts = [row.at_rest for row in rows]
-        if order:
-            layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
-        # If pp and data axes shard the same dim of a table, both are gathered at once.
-        resident, rounded = [row.resident for row in rows], [not row.is_gathered_per_use for row in rows]
-        return jax.tree.unflatten(structure, self._gather_all(rows, layouts, resident, leaves, rounded))
-
-    def _store(self, part: str, grads: Any) -> Any:
-        rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
-        leaves, structure = jax.tree.flatten(grads)
-        leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
-        kept = [at for at, row in enumerate(rows) if not row.spec.is_constant]
-        if order and kept:
-            moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
-            leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
-        return jax.tree.unflatten(structure, leaves)
-
-    def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
-        """Shard a gradient over data axes as the parameter is at rest. A table's, of which each pipeline rank has one
-        summand, is also summed and sharded over pp; layers are on the ranks that ran them."""
-        if row.spec.stack or row.spec.is_constant:
-            return self._scatter(row, row.summed, row.staged, grad)
-        if row.is_stored_at_once:
-            return self._scatter(row, row.summed, row.at_rest, grad)
-        grad = self._scatter(row, row.summed, row.staged, grad)
-        if row.staged == row.at_rest:
-            return grad
-        with jax.named_scope(row.scope):
-            return collectives.reduce_scatter(f"{row.staged} -> {row.at_rest}", grad)
-
-    def _gather_all(
+    def _gather(
         self,
         rows: Sequence[ParameterPlan],
         before: Sequence[Layout],
@@ -447,14 +434,18 @@ class ShardingPlan:
         weights: Sequence[Array],
         rounded: Sequence[bool],
     ) -> list[Array]:
-        """Gather weights, in 8 bits where the plan says so and they are `rounded` in this move: bitwise equal to
-        rounding the whole weights. One all_reduce finds all their largest entries."""
-        whole, in_eight_bits = [*weights], [row.rounded_to and now for row, now in zip(rows, rounded, strict=True)]
+        """Gather weights after the cast, so that fewer bytes are sent; in 8 bits where the plan says so and they are
+        `rounded` in this move, bitwise equal to rounding the whole weights. One all_reduce finds all their largest
+        entries."""
+        whole, narrow = [*weights], [at for at, row in enumerate(rows) if row.rounded_to and rounded[at]]
         for at, (row, old, new, x) in enumerate(zip(rows, before, after, weights, strict=True)):
-            whole[at] = row.cast(x) if in_eight_bits[at] else self._gather(row, old, new, x)
-        if not any(in_eight_bits):
+            if at in narrow:
+                whole[at] = row.cast(x)
+            elif old != new:
+                with jax.named_scope(row.scope):
+                    whole[at] = collectives.all_gather(_pattern(old, new, x), row.cast(x), first=self.gather_first)
+        if not narrow:
             return whole
-        narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
         largest, shapes = pack([largest_entry(rows[at].spec, rows[at].compute, whole[at]) for at in narrow], "*")
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
@@ -462,13 +453,6 @@ class ShardingPlan:
                 pattern, scale = _pattern(before[at], after[at], x), scale_of(most, row.rounded_to)
                 whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
-
-    def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
-        """Gather weights after the cast, so that fewer bytes are sent."""
-        if before == after:
-            return weight
-        with jax.named_scope(row.scope):
-            return collectives.all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
@@ -585,6 +569,11 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
     return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
 
 
+def entry(tree: Any, path: str) -> Any:
+    """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
+    return functools.reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
+
+
 def empty_like(x: Array) -> Array:
     """In place of a gradient that is not there: no entries, in as many dims."""
     return jnp.zeros((0,) * x.ndim, jnp.float32)
@@ -594,8 +583,8 @@ def _pattern(before: Layout, after: Layout, x: Array) -> str:
     """The move in the notation; an array of one layer has no dim "layers". Partial sums may be left out: axes that
     a `reduce_scatter` brings are theirs."""
     skip = len(before.names) - x.ndim
-    one = lambda layout: Layout(layout.names[skip:], layout.axes[skip:])  # noqa: E731
-    return f"{one(before)} -> {one(after)}"
+    before, after = (Layout(layout.names[skip:], layout.axes[skip:]) for layout in (before, after))
+    return f"{before} -> {after}"
 
 
 def _together(combine: Callable, arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:

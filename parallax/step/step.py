@@ -126,7 +126,7 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
         # If all values in the batch were 0, as gradients may be, any scale is suitable.
         return {name: latest_amax(statistics[name], jnp.ones_like(statistics[name])) for name in out}
 
-    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh, model.model.matmul))
+    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh, model.config.matmul))
     leaves = named_leaves(params) | jitted(params, batch)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
@@ -162,7 +162,7 @@ class TrainStep:
             self.train_step,
             donate_argnums=0,
             out_shardings=(self.shardings, whole),
-            compiler_options=compiler_options(model.mesh, model.model.matmul),
+            compiler_options=compiler_options(model.mesh, model.config.matmul),
         )
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
@@ -185,7 +185,7 @@ class TrainStep:
             return state._replace(params=params)
         if any(row.spec.role == Role.MAXIMA for row in self.model.plan.statistics.values()):
             raise ConfigError(
-                f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
+                f"model.matmul={self.model.config.matmul!r} takes its first scales from a batch; "
                 "call TrainStep.init(batch) with the first one."
             )
         return state
@@ -272,7 +272,7 @@ def make_train_step(
 
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
-    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.model.matmul))
+    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.config.matmul))
     return in_32_bits()(lambda params, batch: jitted(params, model.checked(batch)))
 
 

@@ -88,7 +88,7 @@ def update_by_layer(
         stacked = {at: x for at, x in enumerate(leaves) if labels[at] == stack}
         if not stacked:
             continue
-        cut = {row.at_rest.cut_of("layers") for row in jax.tree.leaves(model.plan.rows_of(stack))}
+        cut = {row.at_rest.cut_of("layers") for row in model.plan.rows_of(stack)}
         assert len(cut) == 1, f"layers of {stack} are cut in different ways: {cut}"
         pieces = math.prod(model.axis_sizes.get(axis, 1) for axis in cut.pop())
         changed = _layers_in_turn(updated, stacked, specs, written, pieces)

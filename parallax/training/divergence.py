@@ -103,7 +103,7 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
         stack = rows[name].spec.stack
         if not stack:
             return value
-        by_layer = np.zeros((model.model.layers, *value.shape[1:]), value.dtype)
+        by_layer = np.zeros((model.config.layers, *value.shape[1:]), value.dtype)
         by_layer[model.orders[stack].members] = value
         return by_layer
 

@@ -86,7 +86,7 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
         f"{rate} ({costs.peak_origin})"
     )
     if settings.model.kernel == AUTO and jax.default_backend() != "cpu":
-        yield f"attention by {model.model.kernel} (model.kernel={AUTO!r})"
+        yield f"attention by {model.config.kernel} (model.kernel={AUTO!r})"
     with contextlib.suppress(ConfigError):  # an unknown chip
         yield from matmul_lines(settings.model, chip(jax.devices()[0].device_kind))
     if not settings.mesh.simulate:

@@ -57,8 +57,8 @@ def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
         _, model, tx = build(1, 8, 1, **{"data_parallel.policy": policy})
         plans[policy] = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
     parts = parameters_by_component(model.plan.declared)
-    layers = parts["attention"] + parts["mlp"] + parts["norms"] - model.model.d_model
-    other_layers = 4 * layers * (model.model.layers - 1) // model.model.layers
+    layers = parts["attention"] + parts["mlp"] + parts["norms"] - model.config.d_model
+    other_layers = 4 * layers * (model.config.layers - 1) // model.config.layers
     assert plans["zero1"].gathered_weights == 4 * (sum(parts.values()) - parts["norms"])  # those are not cut over dp
     assert plans["zero1"].gradients >= 4 * sum(parts.values())
     assert plans["zero1"].gathered_weights - plans["zero3"].gathered_weights >= other_layers
@@ -76,7 +76,7 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     s, tokens = model.schedule, 16 * 32 // (4 * mesh[1])
     of_a_slot = 1 if remat == "stage" else 8 // s.stages
     ends = 2 * s.microbatches if s.head == "between" else s.exit_slots
-    an_input = tokens * 4 * model.model.d_model // mesh[2]
+    an_input = tokens * 4 * model.config.d_model // mesh[2]
     assert plan.saved_activations == an_input * of_a_slot * s.slots["FB"]
     buffers = an_input * (sum(s.message_slots.values()) + ends)
     # GPipe's are not all there at once: messages of one direction are gone when those of the other travel.
@@ -130,8 +130,8 @@ def test_recomputing_costs_a_layer_or_a_stage_for_as_long_as_it_lasts():
 
 def test_an_untied_head_costs_parameters_but_no_flops():
     tied, untied = (build(1, 1, 1, **{"model.tied": tied})[1] for tied in (True, False))
-    flops = [flops_per_token(model.model, model.plan.declared, seq=32) for model in (tied, untied)]
+    flops = [flops_per_token(model.config, model.plan.declared, seq=32) for model in (tied, untied)]
     counts = [sum(parameters_by_component(model.plan.declared).values()) for model in (tied, untied)]
     assert flops[0] == flops[1] and counts[1] - counts[0] == 384 * 32
-    longer = dataclasses.replace(tied.model, layers=4)
+    longer = dataclasses.replace(tied.config, layers=4)
     assert flops_per_token(longer, tied.plan.declared, seq=32) > flops[0]

@@ -82,22 +82,22 @@ def test_a_token_meets_its_experts_alone():
     router = 6 * (32 * 8 + 8)  # its bias as well
     assert (counts["experts"], counts["shared"], counts["router"]) == (8 * moe, moe, router)
     assert counts["mlp"] == 2 * 3 * 32 * 64
-    active = active_parameters(model.model, counts)
+    active = active_parameters(model.config, counts)
     assert active == counts | {"experts": 2 * moe}
     dense = tiny_model.build((1, 1, 1), microbatches=1)
-    other = flops_per_token(dense.model, dense.plan.declared, seq=SEQ)
-    found = flops_per_token(model.model, model.plan.declared, seq=SEQ)
+    other = flops_per_token(dense.config, dense.plan.declared, seq=SEQ)
+    found = flops_per_token(model.config, model.plan.declared, seq=SEQ)
     assert found - other == 6 * (3 * moe + 6 * 32 * 8 - 6 * 3 * 32 * 64)
-    assert set(matmul_parameters_by_stack(model.model, model.plan.declared)) == {"blocks/dense", "blocks/moe"}
+    assert set(matmul_parameters_by_stack(model.config, model.plan.declared)) == {"blocks/dense", "blocks/moe"}
 
 
 def test_all_parameters_and_active_ones_are_said_when_a_run_begins():
     model = on({})
     nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
     parameters = parameters_by_component(model.plan.declared)
-    lines = list(size_tables(model.model, parameters, nothing_held, sum(parameters.values())))
+    lines = list(size_tables(model.config, parameters, nothing_held, sum(parameters.values())))
     (active,) = (line for line in lines if line.startswith("active for a token"))
-    total = sum(active_parameters(model.model, parameters_by_component(model.plan.declared)).values())
+    total = sum(active_parameters(model.config, parameters_by_component(model.plan.declared)).values())
     assert f"{total:,}" in active and any(line.startswith("experts") for line in lines)
 
 
@@ -128,7 +128,7 @@ def test_stages_count_layers_by_what_they_compute():
     assert dense < 4 < moe and dense + moe == pytest.approx(8)
     alone = on({"pp": 2}, layers_of="moe*8", microbatches=4)
     assert layers_of_stages(alone, SEQ) == [4, 4]
-    assert costs_of(model.model, "attention", seq=SEQ).backward > 2
+    assert costs_of(model.config, "attention", seq=SEQ).backward > 2
 
 
 def test_a_grouped_product_multiplies_each_row_once():
@@ -165,9 +165,9 @@ def test_the_bytes_of_tokens_are_those_of_the_closed_form(exchange):
     sent = [one for one in step_collectives(model, ROWS, SEQ) if one.axes == ("ep",)]
     tokens = [one for one in sent if one.direction == "forward" and one.module.startswith("mlp")]
     wide = sum(one.total_bytes for one in tokens if one.bytes >= ROWS // 4 * SEQ * 32)
-    rows, here = exchanged_rows(model.model, 4)[exchange], ROWS // 4 * SEQ
+    rows, here = exchanged_rows(model.config, 4)[exchange], ROWS // 4 * SEQ
     # Those of each of the eight experts are sent in units of 8, so there may be 7 more.
-    filled = 1 + 7 * 8 / (model.model.experts_per_token * here) if exchange == "ragged" else 1
+    filled = 1 + 7 * 8 / (model.config.experts_per_token * here) if exchange == "ragged" else 1
     assert wide == pytest.approx(filled * rows * 8 * here * 32 * 4, rel=1e-3)
 
 
@@ -408,6 +408,6 @@ def test_the_kernel_multiplies_rows_by_their_group_s_matrix_transposed(widths):
 
 def test_a_model_of_one_kind_has_one_stack():
     model = on({}, layers_of="moe*8")
-    assert set(matmul_parameters_by_stack(model.model, model.plan.declared)) == {"blocks"}
+    assert set(matmul_parameters_by_stack(model.config, model.plan.declared)) == {"blocks"}
     assert parameters_by_component(model.plan.declared)["mlp"] == 0
     assert dataclasses.replace(model.layout, exchange="ragged").exchange == "ragged" and jax.device_count() >= 4

@@ -285,7 +285,7 @@ def test_every_dim_that_a_mesh_cuts_is_checked_on_every_mesh(form):
     model = on({}, form)
     refused = set()
     for dim in ("vocab", "d_model", "d_ff", "heads", "kv_heads", "d_head", "d_latent", "d_latent_q", "d_rope"):
-        config = dataclasses.replace(model.model, **{dim: 2 * 29} | AS_WELL.get(dim, {}))
+        config = dataclasses.replace(model.config, **{dim: 2 * 29} | AS_WELL.get(dim, {}))
         for dp, tp in itertools.product((1, 2, 3, 4, 6, 29), (1, 2, 3, 4, 6, 29)):
             sizes = {"pp": 1, "dp": dp, "tp": tp}
             try:

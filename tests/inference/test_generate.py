@@ -159,7 +159,7 @@ def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
     """A sum in another order may round an entry to the other neighbour. Without rounding of latents and kernels, logits
     were 10 % off with int8, 24 % with float8."""
     plain = model_on("mla")
-    model = plain.replace(model=dataclasses.replace(plain.model, matmul=matmul))
+    model = plain.replace(model=dataclasses.replace(plain.config, matmul=matmul))
     prompts, _, filled_BS = full_forward("mla")
     slot_BS = np.arange(SEQ, dtype=np.int32) - prompts.empty_B[:, None]
     batch = dict(tokens=prompts.ids_BS, labels=np.where(filled_BS, prompts.ids_BS, -1).astype(np.int32))
@@ -209,7 +209,7 @@ def unflatten(tree, value):
 def test_a_prompt_has_no_square_of_scores(name):
     """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
     model, prompt = model_on(name), 4 * LONGEST_SIDE["cpu"]
-    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
+    decoder = Decoder(model.config, model.layouts, model.mesh, model.plan.rounded_to)
     shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
     pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
     write = functools.partial(decoder.write, pick=pick, tokens=3, ends=())
@@ -221,7 +221,7 @@ def test_a_prompt_has_no_square_of_scores(name):
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
     narrow = Decoder(
-        dataclasses.replace(model.model, dtype="bfloat16"), model.layouts, model.mesh, model.plan.rounded_to
+        dataclasses.replace(model.config, dtype="bfloat16"), model.layouts, model.mesh, model.plan.rounded_to
     )
     caches = jax.eval_shape(
         lambda: jax.shard_map(

@@ -45,18 +45,22 @@ def test_attention_adds_up_to_1_and_sees_only_what_came_before_in_its_document(c
 def test_the_maps_and_the_cache_make_what_the_layer_makes(case):
     """The first layer's output, from its attention map and what it caches alone."""
     model, params, batch, inside = seen(case)
-    block, parts = jax.tree.map(lambda leaf: leaf[0], params["blocks"]), plain_parts(model.model)
-    context = training_context(Rope(model.model), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
+    block, parts = jax.tree.map(lambda leaf: leaf[0], params["blocks"]), plain_parts(model.config)
+    context = training_context(Rope(model.config), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
     x = params["embedding"]["table"][batch["tokens"]]
-    x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + model.model.norm_eps) * block["attention_norm"]["scale"]
+    x = (
+        x
+        / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + model.config.norm_eps)
+        * block["attention_norm"]["scale"]
+    )
     layer = parts.blocks["dense"].bind({"params": block}).attention.clone(parent=None)
     expected = layer.apply({"params": block["attention"]}, jnp.asarray(x), context)
 
     cache = {name: array[0] for name, array in inside.cache.items()}
-    if model.model.attention == "mla":
+    if model.config.attention == "mla":
         values = np.einsum("BTR,RHK->BTHK", cache["latent"], block["attention"]["up_v"]["kernel"])
     else:
-        values = np.repeat(cache["v"], model.model.heads // model.model.kv_heads, axis=2)
+        values = np.repeat(cache["v"], model.config.heads // model.config.kv_heads, axis=2)
     read = np.einsum("BHST,BTHK->BSHK", inside.attention[0], values)
     made = np.einsum("BSHK,HKD->BSD", read, block["attention"]["out"]["kernel"])
     np.testing.assert_allclose(made, expected, atol=1e-5)
@@ -88,7 +92,7 @@ def test_the_losses_of_tokens_average_to_the_loss_of_the_mesh(case):
     assert abs(inside.loss - float(on_mesh["loss"])) < 1e-5
     assert (np.isnan(inside.losses) == (batch["labels"] == IGNORED)).all()
     np.testing.assert_allclose(
-        inside.logits, plain_logits(model.model, jax.tree.map(jnp.asarray, params), batch), atol=1e-5
+        inside.logits, plain_logits(model.config, jax.tree.map(jnp.asarray, params), batch), atol=1e-5
     )
     exact = -jax.nn.log_softmax(inside.logits)[tuple(np.indices(inside.losses.shape)) + (batch["labels"],)]
     real = ~np.isnan(inside.losses)
@@ -106,6 +110,6 @@ def test_it_says_what_it_holds():
 def test_nobody_who_does_not_look_pays_for_it():
     model = build((1, 1, 1), layers=2)
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), "int32") for name in make_batch(1, 2)}
-    square = f"{ROWS},{model.model.heads},{SEQ},{SEQ}"
+    square = f"{ROWS},{model.config.heads},{SEQ},{SEQ}"
     softmaxes = str(jax.make_jaxpr(model.loss)(model.shapes, batch)).count(f"f32[{square}] = exp")
     assert softmaxes <= 1  # the layer's own, where jax writes it in this shape

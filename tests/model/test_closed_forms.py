@@ -26,7 +26,7 @@ def both(mesh, **changes):
     layout, pipeline = section("layout", **given), model.pipeline
     step = Step(
         mesh[:3],
-        model.model,
+        model.config,
         family=layout["tensor_parallel"],
         residual=given["residual"],
         embedding=layout["embedding"],
@@ -278,7 +278,7 @@ def layouts_in(tree):
 
 def test_a_column_row_layer_sends_four_residuals_in_each_direction():
     model = build((1, 1, 8), microbatches=1, remat="none", attention="gqa", layers=1, residual=SEQ_CUT)
-    residual = ROWS * SEQ * model.model.d_model * 4
+    residual = ROWS * SEQ * model.config.d_model * 4
     over_tp = [s for s in step_collectives(model, ROWS, SEQ) if s.axes == ("tp",)]
     of_layer = [s for s in over_tp if s.module.split("/")[0] in ("attention", "mlp")]
     assert bytes_by(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
@@ -290,6 +290,6 @@ def test_one_microbatchs_activation_crosses_each_stage_boundary_each_way(ranks):
     """And once more in each tick of the bubble, where it is not read."""
     model = build((ranks, 2, 1), microbatches=8, schedule="gpipe")
     sent = [s for s in step_collectives(model, ROWS, SEQ) if s.kind == "permute"]
-    activation = ROWS // 2 // 8 * SEQ * model.model.d_model * 4
+    activation = ROWS // 2 // 8 * SEQ * model.config.d_model * 4
     crossings = {(s.direction, s.bytes): s.count - (ranks - 1) for s in sent}
     assert crossings == {("forward", activation): 8, ("backward", activation): 8}

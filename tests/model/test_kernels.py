@@ -228,7 +228,7 @@ def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls
     """A remat policy that keeps attention keeps each row's logsumexp, too."""
     devices = dict.fromkeys(AXES, 1)
     model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, **GQA)
-    model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.model, kernel="cudnn"))
+    model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.config, kernel="cudnn"))
     names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
     assert names == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
 
@@ -398,8 +398,8 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))
-    context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
-    x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
+    context = training_context(Rope(model.config), positions, segments, jnp.arange(2), None)
+    x = jax.random.normal(jax.random.key(0), (2, seq, model.config.d_model))
     weights = {"params": weights}
     given = dict(weights=weights, x=x, context=context, constant=model.plan.constant("blocks"))
     passes = layer_passes(block, "none", split=False, in_rows=False, **given)

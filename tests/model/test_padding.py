@@ -65,15 +65,15 @@ def unpadded(**changes):
     """The same model without padding, on one device: parameters, losses and gradients."""
     model = build((1, 1, 1), **SMALL, **changes)
     params = params_of(model)
-    return params, *plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
+    return params, *plain_losses_and_grad(model.config, params, batch(), Z_COEFFICIENT)
 
 
 def test_the_padded_size_is_the_models_and_not_the_meshs():
     for mesh in [(1, 1, 1), (2, 1, 4), (1, 1, 8)]:
         model = padded_model(mesh, tied=False)
-        assert model.model.padded_vocab == PADDED
+        assert model.config.padded_vocab == PADDED
         assert {table.shape for table in tables_of(model.shapes)} == {(PADDED, 32)}
-    assert build((1, 1, 2), vocab=64, vocab_multiple=32).model.padded_vocab == 64
+    assert build((1, 1, 2), vocab=64, vocab_multiple=32).config.padded_vocab == 64
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_rows_of_padding_are_padding_to_the_count_of_flops_too():
     models = [model_of(settings_with(vocab=500, vocab_multiple=multiple), mesh) for multiple in (1, 512)]
     plain, padded = (flops_breakdown(model, 2, 64) for model in models)
     assert padded.model == plain.model
-    more = 6 * 12 * models[0].model.d_model * 2 * 64
+    more = 6 * 12 * models[0].config.d_model * 2 * 64
     assert padded.padding - plain.padding == pytest.approx(more)
 
 
@@ -256,7 +256,7 @@ def test_a_run_with_padding_goes_on_with_the_same_losses_on_another_mesh(corpus,
 
     train(on(1, 8, 1), tmp_path / "stays")
     train(on(1, 2, 4, steps=2), tmp_path / "moves")
-    assert load_settings(tmp_path / "moves").model.padded_vocab == 264
+    assert load_settings(tmp_path / "moves").config.padded_vocab == 264
     train(on(2, 4, 1), tmp_path / "moves")
     there, here = losses_of(tmp_path / "stays"), losses_of(tmp_path / "moves")
     assert sorted(there) == sorted(here) == [1, 2, 3, 4]

@@ -143,7 +143,7 @@ def test_the_loops_of_a_stage_meet_each_of_its_places_once_with_its_kind(placeme
     place = 0
     for repeat in order.repeats:
         for turn in range(repeat.times):
-            for run in (repeat.at(run, turn) for run in repeat.runs):
+            for run in (repeat.run_in(run, turn) for run in repeat.runs):
                 assert run.place == place
                 for at in range(run.places):
                     found, before = stages[:, :, place]

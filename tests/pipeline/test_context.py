@@ -88,7 +88,7 @@ def test_one_context_rank_changes_no_program():
 @functools.cache
 def on_one_device(attention):
     model = build((1, 1, 1), attention=attention, layers=4)
-    logits = jax.jit(functools.partial(plain_logits, model.model))(params_of(model), make_batch(rows=16))
+    logits = jax.jit(functools.partial(plain_logits, model.config))(params_of(model), make_batch(rows=16))
     return np.asarray(logits), np.asarray(jax.jit(model.activations)(params_of(model), make_batch(rows=16)))
 
 

@@ -69,7 +69,7 @@ def test_gradients_of_an_embedding_add_up_over_the_places_of_a_token_in_float32(
     model = build((1, 1, 1), dtype="bfloat16", policy=policy, vocab=64)
     found = equations(model.loss_and_grad, model.shapes, make_batch())
     tables = [e.outvars[0].aval for e in found if e.primitive.name == "scatter-add"]
-    assert {x.dtype.name for x in tables if x.shape == (64, model.model.d_model)} == {"float32"}
+    assert {x.dtype.name for x in tables if x.shape == (64, model.config.d_model)} == {"float32"}
 
 
 def layer_alone():
@@ -148,7 +148,7 @@ def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
 @functools.cache
 def reference(layers):
     model = build((1, 1, 1), layers=layers)
-    (loss, _), grads = plain_losses_and_grad(model.model, params_of(model), make_batch(), 0.0)
+    (loss, _), grads = plain_losses_and_grad(model.config, params_of(model), make_batch(), 0.0)
     return loss, grads
 
 

@@ -153,7 +153,7 @@ def batch_of(name):
     """The first batch in which no choice of experts is so close that rounding could change it."""
     model = mixture((1, 1, 1), name)
     batches = [make_batch(ROWS, seed=seed) for seed in range(50)]
-    for batch, margin in zip(batches, closest_choices(model.model, params_of(model), batches)):
+    for batch, margin in zip(batches, closest_choices(model.config, params_of(model), batches)):
         if margin > MARGIN:
             return batch
     raise AssertionError("each batch has a close choice")
@@ -167,7 +167,7 @@ def optimizer(rows):
 def expected_of(name, params, batch):
     """(losses, gradients, updated parameters) of the plain model, with the load as the biases' gradient."""
     model = mixture((1, 1, 1), name)
-    losses, grads = plain_losses_and_grad(model.model, params, batch, Z_COEFFICIENT, model.loss_config)
+    losses, grads = plain_losses_and_grad(model.config, params, batch, Z_COEFFICIENT, model.loss_config)
     updated = jax.jit(functools.partial(whole_update, model))(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
 
@@ -357,7 +357,7 @@ def on_one_device(name):
     """(logits, activations' sizes, losses) without a mesh."""
     model, batch = mixture((1, 1, 1), name), batch_of(name)
     params = params_of(model)
-    logits = jax.jit(functools.partial(plain_logits, model.model))(params, batch)
+    logits = jax.jit(functools.partial(plain_logits, model.config))(params, batch)
     return np.asarray(logits), np.asarray(jax.jit(model.activations)(params, batch)), reference(name)[0]
 
 
@@ -387,7 +387,7 @@ def test_logits_activations_and_the_loss_of_an_evaluation_are_the_same(name, mes
 def test_activations_are_captured_of_each_kind_of_layer(name):
     model, batch, (logits, _, losses) = mixture((1, 1, 1), name), batch_of(name), on_one_device(name)
     found = capture_activations(model, params_of(model), batch)
-    assert found.attention.shape[0] == model.model.layers == len(next(iter(found.cache.values())))
+    assert found.attention.shape[0] == model.config.layers == len(next(iter(found.cache.values())))
     np.testing.assert_allclose(found.attention.sum(axis=-1), 1, atol=1e-6)
     np.testing.assert_allclose(found.logits, logits, rtol=0, atol=GRADIENT_ERROR * np.abs(logits).max())
     np.testing.assert_allclose(found.loss, losses[0], rtol=GRADIENT_ERROR)

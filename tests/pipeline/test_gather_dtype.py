@@ -58,7 +58,7 @@ def test_losses_and_gradients_are_those_of_weights_that_were_rounded_whole(name)
     model, batch = build(**case), make_batch()
     params = params_of(model)
     metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch))
-    losses, expected = plain_losses_and_grad(model.model, rounded_layers(params, case["gather_dtype"]), batch)
+    losses, expected = plain_losses_and_grad(model.config, rounded_layers(params, case["gather_dtype"]), batch)
     np.testing.assert_allclose(metrics["loss"], losses[0], rtol=LOSS_ERROR)
     assert {at: error for at, error in leaf_errors(grads, expected).items() if not error <= GRADIENT_ERROR} == {}
 
@@ -93,10 +93,10 @@ def test_experts_travel_so_too(name):
     params = params_of(model)
     whole = rounded_layers(params, "int8")
     batches = [make_batch(32, seed=seed) for seed in range(8)]
-    margins = [*closest_choices(model.model, whole, batches)]
+    margins = [*closest_choices(model.config, whole, batches)]
     batch = next(batch for batch, margin in zip(batches, margins) if margin > MARGIN)
     losses, grads, _ = step_on(model)(params, batch)
-    expected = plain_losses_and_grad(model.model, whole, batch, Z_COEFFICIENT, model.loss_config)
+    expected = plain_losses_and_grad(model.config, whole, batch, Z_COEFFICIENT, model.loss_config)
     np.testing.assert_allclose(losses, expected[0], rtol=LOSS_ERROR)
     assert {at: error for at, error in leaf_errors(grads, expected[1]).items() if not error <= GRADIENT_ERROR} == {}
 

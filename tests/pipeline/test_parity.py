@@ -99,7 +99,7 @@ def reference(seq, **changes):
     """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
     model = build((1, 1, 1), **changes)
     params = params_of(model)
-    losses, grads = plain_losses_and_grad(model.model, params, batch(seq), Z_COEFFICIENT)
+    losses, grads = plain_losses_and_grad(model.config, params, batch(seq), Z_COEFFICIENT)
     update = functools.partial(one_update, optimizer(model.plan.rows))
     # Compiled as one program: else each of the optimizer's operations is compiled for itself, two seconds of them.
     updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))

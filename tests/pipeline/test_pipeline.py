@@ -252,7 +252,7 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
 def test_rows_that_are_too_few_for_all_ranks_are_shared_in_pieces(mesh, rows, changes):
     model, batch = build(mesh, **changes), make_batch(rows=rows)
     params = params_of(model)
-    plain = jax.jit(lambda params: plain_losses(model.model, params, batch, 0.0)[0])
+    plain = jax.jit(lambda params: plain_losses(model.config, params, batch, 0.0)[0])
     expected = plain(params_of(build((1, 1, 1))))
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], expected, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(model.loss_and_grad)(params, batch)[0]["loss"], expected, rtol=1e-6)

@@ -182,12 +182,14 @@ def test_the_step_makes_the_products_of_its_set_again(remat):
 )
 def test_parts_and_the_last_product_are_all_products_of_a_forward_pass(changes):
     built = build((1, 1, 1), **changes)
-    layers = sum(matmul_parameters_by_stack(built.model, built.plan.declared).values())
-    core = part_costs(built.model, seq=SEQ)["core"].flops
-    assert forward_flops(built.model, seq=SEQ) - core == 2 * layers
-    assert costs_of(built.model, "none", seq=SEQ).backward == 2
-    assert costs_of(built.model, "stage", seq=SEQ).backward == 3
-    assert 2 < costs_of(built.model, "qkv", seq=SEQ).backward < costs_of(built.model, "qkv core", seq=SEQ).backward < 3
+    layers = sum(matmul_parameters_by_stack(built.config, built.plan.declared).values())
+    core = part_costs(built.config, seq=SEQ)["core"].flops
+    assert forward_flops(built.config, seq=SEQ) - core == 2 * layers
+    assert costs_of(built.config, "none", seq=SEQ).backward == 2
+    assert costs_of(built.config, "stage", seq=SEQ).backward == 3
+    assert (
+        2 < costs_of(built.config, "qkv", seq=SEQ).backward < costs_of(built.config, "qkv core", seq=SEQ).backward < 3
+    )
 
 
 def test_sets_to_try_get_smaller_as_they_take_more():

@@ -52,5 +52,5 @@ def test_a_runs_config_has_the_vocab_and_leaves_open_what_its_next_start_decides
     folder.write_config(parts.settings)
     saved = json.loads(folder.config.read_text(encoding="utf-8"))
     assert (saved["mesh"]["dp"], saved["model"]["kernel"], saved["data"]["tokenizer"]) == (-1, "auto", "auto")
-    assert saved["model"]["vocab"] == parts.model.model.vocab == 384
-    assert parts.model.axis_sizes == {"pp": 1, "dp": 8, "tp": 1} and parts.model.model.kernel == "xla"
+    assert saved["model"]["vocab"] == parts.model.config.vocab == 384
+    assert parts.model.axis_sizes == {"pp": 1, "dp": 8, "tp": 1} and parts.model.config.kernel == "xla"

@@ -107,7 +107,7 @@ def params_of(model):
         still = leaf.std() > 0
         return leaf if still else leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32)
 
-    params = jax.tree_util.tree_map_with_path(stir, _initial(model.model))
+    params = jax.tree_util.tree_map_with_path(stir, _initial(model.config))
     return jax.tree.map(jax.device_put, params, model.shardings)
 
 

@@ -44,7 +44,7 @@ def emulated_step(case, dtypes):
 
     @jax.jit
     def computed(params, opt_state, batch):
-        loss, grads = loss_and_grads(one.model, one.loss_config, form, params, batch)
+        loss, grads = loss_and_grads(one.config, one.loss_config, form, params, batch)
         updates, opt_state = plain.update(grads, opt_state, params)
         return loss, grads, optax.apply_updates(params, updates), opt_state
 

@@ -135,7 +135,7 @@ def test_a_step_computes_and_sends_nothing_for_them():
     every, some = (flops_by_direction(program, at=at) for program in programs)
     assert every["forward"] == some["forward"]
     assert every["backward"] - some["backward"] == 2 * kernels * ROWS * SEQ // 2
-    model_flops = [flops_per_token(model.model, model.plan.declared, seq=SEQ) for model in models]
+    model_flops = [flops_per_token(model.config, model.plan.declared, seq=SEQ) for model in models]
     assert model_flops[0] - model_flops[1] == 2 * kernels
     scattered = [
         sum(one.total_bytes for one in collectives_by_rank(model, ROWS, SEQ)[0] if one.kind == "reduce-scatter")

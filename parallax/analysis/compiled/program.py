@@ -65,7 +65,7 @@ def costs_of(model: ModelConfig, remat: str, *, seq: int) -> Costs:
 
 def branch_shares(model: ShardedModel, *, seq: int) -> Shares:
     """Branch shares of a model's step on rows of `seq` tokens; the remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model.model, model.pipeline.remat, seq=seq))
+    return shares_of(model.schedule, costs_of(model.config, model.pipeline.remat, seq=seq))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:

@@ -171,7 +171,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=times) for product, times in found[OpCost]],
         sorted(sent._replace(count=times) for sent, times in found[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
+        figures(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
         dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
         SentPerUse.of(model.plan),
         model.plan.trained,

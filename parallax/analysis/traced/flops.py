@@ -220,8 +220,10 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
     alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
     per_entry = flops_per_head_weight(model.plan.declared)
-    counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
-    useful = (flops_per_token(model.model, model.plan.declared, seq=seq) - per_entry * counted_twice) * tokens / devices
+    counted_twice = (model.config.vocab - entries if entries else 0) * model.config.d_model
+    useful = (
+        (flops_per_token(model.config, model.plan.declared, seq=seq) - per_entry * counted_twice) * tokens / devices
+    )
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
     return Flops(
         model=useful,
@@ -236,7 +238,7 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
 
 def _countable(model: ShardedModel) -> ShardedModel:
     """The model with countable attention: an abstract mesh on which cuDNN's kernels are calls with known FLOPs."""
-    if model.model.kernel != "cudnn":
+    if model.config.kernel != "cudnn":
         return model
     return model.replace(mesh=abstract_mesh(model.axis_sizes))
 
@@ -259,7 +261,7 @@ def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str,
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs of attention's core on all devices, minus those of the model."""
-    config, widths = model.model, (qk_width(model.model), model.model.d_head)
+    config, widths = model.config, (qk_width(model.config), model.config.d_head)
     causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
     # If all tokens of a row are on one rank, context ranks shard heads instead of queries.
     shared = CONTEXTS[model.layout.context].meets != WHOLE
@@ -275,7 +277,7 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
 def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str, float]:
     """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out, since all
     ranks run them at the same time."""
-    config, sizes = model.model, model.axis_sizes
+    config, sizes = model.config, model.axis_sizes
     declared, head = model.plan.declared, config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
     share, of_head = sizes["pp"] / (config.layers * model.pipeline.microbatches), flops_per_head_weight(declared)
     forward, backward = (mean["forward"] - 2 * head) * share, (mean["backward"] - (of_head - 2) * head) * share
@@ -297,9 +299,9 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
-    scores = scores_flops(model.model, seq) / model.model.layers
-    stacks = weight_flops_by_stack(model.model, model.plan.declared)
+    scores = scores_flops(model.config, seq) / model.config.layers
+    stacks = weight_flops_by_stack(model.config, model.plan.declared)
     flops = {name: stacks[name] + scores * order.layers for name, order in model.orders.items()}
-    average = sum(flops.values()) / model.model.layers
+    average = sum(flops.values()) / model.config.layers
     of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
     return sum(of_kind).tolist()

@@ -23,7 +23,7 @@ from parallax.analysis.traced.trace import step_program
 from parallax.config.settings import Settings
 from parallax.jaxprs import Loop, called, closed, loop, needed
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import ShardedModel, first_state
+from parallax.pipeline import ShardedModel, first_state, pipeline_of
 from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainState, abstract_state
@@ -152,7 +152,7 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
     found: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
-        _, state = first_state(model, params, batch, noise)
+        state = first_state(pipeline_of(model, params, batch, noise, "train"))
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
@@ -313,7 +313,7 @@ class Liveness:
 
     def __init__(self, model: ShardedModel, state: list[tuple[tuple[int, ...], str]], inputs: dict[Value, int]):
         """`state` is the ticks' state, see `carried_by_ticks`; `inputs` say what each input depends on."""
-        vocab = model.model.padded_vocab
+        vocab = model.config.padded_vocab
         self.columns, self.state, self.inputs = {vocab, vocab // model.axis_sizes["tp"]}, state, inputs
         # Residuals that are used in the tick that writes them are not part of a loop's state.
         of_a_tick = not model.carries_residuals
