@@ -79,9 +79,9 @@ def whole_numbers(name: str, array: Any, least: int, most: int, legal: str) -> A
     for start, values in [] if traced else pieces(array):
         wrong = (values < least) | (values > most)
         if wrong.any():
-            at = np.unravel_index(wrong.argmax(), wrong.shape)
-            index = ", ".join(str(first + own) for first, own in zip(start, at))
-            raise DataError(f"{name}[{index}]={values[at]} is out of range; use {legal}")
+            index = np.unravel_index(wrong.argmax(), wrong.shape)
+            place = ", ".join(str(first + within) for first, within in zip(start, index))
+            raise DataError(f"{name}[{place}]={values[index]} is out of range; use {legal}")
     return array if array.dtype == np.int32 else array.astype(np.int32)
 
 

@@ -46,9 +46,9 @@ def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int
     form = CONTEXTS[context]
     if model.kernel not in (AUTO, "xla", *KERNELS_OF[form.meets]):
         others = ", ".join(repr(name) for name, other in CONTEXTS.items() if model.kernel in KERNELS_OF[other.meets])
-        how = "sends keys from rank to rank" if form.meets == RING else "splits the queries of a row over ranks"
+        what = "sends keys from rank to rank" if form.meets == RING else "splits the queries of a row over ranks"
         raise ConfigError(
-            f"layout.context={context!r} {how}, which model.kernel={model.kernel!r} does not "
+            f"layout.context={context!r} {what}, which model.kernel={model.kernel!r} does not "
             f"support; use kernel='xla', or layout.context in {{{others}}}."
         )
     axes = Layout.parse(form.heads).cut_of("heads")

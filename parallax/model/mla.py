@@ -4,6 +4,7 @@ Symbols of the paper: c_KV latent, W_DKV down, W_UK up_k, W_UV up_v, W_KR k_rope
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -80,12 +81,12 @@ class MLA(nn.Module):
         heads, seq = activation("heads/tp d_head"), self._seq_of_keys
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
         up = (*up, activation("heads/tp d_head", seq=seq))
-        how = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
-        of_latent = dict(at_rest="d_latent", matmul_residuals=self.matmul_residuals)
-        self.up_k = Up(*up, **how, **of_latent)
-        self.up_v = Up(*up, **how, **of_latent)
+        settings = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
+        of_latent = partial(Up, *up, **settings, at_rest="d_latent", matmul_residuals=self.matmul_residuals)
+        self.up_k = of_latent()
+        self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
-        self.out = Dense(kernel, heads, self.residual, **how, scale=self.out_scale)
+        self.out = Dense(kernel, heads, self.residual, **settings, scale=self.out_scale)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
@@ -149,11 +150,11 @@ class MLA(nn.Module):
             self._dense("d_latent_q", "heads/tp d_qk", matmul_residuals=self.matmul_residuals),
         ]
 
-    def _dense(self, dim: str, out: str, **how: str) -> Dense:
+    def _dense(self, dim: str, out: str, **changes: str) -> Dense:
         kernel, x = self.family.into(dim, out), self.family.input(dim)
         bias = self.bias and "heads" in out
-        how = dict(at_rest=dim, matmul=self.matmul, part=ATTENTION) | how
-        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, **how)
+        settings = dict(at_rest=dim, matmul=self.matmul, part=ATTENTION) | changes
+        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, **settings)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""

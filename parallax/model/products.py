@@ -94,10 +94,10 @@ class ProductInput(NamedTuple):
         `pipeline.remat`; "" for no name."""
         fixed = lax.stop_gradient(x)
         operand = Operand.of(fixed, EIGHT_BIT_PRODUCTS[form].operand, lax.stop_gradient(amax)[INPUT])
-        found = ProductInput(x, operand, largest(fixed))
+        most = largest(fixed)
         if not part:
-            return found
-        values, most = (checkpoint_name(array, part) for array in (operand.values, found.largest))
+            return ProductInput(x, operand, most)
+        values, most = (checkpoint_name(array, part) for array in (operand.values, most))
         return ProductInput(x, Operand(values, operand.unit), most)
 
 
@@ -151,8 +151,8 @@ def apart(weights: Any, scales: Any, dtype: str) -> dict[str, Any]:
     if not isinstance(weights, Mapping):
         return {"params": weights}
     of_each = {name: apart(weight, scales[name], dtype) for name, weight in weights.items()}
-    params = {name: found["params"] for name, found in of_each.items()}
-    rounded = {name: found[ROUNDED] for name, found in of_each.items() if found.get(ROUNDED)}
+    params = {name: inner["params"] for name, inner in of_each.items()}
+    rounded = {name: inner[ROUNDED] for name, inner in of_each.items() if inner.get(ROUNDED)}
     for name, _ in _kernels_of(scales):
         values = weights[name]
         params[name], rounded[name] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
@@ -163,14 +163,14 @@ def with_largest_weights(grads: Any, weights: Any, scales: Any, dtype: str) -> A
     """Gradients of layers, completed with the largest magnitudes of rounded kernels, which products do not measure."""
     if not isinstance(grads, Mapping):
         return grads
-    found = {name: with_largest_weights(grad, weights[name], scales[name], dtype) for name, grad in grads.items()}
+    completed = {name: with_largest_weights(grad, weights[name], scales[name], dtype) for name, grad in grads.items()}
     for name, amax in _kernels_of(scales):
         kernels = weights[name].astype(dtype)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
         most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
-        found[amax] = as_varying(found[amax]).at[..., WEIGHT].set(as_varying(most))
-    return found
+        completed[amax] = as_varying(completed[amax]).at[..., WEIGHT].set(as_varying(most))
+    return completed
 
 
 def _kernels_of(scales: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -178,7 +178,7 @@ def _kernels_of(scales: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, amax) for name, amax in scales.items() if isinstance(amax, str) and amax]
 
 
-def latest_amax(found: Array, before: Array) -> Array:
+def latest_amax(maxima: Array, before: Array) -> Array:
     """The scales of the next step: this step's maxima, rounded up to AMAX_BITS bits, or the previous scale where the
     maximum is 0.
 
@@ -186,9 +186,9 @@ def latest_amax(found: Array, before: Array) -> Array:
     [1.0, 1.0625, 3.0]
     """
     dropped = FLOAT32_BITS - AMAX_BITS
-    word = lax.bitcast_convert_type(found, jnp.uint32)
+    word = lax.bitcast_convert_type(maxima, jnp.uint32)
     rounded = lax.bitcast_convert_type((word + (1 << dropped) - 1) >> dropped << dropped, jnp.float32)
-    return jnp.where(found > 0, rounded, before)
+    return jnp.where(maxima > 0, rounded, before)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

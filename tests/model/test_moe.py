@@ -20,11 +20,11 @@ from support.traced_equations import equations
 from parallax.analysis.traced.collectives import collectives
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import saved_parts
-from parallax.model.experts import exchange as exchange_module
-from parallax.model.experts import exchange_costs, grouped_kernel
-from parallax.model.experts import experts as experts_module
-from parallax.model.experts.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, Room, most_received
+from parallax.model.experts.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, plain_exchange
+from parallax.model.experts.experts import exchange_costs, grouped_kernel, ragged
+from parallax.model.experts.experts import experts as experts_module
 from parallax.model.experts.moe import MoE
+from parallax.model.experts.ragged import BufferSizes, most_received
 from parallax.model.experts.router import Router
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
@@ -390,6 +390,26 @@ def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_siz
     return jnp.where((sizes.reshape(-1) == recv_sizes).all(), output, jnp.nan)
 
 
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("mesh", [dict(ep=4), dict(ep=2, tp=2)], ids=str)
+@pytest.mark.parametrize("exchange", EXCHANGE_FORMS)
+def test_an_exchange_has_the_values_and_gradients_of_the_plain_one(exchange, mesh, monkeypatch):
+    """With what accelerators send, in two rounds and further ones: all tokens choose an expert of the first rank."""
+    monkeypatch.setattr(ragged, "platform_traced", lambda: "tpu")
+    monkeypatch.setattr(ragged, "LEAST_UNITS", 1)
+    monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
+    layer = mixture(model=ROUTERS["shared"])
+    layouts, params = declared(layer)
+    params["router"]["bias"][0] = 100
+
+    def passes(form):
+        monkeypatch.setitem(EXCHANGE_FORMS, "gather", form)
+        return with_gradients(on_mesh(layer, layouts, mesh), params, *arrays())
+
+    form = EXCHANGE_FORMS[exchange]
+    check(passes(form), passes(plain_exchange))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", ["several", "two at once", "one"])
 @pytest.mark.parametrize(
@@ -417,12 +437,12 @@ def test_what_accelerators_send_is_what_cpus_gather(mesh, to, how, rounds, monke
     stand_in = passes("ragged")
     if not how.get("matmul_of_experts"):  # of maxima a mesh would add up
         check(stand_in, passes("gather"))
-    monkeypatch.setattr(exchange_module, "platform_traced", lambda: "tpu")
+    monkeypatch.setattr(ragged, "platform_traced", lambda: "tpu")
     monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
     if rounds == "two at once":
-        monkeypatch.setattr(exchange_module, "LEAST_UNITS", 1)
+        monkeypatch.setattr(ragged, "LEAST_UNITS", 1)
     if rounds == "one":
-        monkeypatch.setattr(exchange_module, "usual_rows", lambda choices, room, ranks: room)
+        monkeypatch.setattr(ragged, "usual_rows", lambda choices, room, ranks: room)
     for form in ("ragged", SENT_AGAIN):
         check(passes(form), stand_in, 0 if rounds == "one" else ERROR)
 
@@ -434,7 +454,7 @@ def test_the_first_products_of_the_backward_pass_wait_for_shared_experts(monkeyp
     layouts, params = declared(layer)
 
     def d_gate(read):
-        monkeypatch.setattr(exchange_module, "_probe", lambda x: jnp.full((), read, x.dtype))
+        monkeypatch.setattr(ragged, "_probe", lambda x: jnp.full((), read, x.dtype))
         return with_gradients(on_mesh(layer, layouts, dict(ep=2)), params, *arrays())[1]["experts"]["gate"]
 
     assert d_gate(0).any() and not d_gate(np.nan).any()
@@ -457,12 +477,13 @@ def test_rounds_send_each_row_once_and_to_its_place():
     """Whatever the load: each rank fills its room round by round, by expert, and then by the rank that sends."""
     rng = np.random.default_rng(0)
     for rounds in ((1,), (3,), (1, 4), (7, 2), (100,)):
-        counts, room = rng.integers(0, 6, (4, 8)), Room(rounds, 1000)
+        counts, sizes = rng.integers(0, 6, (4, 8)), BufferSizes(rounds, 1000)
         arrived, left = [[] for _ in range(4)], max(0, int(most_received(counts)) - sum(rounds))
         further = range(-(-left // rounds[-1]))
-        ways = [*room.usual_ways(jnp.asarray(counts)), *(room.further_way(jnp.asarray(counts), at) for at in further)]
-        for units, way in zip([*rounds, *(rounds[-1] for _ in further)], ways, strict=True):
-            size, source, place = map(np.asarray, way)
+        slices = sizes.usual_slices(jnp.asarray(counts))
+        slices += [sizes.further_slices(jnp.asarray(counts), number) for number in further]
+        for units, of_round in zip([*rounds, *(rounds[-1] for _ in further)], slices, strict=True):
+            size, source, place = map(np.asarray, of_round)
             for rank in range(4):
                 own = {}
                 for expert, sender in itertools.product(range(2 * rank, 2 * rank + 2), range(4)):

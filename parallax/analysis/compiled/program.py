@@ -31,8 +31,8 @@ from parallax.analysis.traced.recompute import forward_flops, recomputed_flops
 from parallax.config.sections import ModelConfig
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
-from parallax.model.experts.exchange import SENT
 from parallax.model.experts.experts import USUAL_LOAD
+from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.traced.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.model.experts.exchange import SENT
 from parallax.model.experts.exchange_costs import ROOM_OVER_EVEN
+from parallax.model.experts.ragged import SENT
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout

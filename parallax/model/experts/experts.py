@@ -1,4 +1,4 @@
-"""The experts of a rank: tokens in rows sorted by expert, and results summed for each token."""
+"""The experts of a rank, and the weighted sum of their outputs for each token."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +21,7 @@ from parallax.model.experts.grouped_kernel import (
     has_kernel,
     input_gradient_by_group,
 )
+from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums_of_tokens
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
@@ -149,8 +150,8 @@ class HeldExperts(NamedTuple):
         """
         x, weights_NK, ids_NK, experts = vary_alike((x, weights_NK, ids_NK, self))
         count = self.count
-        own_NK = ids_NK - offset(Layout.parse(INTO), "experts", count)
-        rows = sort_rows(own_NK, count, most=min(ids_NK.shape[1], count))
+        held_NK = ids_NK - offset(Layout.parse(INTO), "experts", count)
+        rows = sort_rows(held_NK, count, most=min(ids_NK.shape[1], count))
         ranks = lax.axis_size(EXPERT_AXIS) if is_bound(EXPERT_AXIS) else 1
         usual = usual_rows(ids_NK.size, len(rows.choice_R), ranks) if ranks > 1 else ALL
         return _summed(usual, x, weights_NK, experts, rows)
@@ -160,11 +161,15 @@ class HeldExperts(NamedTuple):
         """The number of experts."""
         return len(self.gate.kernels)
 
+    def ids(self) -> Array:
+        """The ids of these experts."""
+        return offset(Layout.parse(INTO), "experts", self.count) + jnp.arange(self.count)
+
     def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
         """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
         if has_kernel(x):
             return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E)
-        gate, up = (one.times(x, sizes_E) for one in (self.gate, self.up))
+        gate, up = (kernels.times(x, sizes_E) for kernels in (self.gate, self.up))
         return gate, up, gated(gate, up, weights_R1).astype(gate.dtype)
 
     def gated_gradients(
@@ -180,19 +185,20 @@ class HeldExperts(NamedTuple):
         pairs = (self.gate, self.gate.gradient(d_gate_RU)), (self.up, self.up.gradient(d_up_RU))
         if has_kernel(pairs[0][1]):
             return (input_gradient_by_group(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
-        return tuple(one.times(d, sizes_E, transposed=True) for one, d in pairs)
+        return tuple(kernels.times(d, sizes_E, transposed=True) for kernels, d in pairs)
 
     def with_gradients(self, kernels: Iterable[Array], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""
-        return HeldExperts(*(one.with_gradient(dw, *found) for one, dw, found in zip(self, kernels, most, strict=True)))
+        given = zip(self, kernels, most, strict=True)
+        return HeldExperts(*(held.with_gradient(gradient, *largest_two) for held, gradient, largest_two in given))
 
     def for_each(self, chunks: int) -> list[Array]:
         """The scales once for each chunk of a batch, for `with_scales`."""
-        return [_scales_of_each(chunks, one.amax) for one in self if one.amax is not None]
+        return [_scales_of_each(chunks, kernels.amax) for kernels in self if kernels.amax is not None]
 
     def with_scales(self, scales: Iterable[Array]) -> "HeldExperts":
         """The experts with the scales of one chunk."""
-        return HeldExperts(*(one.replace(amax=amax) for one, amax in zip(self, scales))) if scales else self
+        return HeldExperts(*(kernels.replace(amax=amax) for kernels, amax in zip(self, scales))) if scales else self
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -201,40 +207,46 @@ def _scales_of_each(chunks: int, amax: Array) -> Array:
     return jnp.broadcast_to(amax, (chunks, *amax.shape))
 
 
-_scales_of_each.defvjp(
-    lambda chunks, amax: (_scales_of_each(chunks, amax), None), lambda chunks, _, found: (found.max(axis=0),)
-)
+def _scales_forward(chunks: int, amax: Array) -> tuple[Array, None]:
+    return _scales_of_each(chunks, amax), None
+
+
+def _scales_backward(chunks: int, _: None, of_chunks: Array) -> tuple[Array]:
+    return (of_chunks.max(axis=0),)
+
+
+_scales_of_each.defvjp(_scales_forward, _scales_backward)
 
 
 # A custom gradient: only the two products of the usual number of rows are saved for it; if there are more rows, the
 # products are recomputed. Products for the weights' gradients are separate, so that a divided backward pass can run
 # them later.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows") -> Array:
+def _summed(usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: Rows) -> Array:
     return _forward(usual, x, weights_NK, experts, rows)[0]
 
 
 def _forward(
-    usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows"
+    usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: Rows
 ) -> tuple[Array, tuple[Any, ...]]:
     x_ND = x.reshape(-1, x.shape[-1])
     operand = experts.gate.input(x_ND)  # shared with up; rounded once, before tokens are copied to rows
     products = partial(_products, usual, experts, operand, weights_NK)
     gate, up, hidden = _on_rows_in_use(usual, rows, products)
-    kept = [checkpoint_name(array, "experts") for array in (gate, up)]
+    saved = [checkpoint_name(array, "experts") for array in (gate, up)]
 
     # Separate, so that a backward pass that recomputes the products recomputes nothing else.
     def run(rows: Rows, sums: Callable) -> Array:
-        own = hidden if _is_usual(usual, rows) else _gated(experts, operand, weights_NK, rows)[2]
+        inputs = hidden if _is_usual(usual, rows) else _gated(experts, operand, weights_NK, rows)[2]
         # Multiplied with the weights before the last product, so that its result need not be saved for their gradient.
-        return sums(experts.down.times(experts.down.input(own), rows.sizes_E))
+        return sums(experts.down.times(experts.down.input(inputs), rows.sizes_E))
 
     y_ND = _on_rows_in_use(usual, rows, run)
-    return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, experts.gate.most(x_ND), *kept)
+    return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, experts.gate.most(x_ND), *saved)
 
 
 def _products(
-    usual: int, experts: HeldExperts, x: Operand, weights_NK: Array, rows: "Rows", sums: Callable
+    usual: int, experts: HeldExperts, x: Operand, weights_NK: Array, rows: Rows, sums: Callable
 ) -> tuple[Array, Array, Array]:
     """`_gated` of the usual number of rows; if there are more, none are saved, and zeros take their place."""
     if _is_usual(usual, rows):
@@ -244,22 +256,30 @@ def _products(
     return none, none, none
 
 
-def _gated(experts: HeldExperts, x: Operand, weights_NK: Array, rows: "Rows") -> tuple[Array, Array, Array]:
+def _gated(experts: HeldExperts, x: Operand, weights_NK: Array, rows: Rows) -> tuple[Array, Array, Array]:
     return experts.gated(_dispatched_operand(x, rows), _weights(weights_NK, rows), rows.sizes_E)
 
 
-def _is_usual(usual: int, rows: "Rows") -> bool:
+def _weights(weights_NK: Array, rows: Rows) -> Array:
+    return dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
+
+
+def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
+    return x._replace(values=dispatch(x.values, rows))
+
+
+def _is_usual(usual: int, rows: Rows) -> bool:
     return len(rows.choice_R) <= usual
 
 
 def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Array, HeldExperts, None]:
-    x, weights_NK, experts, rows, of_x, *kept = saved
+    x, weights_NK, experts, rows, of_x, *gate_and_up = saved
     x_ND, dy_ND = (array.reshape(-1, x.shape[-1]) for array in (x, dy))
     gate, up, down = experts
     dy_operand = down.gradient(dy_ND)
 
     def of_products(rows: Rows) -> tuple[Array, ...]:
-        products = kept if _is_usual(usual, rows) else _gated(experts, gate.input(x_ND), weights_NK, rows)[:2]
+        products = gate_and_up if _is_usual(usual, rows) else _gated(experts, gate.input(x_ND), weights_NK, rows)[:2]
         dy = _dispatched_operand(dy_operand, rows)
         return experts.gated_gradients(dy, *products, _weights(weights_NK, rows), rows.sizes_E)
 
@@ -267,14 +287,14 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
         dgate, dup, dweights, hidden = of_products(rows)
         dx_ND = sums(*experts.input_gradients(dgate, dup, rows.sizes_E))
         pairs = (gate, dgate), (up, dup), (down, hidden)
-        most = [one.most(array, rows.sizes_E) for one, array in pairs]
+        most = [kernels.most(array, rows.sizes_E) for kernels, array in pairs]
         return dx_ND, collect(dweights, rows.of_choices()), most, dgate[:usual], dup[:usual], hidden[:usual]
 
-    dx_ND, dweights, (of_dgate, of_dup, of_hidden), *found = _on_rows_in_use(usual, rows, of_tokens)
+    dx_ND, dweights, (of_dgate, of_dup, of_hidden), *of_usual = _on_rows_in_use(usual, rows, of_tokens)
 
     def of_kernels(rows: Rows, sums: Callable) -> list[Array]:
         x_RD, dy_RD = dispatch(x_ND, rows), dispatch(dy_ND, rows)
-        dgate, dup, hidden = found
+        dgate, dup, hidden = of_usual
         if not _is_usual(usual, rows):
             dgate, dup, _, hidden = of_products(rows)
         pairs = (x_RD, dgate), (x_RD, dup), (hidden, dy_RD)
@@ -288,94 +308,19 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
 _summed.defvjp(_forward, _backward)
 
 
-def _on_rows_in_use(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
+def _on_rows_in_use(usual: int, rows: Rows, run: Callable[[Rows, Callable], Any]) -> Any:
     """Call `run` on the usual number of rows if they suffice, otherwise on all rows. Its second argument sums the rows
     of each token, over several arrays [R, D], to [N, D]."""
     if usual == ALL:
-        return run(rows, partial(_sums, rows.row_NK, mode="promise_in_bounds"))
+        return run(rows, partial(sums_of_tokens, rows.row_NK, mode="promise_in_bounds"))
     few = rows._replace(choice_R=rows.choice_R[:usual])
     last = usual - 1  # not in use in that case; it stands for all missing rows
 
-    def sums(*found: Array) -> Array:
-        zero_there = [y_RD.at[last].set(0) for y_RD in found]
-        return _sums(jnp.minimum(rows.row_NK, last), *zero_there, mode="promise_in_bounds")
+    def sums(*arrays_RD: Array) -> Array:
+        zero_there = [y_RD.at[last].set(0) for y_RD in arrays_RD]
+        return sums_of_tokens(jnp.minimum(rows.row_NK, last), *zero_there, mode="promise_in_bounds")
 
     with jax.named_scope(USUAL_LOAD):
         return lax.cond(
-            rows.sizes_E.sum() < usual, lambda: run(few, sums), lambda: run(rows, partial(_sums, rows.row_NK))
+            rows.sizes_E.sum() < usual, lambda: run(few, sums), lambda: run(rows, partial(sums_of_tokens, rows.row_NK))
         )
-
-
-def _weights(weights_NK: Array, rows: "Rows") -> Array:
-    return dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
-
-
-class Rows(NamedTuple):
-    """Choices, each of a token and one of its K places, in rows sorted by the chosen expert; `sizes_E` counts them."""
-
-    choice_R: Array  # token * K + place, or N * K or more for none; arbitrary after the last row in use
-    row_NK: Array  # row of each choice; R if it has none
-    sizes_E: Array
-
-    def of_choices(self) -> "Rows":
-        """The same rows, for an array [N * K, ...] with an entry for each choice."""
-        return self._replace(row_NK=self.row_NK.reshape(-1, 1))
-
-
-def sort_rows(chosen_NK: Array, count: int, *, most: int, unit: int = 1) -> Rows:
-    """Rows of the choices from 0 to count - 1; rows of the same choice are in the order of the tokens. A token has at
-    most `most` of these choices. The size of each expert is a multiple of `unit`: the last rows of some are of no
-    choice, their `choice_R` is N * K or more."""
-    tokens, places = chosen_NK.shape
-    chosen = jnp.where((chosen_NK >= 0) & (chosen_NK < count), chosen_NK, count).reshape(-1)
-    sizes_E = (chosen[:, None] == jnp.arange(count)[None]).sum(axis=0).astype(jnp.int32)
-    keys, sizes_E = (chosen, sizes_E) if unit == 1 else _filled_up(chosen, sizes_E, unit)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
-    rows = tokens * most + len(keys) - len(chosen)
-    row_NK = jnp.where(chosen < count, row[: len(chosen)], rows).reshape(tokens, places)
-    return Rows(order[:rows], row_NK, sizes_E)
-
-
-def _filled_up(chosen: Array, sizes_E: Array, unit: int) -> tuple[Array, Array]:
-    """The chosen experts, and further choices until the size of each expert is a multiple of `unit`; the sizes."""
-    count, spare_E = len(sizes_E), -sizes_E % unit
-    is_spare = jnp.arange(unit - 1)[None] < spare_E[:, None]
-    spare = jnp.where(is_spare, jnp.arange(count)[:, None], count).reshape(-1)
-    spare = jnp.pad(spare, (0, -(len(chosen) + len(spare)) % unit), constant_values=count)
-    return jnp.concatenate([chosen, spare]), sizes_E + spare_E
-
-
-@jax.custom_vjp
-def dispatch(x_ND: Array, rows: Rows) -> Array:
-    """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use get an arbitrary token."""
-    return x_ND[rows.choice_R // rows.row_NK.shape[1]]
-
-
-def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
-    return x._replace(values=dispatch(x.values, rows))
-
-
-@jax.custom_vjp
-def collect(y_RD: Array, rows: Rows) -> Array:
-    """The sum of each token's rows, added in float32, in y's dtype, [N, D]."""
-    return _sums(rows.row_NK, y_RD)
-
-
-def _sums(row_NK: Array, *arrays_RD: Array, mode: str = "fill") -> Array:
-    # Added one after the other, all in one pass; on TPU a sum over a dim of size K is slower.
-    found = (y_RD.at[row_N].get(mode=mode, fill_value=0) for y_RD in arrays_RD for row_N in row_NK.T)
-    return sum(y_ND.astype(jnp.float32) for y_ND in found).astype(arrays_RD[0].dtype)
-
-
-def _dispatched(x_ND: Array, rows: Rows) -> tuple[Array, Rows]:
-    return dispatch(x_ND, rows), rows
-
-
-def _collected(y_RD: Array, rows: Rows) -> tuple[Array, Rows]:
-    return collect(y_RD, rows), rows
-
-
-dispatch.defvjp(_dispatched, lambda rows, dx: (collect(dx, rows), None))
-# Rows that are not in use get a gradient, too, which no grouped product and no exchange reads.
-collect.defvjp(_collected, lambda rows, dy: (dispatch(dy, rows), None))

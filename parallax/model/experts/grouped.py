@@ -1,8 +1,14 @@
-"""Grouped products, of rows with the matrix of their group, as for a mixture's experts: no expert computes rows of
-another."""
+"""Grouped products: of rows with the matrix of their group, as for a mixture's experts.
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+What goes in: rows, sorted by group; a matrix of each group; the number of rows of each group, which may leave over rows
+at the end. What comes out: each row times its group's matrix (`grouped_dot`), or each group's sum of outer
+products (`grouped_sums`), which is the gradient of its matrix. No expert computes rows of another.
+
+"blocks", in this file, is a loop over blocks of rows in plain JAX, for CPUs and GPUs; "ragged_dot" is XLA's product and
+kernels for TPUs: parallax/model/experts/grouped_kernel.py. Tests hold both to products of each group alone.
+"""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,6 +18,7 @@ from parallax.model.products import Operand, multiplied
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.platform import platform_traced
 
+FORMS = ("blocks", "ragged_dot")
 LEAST_ROWS = 8
 # The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products: on one H100, 16,384
 # rows of 2048 to 8 groups of 4096 took 15.4 ms in blocks of 128, forward and backward, 6.1 ms in blocks of 512, and
@@ -41,7 +48,8 @@ def grouped_dot(
     """
     x, w = (array if isinstance(array, Operand) else Operand(array, None) for array in (x_NI, w_EIO))
     x, w, sizes_E = vary_alike((x, w, sizes_E.astype(jnp.int32)))
-    return _form(form).rows_times(x, w, sizes_E, transposed, dtype or x.values.dtype)
+    product = _dot_in_blocks if _is_in_blocks(form) else ragged_dot
+    return product(x, w, sizes_E, transposed, dtype or x.values.dtype)
 
 
 def grouped_sums(
@@ -55,11 +63,12 @@ def grouped_sums(
     [[[1.0]], [[2.0]]]
     """
     arrays = vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32), others_EIO))
-    return _form(form).rows_with_rows(*arrays).astype(x_NI.dtype)
+    sums = _sums_in_blocks if _is_in_blocks(form) else ragged_sums
+    return sums(*arrays).astype(x_NI.dtype)
 
 
-def _form(name: str | None) -> "Form":
-    return FORMS[name or ("ragged_dot" if platform_traced() in ("tpu", "") else "blocks")]
+def _is_in_blocks(form: str | None) -> bool:
+    return form == "blocks" if form else platform_traced() not in ("tpu", "")
 
 
 def rows_of_block(rows: int, groups: int) -> int:
@@ -75,7 +84,7 @@ def rows_of_block(rows: int, groups: int) -> int:
     return size
 
 
-def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
+def _dot_in_blocks(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
     """The product of each block with its group's matrix. A block that ends after its group's last row also writes rows
     of the next group, whose own blocks come later and overwrite them."""
     rows, size = len(x.values), rows_of_block(len(x.values), len(sizes_E))
@@ -84,12 +93,12 @@ def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype:
 
     def step(y_NA: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         group, first, _ = block
-        own = Operand(lax.dynamic_slice_in_dim(filled, first, size), x.unit)
+        part = Operand(lax.dynamic_slice_in_dim(filled, first, size), x.unit)
         matrix = Operand(lax.dynamic_index_in_dim(w.values, group, keepdims=False), w.unit)
         if x.unit is None:
-            y = jnp.einsum(product, own.values, matrix.values, preferred_element_type=jnp.float32).astype(dtype)
+            y = jnp.einsum(product, part.values, matrix.values, preferred_element_type=jnp.float32).astype(dtype)
         else:
-            y = multiplied(product, own, matrix, dtype)
+            y = multiplied(product, part, matrix, dtype)
         return lax.dynamic_update_slice_in_dim(y_NA, y, first, 0), None
 
     start = as_varying(jnp.zeros((rows + size, width), dtype), varying_axes(x.values))
@@ -97,15 +106,15 @@ def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype:
     return jnp.where((jnp.arange(rows) < sizes_E.sum())[:, None], y_NA[:rows], 0)
 
 
-def _rows_with_rows(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None) -> Array:
+def _sums_in_blocks(x_NI: Array, y_NO: Array, sizes_E: Array, others_EIO: Array | None) -> Array:
     """Sum of the others and over each group's rows of their outer products, float32 [E, I, O]."""
     rows, size = len(x_NI), rows_of_block(len(x_NI), len(sizes_E))
     x_filled, y_filled = (jnp.pad(array, ((0, size), (0, 0))) for array in (x_NI, y_NO))
 
     def step(sums_EIO: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        group, first, own = block
+        group, first, count = block
         x, y = (lax.dynamic_slice_in_dim(array, first, size) for array in (x_filled, y_filled))
-        x, y = (jnp.where((jnp.arange(size) < own)[:, None], array, 0) for array in (x, y))
+        x, y = (jnp.where((jnp.arange(size) < count)[:, None], array, 0) for array in (x, y))
         return sums_EIO.at[group].add(jnp.einsum("bI,bO->IO", x, y, preferred_element_type=jnp.float32)), None
 
     shape = len(sizes_E), x_NI.shape[1], y_NO.shape[1]
@@ -125,15 +134,5 @@ def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
     is_needed = group < len(sizes_E)
     group = jnp.minimum(group, len(sizes_E) - 1)
     first = (ends_E - sizes_E)[group] + (number - (last_E - needed_E)[group]) * size
-    own = jnp.clip(ends_E[group] - first, 0, size)
-    return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, own, 0)
-
-
-class Form(NamedTuple):
-    """Functions that multiply rows with their group's matrices, and rows with rows."""
-
-    rows_times: Callable[[Operand, Operand, Array, bool, Any], Array]
-    rows_with_rows: Callable[[Array, Array, Array, Array | None], Array]
-
-
-FORMS = {"blocks": Form(_rows_times, _rows_with_rows), "ragged_dot": Form(ragged_dot, ragged_sums)}
+    rows_of_group = jnp.clip(ends_E[group] - first, 0, size)
+    return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, rows_of_group, 0)

@@ -119,13 +119,13 @@ def _fused(
     sizes_E: Array,
     lefts: Sequence[Array],
     matrices: Sequence[Array],
-    beside: Sequence[Array],
+    others: Sequence[Array],
     *,
     sums: int,
     transposed: bool = False,
 ) -> Sequence[Array]:
     """Results of `end`, [N, O], on blocks of one or two sums of products in float32 and on the same rows
-    of arrays `beside`, [N, 1] or [N, O]. Each matrix is multiplied with its own left side, or all with one."""
+    of `others`, [N, 1] or [N, O]. Each matrix is multiplied with its own left side, or all with one."""
     (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
     size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
     blocks = -(-inner // block)
@@ -139,23 +139,27 @@ def _fused(
             num_nonzero_groups=len(sizes_E),
             visit_empty_groups=False,
         )
-        row = lambda of_block: lambda n, at, k, starts, groups, tiles: (tiles[at], of_block(n, k))  # noqa: E731
-        of_left, narrow = pl.BlockSpec((size, block), row(lambda n, k: k)), pl.BlockSpec((size, 1), row(lambda n, k: 0))
-        by_column = pl.BlockSpec((size, width), row(lambda n, k: n))
-        turned = lambda k, n: (n, k) if transposed else (k, n)  # noqa: E731
-        of_matrix = pl.BlockSpec(
-            (None, *turned(block, width)), lambda n, at, k, starts, groups, tiles: (groups[at], *turned(k, n))
+
+        def in_order(inner: Any, outer: Any) -> tuple[Any, Any]:
+            return (outer, inner) if transposed else (inner, outer)
+
+        # The grid: blocks of columns, visits of blocks of rows by groups, blocks of the contracted dim.
+        left = pl.BlockSpec((size, block), lambda n, visit, k, starts, groups, tiles: (tiles[visit], k))
+        narrow = pl.BlockSpec((size, 1), lambda n, visit, k, starts, groups, tiles: (tiles[visit], 0))
+        by_column = pl.BlockSpec((size, width), lambda n, visit, k, starts, groups, tiles: (tiles[visit], n))
+        matrix = pl.BlockSpec(
+            (None, *in_order(block, width)), lambda n, visit, k, starts, groups, tiles: (groups[visit], *in_order(k, n))
         )
         moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
         flops = 2 * rows * inner * outer * len(matrices)
         return pl.pallas_call(
-            partial(_fused_block, end, (len(lefts), len(matrices), len(beside), len(results)), transposed, inner),
+            partial(_fused_block, end, (len(lefts), len(matrices), len(others), len(results)), transposed, inner),
             out_shape=results,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=3,
-                in_specs=[of_left] * len(lefts)
-                + [of_matrix] * len(matrices)
-                + [narrow if x.shape[1] == 1 else by_column for x in beside],
+                in_specs=[left] * len(lefts)
+                + [matrix] * len(matrices)
+                + [narrow if x.shape[1] == 1 else by_column for x in others],
                 out_specs=[by_column] * len(results),
                 grid=(-(-outer // width), active, blocks),
                 scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)] * sums,
@@ -169,7 +173,7 @@ def _fused(
         )(*group_of, *arrays)
 
     with jax.named_scope(GROUPED_SCOPE):
-        return unchecked(run, sizes_E, *lefts, *matrices, *beside)
+        return unchecked(run, sizes_E, *lefts, *matrices, *others)
 
 
 def _fused_block(
@@ -183,15 +187,15 @@ def _fused_block(
     *refs: Any,
 ) -> None:
     """One block of the sums' terms; after the last one, the results of a block. Other groups' rows are unchanged."""
-    (lefts, matrices, beside, results), sums = _split(refs, counts), refs[sum(counts) :]
-    at, k = pl.program_id(1), pl.program_id(2)
+    (lefts, matrices, others, results), sums = _split(refs, counts), refs[sum(counts) :]
+    visit, k = pl.program_id(1), pl.program_id(2)
     size, block = lefts[0].shape
     last = pl.cdiv(inner, block) - 1
 
     @pl.when(k == 0)
     def _clear() -> None:
-        for one in sums:
-            one[...] = jnp.zeros_like(one)
+        for total in sums:
+            total[...] = jnp.zeros_like(total)
 
     def add(entries: int) -> None:
         for number, matrix in enumerate(matrices):
@@ -205,26 +209,26 @@ def _fused_block(
     @pl.when(k == last)
     def _end() -> None:
         add(inner - last * block)
-        found = end([one[...] for one in sums], *(one[...] for one in beside))
-        for ref, value in zip(results, found, strict=True):
-            row = tiles[at] * size + lax.broadcasted_iota(jnp.int32, value.shape, 0)
-            own = (row >= starts[groups[at]]) & (row < starts[groups[at] + 1])
-            ref[...] = jnp.where(own, value.astype(jnp.float32), ref[...].astype(jnp.float32)).astype(ref.dtype)
+        values = end([total[...] for total in sums], *(other[...] for other in others))
+        for ref, value in zip(results, values, strict=True):
+            row = tiles[visit] * size + lax.broadcasted_iota(jnp.int32, value.shape, 0)
+            in_group = (row >= starts[groups[visit]]) & (row < starts[groups[visit] + 1])
+            ref[...] = jnp.where(in_group, value.astype(jnp.float32), ref[...].astype(jnp.float32)).astype(ref.dtype)
 
 
 def _split(refs: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
-    left = iter(refs)
-    return [[next(left) for _ in range(count)] for count in counts]
+    rest = iter(refs)
+    return [[next(rest) for _ in range(count)] for count in counts]
 
 
 def _by_group(
-    kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: Iterable[int], **how: Any
+    kernel: Callable, x: Array, other: Array, sizes_E: Array, *added: Array, widths: Iterable[int], **options: Any
 ) -> Array:
     tiling = _rows_of_block(len(x)), *map(width_of_block, widths)
 
     def run(x: Array, other: Array, sizes_E: Array, *added: Array) -> Array:
         left, more = (x.T if kernel is tgmm else x), dict(zip(["existing_out"], added))
-        return kernel(left, other, sizes_E, preferred_element_type=x.dtype, tiling=tiling, **more, **how)
+        return kernel(left, other, sizes_E, preferred_element_type=x.dtype, tiling=tiling, **more, **options)
 
     with jax.named_scope(GROUPED_SCOPE):
         return unchecked(run, x, other, sizes_E, *added)

@@ -6,8 +6,9 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
-from parallax.model.experts.exchange import EXCHANGE_FORMS, Beside, ordered
+from parallax.model.experts.exchange import EXCHANGE_FORMS, SharedExperts
 from parallax.model.experts.experts import Experts, HeldExperts
+from parallax.model.experts.ragged import ordered
 from parallax.model.experts.router import Router
 from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
@@ -48,20 +49,33 @@ class MoE(nn.Module):
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
         if model.shared_experts:
-            how = dict(width="d_shared", name="shared", part="shared", matmul=self.matmul)
-            self.shared = GatedMLP(self.residual, self.family, model.sizes, model.dtype, self.out_scale, **how)
+            self.shared = GatedMLP(
+                self.residual,
+                self.family,
+                model.sizes,
+                model.dtype,
+                self.out_scale,
+                width="d_shared",
+                name="shared",
+                part="shared",
+                matmul=self.matmul,
+            )
 
     def __call__(self, x: Array, row_weight: Array | None) -> Array:
         whole = reshard(f"{self.residual} -> {activation('d_model')}", x)
         weights, ids = self.router(whole, row_weight)
         experts = self.experts()
-        # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
-        shared = (lambda token: self.shared(ordered(x, token))) if self.model.shared_experts else None
-        if self.is_initializing():
-            return x + shared(None) if shared else x
-        return self._in_chunks(experts, shared, whole, weights, ids)
 
-    def _in_chunks(self, experts: HeldExperts, beside: Beside | None, *arrays: Array) -> Array:
+        def shared(token: Array | None) -> Array:
+            return self.shared(ordered(x, token))
+
+        shared_experts = shared if self.model.shared_experts else None
+        # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
+        if self.is_initializing():
+            return x + shared(None) if shared_experts else x
+        return self._in_chunks(experts, shared_experts, whole, weights, ids)
+
+    def _in_chunks(self, experts: HeldExperts, shared_experts: SharedExperts | None, *arrays: Array) -> Array:
         """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
         number of positions of each shard, so that its results have the residual's layout."""
         exchange = EXCHANGE_FORMS[self.exchange]
@@ -69,16 +83,16 @@ class MoE(nn.Module):
         pieces = bound_axis_sizes().get("tp", 1) if "tp" in Layout.parse(self.residual).cut_of("seq") else 1
         chunks = chunks_of_tokens(rows * pieces, seq // pieces, self.chunk_tokens)
         if chunks == 1:
-            return exchange(experts, self.residual, *arrays, beside)
-        apart = [rearrange(x, "B (t c s) ... -> c B (t s) ...", t=pieces, c=chunks) for x in arrays]
+            return exchange(experts, self.residual, *arrays, shared_experts)
+        in_chunks = [rearrange(x, "B (t c s) ... -> c B (t s) ...", t=pieces, c=chunks) for x in arrays]
 
         def run(chunk: tuple[list[Array], list[Array]]) -> Array:
             scales, arrays = chunk
             return exchange(experts.with_scales(scales), self.residual, *arrays)
 
-        y = lax.map(jax.checkpoint(run), (experts.for_each(chunks), apart))
+        y = lax.map(jax.checkpoint(run), (experts.for_each(chunks), in_chunks))
         y = rearrange(y, "c B s D -> B (c s) D")
-        return y + beside(None) if beside else y
+        return y + shared_experts(None) if shared_experts else y
 
 
 def chunks_of_tokens(rows: int, positions: int, most: int) -> int:

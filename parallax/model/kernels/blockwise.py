@@ -164,7 +164,7 @@ class _Blocks:
 def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
     """Run `step(state, sums, kv, pair)`, which returns the next state and sums, for all pairs. Between two hops keys
     and values move to the next rank, and after them the sums over them, which start as `zeros` and are back on
-    their own rank at the end. A hop does not send what it computes: its own sums are added to those that arrive."""
+    their rank at the end. A hop does not send what it computes: its sums are added to those that arrive."""
     rank = lax.axis_index(CONTEXT_AXIS) if len(pairs[0]) > 1 else 0
     tables = [jnp.asarray(of_hop) for of_hop in pairs]
 
@@ -177,8 +177,8 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
     def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
         sent, arrived = send(kv), send(sums)
-        state, own = hop(state, kv, pairs)
-        return (state, sent, jax.tree.map(jnp.add, arrived, own)), None
+        state, of_hop = hop(state, kv, pairs)
+        return (state, sent, jax.tree.map(jnp.add, arrived, of_hop)), None
 
     last = len(tables) - 1
     if not last:
@@ -190,8 +190,8 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
         carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
     state, kv, sums = carry
     arrived = send(sums)
-    state, own = hop(state, kv, tables[last][rank])
-    return state, send(jax.tree.map(jnp.add, arrived, own))
+    state, of_hop = hop(state, kv, tables[last][rank])
+    return state, send(jax.tree.map(jnp.add, arrived, of_hop))
 
 
 @functools.cache
@@ -253,9 +253,9 @@ def _zeros(blocks: Array, shape: tuple[int, ...]) -> Array:
     return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(blocks))
 
 
-def _read(x: Array, at: Array) -> Array:
-    return lax.dynamic_index_in_dim(x, at, keepdims=False)
+def _read(x: Array, block: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, block, keepdims=False)
 
 
-def _write(x: Array, new: Array, at: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, new, at, 0)
+def _write(x: Array, new: Array, block: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, new, block, 0)

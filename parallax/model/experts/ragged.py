@@ -1,0 +1,503 @@
+"""The ragged exchange, in an order by hand: rows travel while others are multiplied.
+
+parallax/model/experts/exchange.py says what goes in and out, and has the same as plain code. Here rows are sorted by
+expert and sent in slices, by rounds: `Slices` says which, `_send` and `_send_back` send them, and `ExchangedRows` has
+what both passes know. The backward pass is two functions, `_start` and `_finish`, so that it can wait for the gradient
+of shared experts between them.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from parallax.model.experts.exchange_costs import usual_rows
+from parallax.model.experts.experts import USUAL_LOAD, HeldExperts
+from parallax.model.experts.grouped import grouped_sums
+from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows
+from parallax.sharding.activations import EXPERT_AXIS
+from parallax.sharding.collectives import all_gather, as_varying, varying_axes
+from parallax.sharding.platform import platform_traced
+
+SENT = "exchange.sent"  # the scope of exchanges to the experts' ranks; others go back
+UNIT = 8  # rows: each expert's rows of a rank are sent as a multiple
+LEAST_UNITS = 2048  # that are sent in two rounds
+UNITS_STEP = 64  # of the first round, so that its rows fill blocks of kernels
+
+
+def sums_of_rows(
+    experts: HeldExperts,
+    x_ND: Array,
+    weights_NK: Array,
+    ids_NK: Array,
+    shared_experts: Callable[[Array], Array] | None,
+    send_again: bool,
+) -> tuple[Array, Array | None]:
+    """For each token the sum of its experts' outputs times their weights, a partial sum over tp, and what the shared
+    experts compute. See `ragged_exchange`."""
+    ranks, (tokens, choices) = lax.axis_size(EXPERT_AXIS), ids_NK.shape
+    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x_ND, weights_NK, ids_NK, experts))))
+    arrays = x_ND, weights_NK, ids_NK, experts
+    x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
+    rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT)
+    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT, _weights(weights_NK, rows), axes)
+    most = ranks * (tokens * min(choices, experts.count) // UNIT + experts.count)
+    usual = -(-usual_rows(ranks * ids_NK.size, UNIT * most, ranks) // UNIT)
+    # Collectives in branches could deadlock on simulated devices.
+    sizes = BufferSizes((most,) if platform_traced() == "cpu" else usual_rounds(usual), most, send_again)
+    saved, token = _start(sizes, weights_NK, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights))
+    shared = shared_experts(token) if shared_experts else None
+    x_ND, experts = jax.tree.map(lax.stop_gradient, (x_ND, experts))
+    return _finish(sizes, saved, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights)), shared
+
+
+class BufferSizes(NamedTuple):
+    """The number of units for which a rank has room in each round of a usual load, and the most units that may arrive.
+    Further rounds have the room of the last one. With `send_again`, what arrives is not saved."""
+
+    rounds: tuple[int, ...]
+    most: int
+    send_again: bool = False
+
+    @property
+    def usual(self) -> int:
+        return sum(self.rounds)
+
+    def usual_slices(self, counts_PE: Array) -> list["Slices"]:
+        """What each round of a usual load sends."""
+        starts = itertools.accumulate(self.rounds, initial=0)
+        return [slices_of(counts_PE, start, units) for start, units in zip(starts, self.rounds)]
+
+    def further_slices(self, counts_PE: Array, number: Array) -> "Slices":
+        """What further round `number` sends, counted from 0."""
+        return slices_of(counts_PE, self.usual + number * self.rounds[-1], self.rounds[-1])
+
+
+def usual_rounds(units: int) -> tuple[int, ...]:
+    """The units of each round. Of two the first has a quarter: nothing hides its rows' messages, and its products hide
+    those of the others.
+
+    >>> usual_rounds(2000), usual_rounds(15360)
+    ((2000,), (3840, 11520))
+    """
+    if units < LEAST_UNITS:
+        return (units,)
+    first = units // 4 // UNITS_STEP * UNITS_STEP or 1
+    return first, units - first
+
+
+class Slices(NamedTuple):
+    """The slices of units that one round sends, for each expert and each sending rank, [E, P]."""
+
+    size: Array
+    source: Array  # start of a slice among the sending rank's units, which are sorted by expert
+    place: Array  # its start on the expert's rank, whose units are sorted by expert, then by rank
+
+    def to_rank(self, rank: Array) -> "Slices":
+        """The slices for the experts of `rank`, from each rank: [P, experts of a rank]."""
+        experts = len(self.size) // self.size.shape[1]
+        return Slices(*(lax.dynamic_slice_in_dim(array, rank * experts, experts).T for array in self))
+
+    def rows_of_experts(self) -> Array:
+        """Number of rows that each of this rank's experts gets."""
+        return UNIT * self.to_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
+
+
+def slices_of(counts_PE: Array, start: Array | int, units: int) -> Slices:
+    """The slices sent in a round, if rank p has `counts_PE[p, e]` units for expert e, and each rank has received
+    `start` units and receives up to `units` more. No communication.
+
+    >>> counts = jnp.array([[3, 1], [2, 2]])
+    >>> [slices_of(counts, start, 4).size.tolist() for start in (0, 4)]
+    [[[3, 1], [1, 2]], [[0, 1], [0, 0]]]
+    """
+    ranks, experts = counts_PE.shape
+    counts_EP = counts_PE.T
+    place = _before(counts_EP.reshape(ranks, experts)).reshape(experts, ranks) - start
+    first, last = (jnp.clip(edge - place, 0, counts_EP) for edge in (0, units))
+    return Slices(last - first, _before(counts_PE).T + first, place + first)
+
+
+def most_received(counts_PE: Array) -> Array:
+    """The number of units of the rank that receives most."""
+    return counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
+
+
+def _before(counts: Array) -> Array:
+    """Exclusive cumulative sum along each row."""
+    return jnp.cumsum(counts, axis=1) - counts
+
+
+# ---- order
+
+
+@jax.custom_vjp
+def ordered(x: Array, token: Array | None) -> Array:
+    """`x`, which is read by shared experts. In the backward pass its gradient is computed before the first products of
+    experts."""
+    return x
+
+
+def _ordered_forward(x: Array, token: Array | None) -> tuple[Array, Array | None]:
+    return x, token
+
+
+def _ordered_backward(token: Array | None, dx: Array) -> tuple[Array, Array | None]:
+    return dx, None if token is None else as_varying(_probe(dx).astype(token.dtype), varying_axes(token))
+
+
+ordered.defvjp(_ordered_forward, _ordered_backward)
+
+
+def _probe(x: Array) -> Array:
+    """An entry, which is known when `x` is."""
+    return x.reshape(-1)[0]
+
+
+def _only_after(sizes_E: Array, earlier: Array) -> Array:
+    """The sizes, but only after `earlier` has been computed, as `collectives.after`."""
+    return jnp.where(jnp.isnan(earlier), 0, sizes_E)
+
+
+# ---- both passes
+
+
+class ReceivedRows(NamedTuple):
+    """The rows that a rank receives in a round, and their products with gate and up: [rows, ...]."""
+
+    x: Array
+    weights: Array
+    gate: Array
+    up: Array
+
+
+class SavedForBackward(NamedTuple):
+    """The result of `_finish` and what it saves, as zeros; as gradients, that of the result and what was saved."""
+
+    y_ND: Array
+    received: list[ReceivedRows]
+
+
+class RowGradients(NamedTuple):
+    """Of a round: gradients of the products with gate and up and of the weights, the input of down, recomputed, and the
+    gradient of its product."""
+
+    gate: Array
+    up: Array
+    weights: Array
+    hidden: Array
+    y: Array
+
+
+class ExchangedRows(NamedTuple):
+    """What both passes know: this rank's tokens, its experts, the rows that it sends, how many units each rank sends to
+    each expert, and the weights that all ranks send."""
+
+    x_ND: Array
+    experts: HeldExperts
+    rows: Rows
+    counts_PE: Array
+    sent_weights: Array
+
+    @property
+    def units(self) -> int:
+        """The number of units that this rank sends in all rounds."""
+        return len(self.rows.choice_R) // UNIT
+
+    def send(self, array_ND: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
+        """The rows of a round, of tokens or of their gradients, sent after `earlier`."""
+        return _as_rows(_send(_in_units(dispatch(array_ND, self.rows)), slices, units, earlier))
+
+    def receive(
+        self, slices: Slices, units: int, name: Callable | None = None, earlier: Array | None = None
+    ) -> tuple[ReceivedRows, Array]:
+        """What arrives in a round, sent after `earlier`, and the input of down; `name` names what may be saved."""
+        name = name or (lambda array, _: array)
+        index, _ = _arrivals(slices, units, self.units)
+        weights = _as_rows(self.sent_weights.at[index].get(mode="clip"))
+        x = name(self.send(self.x_ND, slices, units, earlier), "dispatch")
+        gate, up, hidden = self.experts.gated(self.experts.gate.input(x), weights, slices.rows_of_experts())
+        return ReceivedRows(x, weights, name(gate, "experts"), name(up, "experts")), hidden
+
+    def gradients(
+        self, slices: Slices, received: ReceivedRows, dy_ND: Array, sizes_E: Array, earlier: Array | None = None
+    ) -> RowGradients:
+        """Gradients of a round, whose results' gradient is sent after `earlier`."""
+        dy = self.send(dy_ND, slices, len(received.weights) // UNIT, earlier)
+        saved = received.gate, received.up, received.weights
+        return RowGradients(*self.experts.gated_gradients(self.experts.down.gradient(dy), *saved, sizes_E), dy)
+
+    def add_to_tokens(
+        self, slices: Slices, of_rows: RowGradients, sums: tuple[Array, Array, list]
+    ) -> tuple[Array, Array, list]:
+        """The rows' gradients of tokens and of weights, sent back, and the largest magnitudes of the products."""
+        (gate, up, down), sizes_E, (dx_R, dweights_R, most) = self.experts, slices.rows_of_experts(), sums
+        dx, *other = self.experts.input_gradients(of_rows.gate, of_rows.up, sizes_E)
+        dx = sum(other, dx.astype(jnp.float32)).astype(dx.dtype)
+        pairs = (gate, of_rows.gate), (up, of_rows.up), (down, of_rows.hidden)
+        latest = [kernels.most(array, sizes_E) for kernels, array in pairs]
+        d_weights = _in_units(of_rows.weights)
+        index, is_sent = _results(slices, len(dx_R), len(d_weights))
+        dweights_R = _taken(d_weights, index, is_sent, dweights_R)
+        dx_R = _send_back(_in_units(dx), slices, dx_R)
+        return dx_R, dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
+
+
+def _kernel_sums(slices: Slices, x: Array, of_rows: RowGradients, sums: list[Array | None]) -> list[Array]:
+    """Gradients of the kernels of gate, up and down, added to those of earlier rounds."""
+    pairs = (x, of_rows.gate), (x, of_rows.up), (of_rows.hidden, of_rows.y)
+    return [grouped_sums(*pair, slices.rows_of_experts(), earlier) for pair, earlier in zip(pairs, sums)]
+
+
+# The backward pass of an exchange, in two functions. That of `_finish` only passes on what was saved, as "gradients" of
+# placeholders that `_start` made; that of `_start` computes. Shared experts are called between the two, so the gradient
+# of their input is known in the second one, and products can wait for it.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _start(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[SavedForBackward, Array]:
+    return _start_forward(sizes, weights_NK, given)[0]
+
+
+def _start_forward(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[Any, Any]:
+    x_ND, wide = given.x_ND, given.experts.gate.kernels
+
+    def zeros(dtype: Any, *shape: int) -> Array:
+        return as_varying(jnp.zeros(shape, dtype), varying_axes(x_ND))
+
+    received = [
+        ReceivedRows(
+            zeros(x_ND.dtype, 0 if sizes.send_again else units * UNIT, x_ND.shape[1]),
+            zeros(weights_NK.dtype, units * UNIT, 1),
+            zeros(wide.dtype, units * UNIT, wide.shape[2]),
+            zeros(wide.dtype, units * UNIT, wide.shape[2]),
+        )
+        for units in sizes.rounds
+    ]
+    saved = SavedForBackward(zeros(x_ND.dtype, *x_ND.shape), received)
+    return (saved, zeros(jnp.float32)), (weights_NK, given, given.experts.gate.most(x_ND))
+
+
+# It saves, by name, the received rows and the two products of the usual rounds. Nothing else is saved; further rounds
+# are recomputed.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _finish(sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows) -> Array:
+    return _finish_forward(sizes, saved, given)[0]
+
+
+def _finish_forward(
+    sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows
+) -> tuple[Array, list[ReceivedRows]]:
+    down = given.experts.down
+
+    def run(slices: Slices, units: int, y: Array, *name_and_earlier: Any) -> tuple[Array, ReceivedRows]:
+        rows, hidden = given.receive(slices, units, *name_and_earlier)
+        result = down.times(down.input(hidden), slices.rows_of_experts())
+        return _send_back(_in_units(result), slices, y), rows
+
+    def further(number: Array, y: Array) -> Array:
+        return run(sizes.further_slices(given.counts_PE, number), sizes.rounds[-1], y)[0]
+
+    def name(x: Array, part: str) -> Array:
+        return x if sizes.send_again and part == "dispatch" else checkpoint_name(x, part)
+
+    y, received, earlier = _unset(given.x_ND, given.units), [], None
+    for slices, units, empty in zip(sizes.usual_slices(given.counts_PE), sizes.rounds, saved.received):
+        y, rows = run(slices, units, y, name, earlier)
+        received.append(rows._replace(x=empty.x) if sizes.send_again else rows)
+        earlier = _probe(rows.x)
+    return _remaining_rounds(sizes, given, further, y, lambda y: _summed(y, given.rows)), received
+
+
+def _finish_backward(sizes: BufferSizes, received: list[ReceivedRows], dy_ND: Array) -> tuple[Any, ...]:
+    return SavedForBackward(dy_ND, received), None
+
+
+_finish.defvjp(_finish_forward, _finish_backward)
+
+
+def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBackward, Array]) -> tuple[Array, Any]:
+    (dy_ND, received), earlier = cotangents
+    weights_NK, given, of_x = saved
+    rounds = sizes.usual_slices(given.counts_PE)
+
+    # The first products come after those of shared experts, which hide the messages of the first rows; gradients of the
+    # results of other rounds are sent after the first products, which hide theirs.
+    gradients = []
+    for slices, rows in zip(rounds, received):
+        sizes_E = slices.rows_of_experts()
+        order = (sizes_E, _probe(gradients[0].gate)) if gradients else (_only_after(sizes_E, earlier), None)
+        gradients.append(given.gradients(slices, rows, dy_ND, *order))
+
+    sums = (*(_unset(array, given.units) for array in (given.x_ND, weights_NK[:, :1])), [])
+    kernels = [None] * len(given.experts)
+    for slices, rows, of_round in zip(rounds, received, gradients):
+        sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
+        if sizes.send_again:
+            before = None if kernels[0] is None else sum(map(_probe, kernels))
+            x = given.send(given.x_ND, slices, len(rows.weights) // UNIT, before)
+        kernels = _kernel_sums(slices, x, of_round, kernels)
+
+    def recomputed(number: Array) -> tuple[Slices, ReceivedRows, RowGradients]:
+        slices = sizes.further_slices(given.counts_PE, number)
+        rows, _ = given.receive(slices, sizes.rounds[-1])
+        return slices, rows, given.gradients(slices, rows, dy_ND, slices.rows_of_experts())
+
+    def further_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
+        slices, _, of_round = recomputed(number)
+        return given.add_to_tokens(slices, of_round, sums)
+
+    def further_kernels(number: Array, sums: list) -> list[Array]:
+        slices, rows, of_round = recomputed(number)
+        return _kernel_sums(slices, rows.x, of_round, sums)
+
+    def of_tokens(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
+        return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]
+
+    dx, dweights, (of_d_gate, of_d_up, of_hidden) = _remaining_rounds(sizes, given, further_tokens, sums, of_tokens)
+    kernels = _remaining_rounds(sizes, given, further_kernels, kernels, lambda kernels: kernels)
+    most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, given.experts.down.most(dy_ND))
+    d_experts = given.experts.with_gradients(kernels, most)
+    return dweights.reshape(weights_NK.shape), ExchangedRows(dx, d_experts, None, None, None)
+
+
+_start.defvjp(_start_forward, _start_backward)
+
+
+def _remaining_rounds(
+    sizes: BufferSizes,
+    given: ExchangedRows,
+    run: Callable[[Array, Any], Any],
+    state: Any,
+    end: Callable[[Any], Any],
+) -> Any:
+    """Result of `end` on the state after the further rounds; a usual load needs none."""
+    if sizes.usual >= sizes.most:
+        return end(state)
+    left = most_received(given.counts_PE) - sizes.usual
+    with jax.named_scope(USUAL_LOAD):
+        # `end` runs inside the branch: a branch that returns its input copies it.
+        return lax.cond(
+            left <= 0,
+            lambda: end(state),
+            lambda: end(lax.fori_loop(0, -(-left // sizes.rounds[-1]), run, state)),
+        )
+
+
+# ---- rows, units and messages
+
+
+def _weights(weights_NK: Array, rows: Rows) -> Array:
+    """The weight of each row that is sent, in units; 0 for rows of no choice."""
+    weights_R1 = dispatch(lax.stop_gradient(weights_NK).reshape(-1, 1), rows.of_choices())
+    return _in_units(jnp.where((rows.choice_R < weights_NK.size)[:, None], weights_R1, 0))
+
+
+def _announced(counts_E: Array, weights: Array, axes: frozenset[str]) -> tuple[Array, Array]:
+    """The counts and the weights that all ranks send: one gather, since rows are sent by the counts. A gather of the
+    weights alone would wait behind the rows, and the first products for it.
+
+    Communication:
+        forward   all_gather of the counts with the weights over ep
+        backward  nothing
+    """
+    of_this_rank = jnp.concatenate([counts_E, lax.bitcast_convert_type(weights, jnp.int32).reshape(-1)])
+    of_all = as_varying(all_gather("rows/ep columns -> rows columns", of_this_rank[None]), axes)
+    counts_PE, weights_of_all = of_all[:, : len(counts_E)], of_all[:, len(counts_E) :]
+    return counts_PE, lax.bitcast_convert_type(weights_of_all, weights.dtype).reshape(-1, *weights.shape[1:])
+
+
+def _summed(y: Array, rows: Rows) -> Array:
+    """The sum of each token's rows, [N, D]."""
+    return collect(_as_rows(y), rows)
+
+
+def _in_units(x_RD: Array) -> Array:
+    """Rows as units, [U, 8, D]. On TPU rows of [R, D] share tiles with seven others, so that moving one would rewrite
+    them; a unit has tiles of its own, and this changes nothing in memory."""
+    return x_RD.reshape(-1, UNIT, x_RD.shape[1])
+
+
+def _as_rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[2])
+
+
+def _unset(like_ND: Array, units: int) -> Array:
+    """An uninitialised buffer for units; each will be written or is never read."""
+    return as_varying(lax.empty((units, UNIT, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
+
+
+def _send(x: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
+    """The received units, sorted by expert: [units, ...]; those after them are undefined. They are sent after
+    `earlier`.
+
+    Communication:
+        forward   all_to_all of x over ep
+        backward  nothing
+    """
+    if platform_traced() == "cpu":
+        return _taken(x, *_arrivals(slices, units, len(x)))
+    rank = lax.axis_index(EXPERT_AXIS)
+    sent, arriving = (array[:, rank] for array in slices), (array.reshape(-1) for array in slices.to_rank(rank))
+    (size, source, place), (arriving_size, _, _) = sent, arriving
+    received = _unset(x, units)
+    if earlier is not None:
+        received = received.at[0, 0, 0].set(earlier.astype(x.dtype))  # what comes is written over it
+    with jax.named_scope(SENT):
+        return _all_to_all(x, received, source, size, place, arriving_size)
+
+
+def _send_back(y: Array, slices: Slices, others: Array) -> Array:
+    """Send results back and write them into `others` at the positions of the rows that were sent.
+
+    Communication:
+        forward   all_to_all of y over ep
+        backward  nothing
+    """
+    if platform_traced() == "cpu":
+        return _taken(y, *_results(slices, len(others), len(y)), others)
+    rank = lax.axis_index(EXPERT_AXIS)
+    size, source, place = (array.reshape(-1) for array in slices.to_rank(rank))
+    return _all_to_all(y, others, place, size, source, slices.size[:, rank])
+
+
+def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Array, arriving: Array) -> Array:
+    return lax.ragged_all_to_all(x, output, begins, sizes, places, arriving, axis_name=EXPERT_AXIS)
+
+
+def _taken(x: Array, index: Array, is_there: Array, others: Array | None = None) -> Array:
+    """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: units of all ranks are
+    gathered, and each rank takes those at `index`, or units of `others` where `is_there` is false.
+
+    Communication:
+        forward   all_gather of x over ep
+        backward  nothing
+    """
+    taken = lax.all_gather(x, EXPERT_AXIS, tiled=True).at[index].get(mode="clip")
+    return taken if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), taken, others)
+
+
+def _arrivals(slices: Slices, room: int, units: int) -> tuple[Array, Array]:
+    """For each of `room` units received in a round, its index among the `units` of each rank, and whether it exists."""
+    size, source, place = (array.T.reshape(-1) for array in slices.to_rank(lax.axis_index(EXPERT_AXIS)))
+    unit, ranks = jnp.arange(room), slices.size.shape[1]
+    of_unit = _slice_of(unit, place + size)
+    return of_unit % ranks * units + source[of_unit] + unit - place[of_unit], unit < (place + size)[-1]
+
+
+def _results(slices: Slices, units: int, room: int) -> tuple[Array, Array]:
+    """For each of this rank's `units`, the index of its result among the `room` units of each rank, and whether it was
+    sent."""
+    size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in slices)
+    unit, (experts, ranks) = jnp.arange(units), slices.size.shape
+    of_unit = _slice_of(unit, source + size)
+    is_sent = (unit >= source[of_unit]) & (unit < (source + size)[of_unit])
+    return of_unit // (experts // ranks) * room + place[of_unit] + unit - source[of_unit], is_sent
+
+
+def _slice_of(unit: Array, ends: Array) -> Array:
+    """The first slice that ends after a unit, or the last slice of all."""
+    return jnp.minimum(jnp.searchsorted(ends, unit, side="right", method="compare_all"), len(ends) - 1)
