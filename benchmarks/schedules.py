@@ -203,7 +203,7 @@ def executed(work: Work) -> list[int]:
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))
     ranks = (dict(pp=pp, dp=0, tp=0) for pp in range(sizes["pp"]))
     alike = sizes["dp"] * sizes["tp"]
-    return [alike * matmul_flops(model.loss_and_grad, model.shapes, batch, at=rank) for rank in ranks]
+    return [alike * matmul_flops(model.loss_and_grad, model.shapes, batch, rank=rank) for rank in ranks]
 
 
 # ---- compile time

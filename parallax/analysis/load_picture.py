@@ -34,23 +34,23 @@ def load_picture(rows: Iterable[dict[str, Any]]) -> str:
 
     def draw(axes: Any) -> None:
         steps = [row["step"] for row in curves]
-        for at, layer in enumerate(layers):
-            shade = (0, 0.447 * (at + 1) / len(layers), 0.698 * (at + 1) / len(layers))
-            label = f"layer {layer}" if at % -(-len(layers) // MOST_NAMES) == 0 else None
-            axes.plot(steps, [row["experts/load_by_layer"][at] for row in curves], color=shade, label=label, lw=1)
+        for number, layer in enumerate(layers):
+            shade = (0, 0.447 * (number + 1) / len(layers), 0.698 * (number + 1) / len(layers))
+            label = f"layer {layer}" if number % -(-len(layers) // MOST_NAMES) == 0 else None
+            axes.plot(steps, [row["experts/load_by_layer"][number] for row in curves], color=shade, label=label, lw=1)
         axes.set_ylim(bottom=1)
         axes.set_xlabel("step", loc="left")
         axes.set_title("largest load of an expert, times even", loc="left")
         axes.legend(frameon=False)
         width = (PICTURE_WIDTH - (len(shown) - 1) * 14) / len(shown)
-        for at, row in enumerate(shown):
+        for number, row in enumerate(shown):
             place = (
-                at * (width + 14) / PICTURE_WIDTH,
+                number * (width + 14) / PICTURE_WIDTH,
                 -(MAP_HEIGHT + GAP) / HEIGHT,
                 width / PICTURE_WIDTH,
                 MAP_HEIGHT / HEIGHT,
             )
-            _map(axes.inset_axes(place), row, named=at == 0)
+            _map(axes.inset_axes(place), row, named=number == 0)
 
     return svg(draw, PICTURE_WIDTH, HEIGHT)
 
@@ -62,9 +62,9 @@ def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:
     layers, shares = row["experts/layers"], row["experts/shares"]
     experts = len(shares[0])
     loads = [[share * experts for share in layer] for layer in shares]
-    how = {"cmap": LinearSegmentedColormap.from_list("load", COLOURS), "norm": TwoSlopeNorm(1, 0, STRONGEST)}
+    colours = {"cmap": LinearSegmentedColormap.from_list("load", COLOURS), "norm": TwoSlopeNorm(1, 0, STRONGEST)}
     few = experts * len(layers) <= MOST_TIPS
-    axes.pcolormesh(loads, edgecolors="white", linewidth=0.6 if few else 0, rasterized=not few, **how)
+    axes.pcolormesh(loads, edgecolors="white", linewidth=0.6 if few else 0, rasterized=not few, **colours)
     if few:
         for y, layer in enumerate(loads):
             for x, load in enumerate(layer):
@@ -73,7 +73,7 @@ def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:
                 if experts <= MOST_NAMES:
                     axes.text(x + 0.5, y + 0.5, f"{load:.1f}", ha="center", va="center", fontsize=6.5)
     every = -(-len(layers) // MOST_NAMES)
-    axes.set_yticks([at + 0.5 for at in range(0, len(layers), every)])
+    axes.set_yticks([layer_number + 0.5 for layer_number in range(0, len(layers), every)])
     axes.set_yticklabels([f"layer {layer}" for layer in layers[::every]] if named else [])
     axes.invert_yaxis()
     for label, side in zip(axes.set_xticks([0, experts], ["0", f"expert {experts - 1}"]), ("left", "right")):
@@ -87,6 +87,6 @@ def _is_table(shares: Any, layers: Any, experts: int | None = None) -> bool:
     """Whether `shares` has a list of finite numbers for each layer, all of one length: the file may hold anything."""
     if not isinstance(shares, list) or not isinstance(layers, list) or not 0 < len(shares) == len(layers):
         return False
-    if not all(isinstance(own, list) and own and len(own) == (experts or len(shares[0])) for own in shares):
+    if not all(isinstance(row, list) and row and len(row) == (experts or len(shares[0])) for row in shares):
         return False
-    return all(math.isfinite(number_of(x) if number_of(x) is not None else math.nan) for own in shares for x in own)
+    return all(math.isfinite(number_of(x) if number_of(x) is not None else math.nan) for row in shares for x in row)

@@ -94,19 +94,19 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
         plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
-        plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
+        plain |= {key: [call._asdict() for call in getattr(self, key)] for key in ("sent", "sent_on_average")}
         plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
         plain["time"] = self.time and self.time._asdict()
-        plain["computed"] = [one._asdict() for one in self.computed]
+        plain["computed"] = [call._asdict() for call in self.computed]
         if self.compiled is not None:
             plain["compiled_flops"] = self.compiled_flops._asdict()
-            found = self.compiled._asdict()
-            found["collectives"] = [
-                {key: value for key, value in one._asdict().items() if key not in LEFT_OUT}
-                for one in self.compiled.collectives
+            compiled = self.compiled._asdict()
+            compiled["collectives"] = [
+                {key: value for key, value in call._asdict().items() if key not in LEFT_OUT}
+                for call in self.compiled.collectives
             ]
-            found["pallas_calls"] = [one._asdict() for one in self.compiled.pallas_calls]
-            plain["compiled"] = {key: value for key, value in found.items() if key not in LEFT_OUT}
+            compiled["pallas_calls"] = [call._asdict() for call in self.compiled.pallas_calls]
+            plain["compiled"] = {key: value for key, value in compiled.items() if key not in LEFT_OUT}
         return plain
 
     def to_json(self) -> str:
@@ -213,30 +213,30 @@ class CompiledRow(NamedTuple):
 
 def grouped_by(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sent]]]:
     """Collectives that send something, grouped by fields of which the first is axes: in mesh order, then by bytes."""
-    found: dict[tuple, list[Sent]] = defaultdict(list)
-    for one in sent:
-        if one.bytes:
-            found[tuple(getattr(one, field) for field in fields)].append(one)
-    return sorted(found.items(), key=lambda group: (axes_order(group[0][0]), -sum(by_direction(group[1])), group[0]))
+    groups: dict[tuple, list[Sent]] = defaultdict(list)
+    for call in sent:
+        if call.bytes:
+            groups[tuple(getattr(call, field) for field in fields)].append(call)
+    return sorted(groups.items(), key=lambda group: (axes_order(group[0][0]), -sum(by_direction(group[1])), group[0]))
 
 
 def by_direction(sent: Iterable[Sent]) -> list[float]:
     """Bytes in a step for each of DIRECTIONS."""
-    found = bytes_by(sent, "direction")
-    return [found.get((way,), 0) for way in DIRECTIONS]
+    sums = bytes_by(sent, "direction")
+    return [sums.get((direction,), 0) for direction in DIRECTIONS]
 
 
 def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
     """Traced and compiled collectives of an average device by axes and kind, including those that only one has."""
-    found: dict[tuple, Counter] = defaultdict(Counter)
-    for one in filter(lambda one: one.bytes, sent):
-        row = found[one.axes, one.kind, one.direction == "update"]
-        row.update(traced_calls=one.count, traced_bytes=one.total_bytes)
-    for one in filter(lambda one: one.bytes, made):
-        row, moved = found[one.axes, one.kind, of_update(one.source)], one.bytes * one.count
-        cycles = one.cycles_between * one.count
-        row.update(calls=one.count, bytes=moved, asynchronous_bytes=moved * one.asynchronous, cycles_between=cycles)
-    rows = [CompiledRow(*key, *(row[name] for name in CompiledRow._fields[3:])) for key, row in found.items()]
+    rows_of: dict[tuple, Counter] = defaultdict(Counter)
+    for call in filter(lambda call: call.bytes, sent):
+        row = rows_of[call.axes, call.kind, call.direction == "update"]
+        row.update(traced_calls=call.count, traced_bytes=call.total_bytes)
+    for call in filter(lambda call: call.bytes, made):
+        row, moved = rows_of[call.axes, call.kind, of_update(call.source)], call.bytes * call.count
+        cycles = call.cycles_between * call.count
+        row.update(calls=call.count, bytes=moved, asynchronous_bytes=moved * call.asynchronous, cycles_between=cycles)
+    rows = [CompiledRow(*key, *(row[name] for name in CompiledRow._fields[3:])) for key, row in rows_of.items()]
     return sorted(rows, key=lambda row: (row.update, axes_order(row.axes), -max(row.bytes, row.traced_bytes), row.kind))
 
 
@@ -261,7 +261,7 @@ def report_text(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """The report as an HTML page."""
-    total = sum(one.total_bytes for one in report.sent)
+    total = sum(call.total_bytes for call in report.sent)
     facts = {
         "A device sends": in_bytes(total),
         "for each token": in_bytes(total / report.tokens),
@@ -298,25 +298,26 @@ def sections_of(report: Report) -> Iterator[TitledTables]:
 
 def sent_section(report: Report) -> TitledTables:
     """Totals by axes and kind."""
-    found = grouped_by(report.sent, "axes", "kind")
-    most = max((sum(by_direction(sent)) for _, sent in found), default=1)
+    groups = grouped_by(report.sent, "axes", "kind")
+    most = max((sum(by_direction(sent)) for _, sent in groups), default=1)
     rows, bars, before = [], [], None
-    for (axes, kind), sent in found:
-        ways = by_direction(sent)
+    for (axes, kind), sent in groups:
+        sizes = by_direction(sent)
         rows += [", ".join(axes)] * (axes != before)
-        rows.append([f"  {kind}", *(in_bytes(size) if size else "-" for size in ways), *_total(ways, sent, report)])
-        bars.append([(way, size / most) for way, size in zip(DIRECTIONS, ways)])
+        rows.append([f"  {kind}", *(in_bytes(size) if size else "-" for size in sizes), *_total(sizes, sent, report)])
+        bars.append([(direction, size / most) for direction, size in zip(DIRECTIONS, sizes)])
         before = axes
-    ways = by_direction(report.sent)
-    rows.append(["all", *map(in_bytes, ways), *_total(ways, report.sent, report)])
+    sizes = by_direction(report.sent)
+    rows.append(["all", *map(in_bytes, sizes), *_total(sizes, report.sent, report)])
     table = Table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, 1, bars)
-    silent = sum(one.count for one in report.sent if not one.bytes)
+    silent = sum(call.count for call in report.sent if not call.bytes)
     notes = [f"{silent:,} calls more send nothing: their axes are of one device."] * bool(silent)
     return TitledTables("sent", "What a device sends in a step, by axis and kind", [table, *notes])
 
 
-def _total(ways: list[float], sent: Iterable[Sent], report: Report) -> tuple[str, str, str]:
-    return in_bytes(sum(ways)), in_bytes(sum(ways) / report.tokens), f"{sum(one.count for one in sent if one.bytes):,}"
+def _total(sizes: list[float], sent: Iterable[Sent], report: Report) -> tuple[str, str, str]:
+    calls = sum(call.count for call in sent if call.bytes)
+    return in_bytes(sum(sizes)), in_bytes(sum(sizes) / report.tokens), f"{calls:,}"
 
 
 def call_site_section(report: Report) -> TitledTables:
@@ -324,9 +325,9 @@ def call_site_section(report: Report) -> TitledTables:
     rows: list[str | list[str]] = []
     for (axes, kind), of_kind in grouped_by(report.sent, "axes", "kind"):
         rows.append(f"{', '.join(axes)} {kind}")
-        for (_, way, module, source), sent in grouped_by(of_kind, "axes", "direction", "module", "source"):
-            calls, total = sum(one.count for one in sent), sum(one.total_bytes for one in sent)
-            rows.append([f"  {way}", module, source.removeprefix("parallax/"), f"{calls:,}", in_bytes(total)])
+        for (_, direction, module, source), sent in grouped_by(of_kind, "axes", "direction", "module", "source"):
+            calls, total = sum(call.count for call in sent), sum(call.total_bytes for call in sent)
+            rows.append([f"  {direction}", module, source.removeprefix("parallax/"), f"{calls:,}", in_bytes(total)])
     table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
     return TitledTables("call-sites", "Who asks for it", [table])
 
@@ -378,9 +379,9 @@ def collectives_section(report: Report) -> TitledTables:
     hidden = {(row.axes, row.kind): row.hidden for row in overlaps(report.compiled, gpu)} if gpu else {}
     head = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
     head += ["hidden"] if gpu else ["cycles\nbetween"] * timed
-    found = traced_beside_compiled(report.sent_on_average, report.compiled.collectives)
+    compared = traced_beside_compiled(report.sent_on_average, report.compiled.collectives)
     rows, before = [], None
-    for row in found:
+    for row in compared:
         axes = ", ".join(row.axes) + " (update)" * row.update
         rows += [axes] * (axes != before)
         cells = [
@@ -399,13 +400,13 @@ def collectives_section(report: Report) -> TitledTables:
         before = axes
     table = Table(head, rows, 1)
     title = f"Compiled collectives beside the traced ones, for {report.compiled_for}"
-    return TitledTables("collectives", title, [table, *collective_notes(report, found)])
+    return TitledTables("collectives", title, [table, *collective_notes(report, compared)])
 
 
 def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
     """Sentences that explain the table."""
-    merged = [one for one in report.compiled.collectives if one.merged > 1]
-    count, arrays = sum(one.count for one in merged), sum(one.count * one.merged for one in merged)
+    merged = [call for call in report.compiled.collectives if call.merged > 1]
+    count, arrays = sum(call.count for call in merged), sum(call.count * call.merged for call in merged)
     if merged:
         calls = "1 call moves" if count == 1 else f"{count:,.0f} calls move"
         yield f"{calls} {arrays:,.0f} arrays that were merged."
@@ -423,9 +424,9 @@ def time_section(report: Report) -> TitledTables:
     time, total = report.time, report.time.total_secs
     parts = time_parts(compiled_parts(time), total)
     computed = [
-        [one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)]
-        for one in report.computed
-        if one.total / total > LEAST_SHOWN
+        [module.module, f"{module.products:.3f} s", f"{module.others:.3f} s", percent(module.total / total)]
+        for module in report.computed
+        if module.total / total > LEAST_SHOWN
     ]
     mfu = ", ".join(filter(None, [f"MFU {percent(time.mfu)}", time.kernels]))
     waits = f"An average rank waits for others {percent(time.bubble)} of the time."

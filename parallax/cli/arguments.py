@@ -23,27 +23,27 @@ class Parser(argparse.ArgumentParser):
         return f"{self._about}\n\n{super().format_help()}".lstrip()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        own = re.findall(r"--([\w-]+)", self.format_usage())
-        return super().parse_known_args(dashed(sys.argv[1:] if args is None else args, own), namespace)
+        flags = re.findall(r"--([\w-]+)", self.format_usage())
+        return super().parse_known_args(dashed(sys.argv[1:] if args is None else args, flags), namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
-def dashed(words: Sequence[str], own: Collection[str]) -> list[str]:
+def dashed(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """A command line with dashes in its own flags, also for --run_name; words after -- are not changed.
 
     >>> dashed(["--run_name=my_run", "--a_b", "--", "--run_name"], ["run-name"])
     ['--run-name=my_run', '--a_b', '--', '--run_name']
     """
     end = words.index("--") if "--" in words else len(words)
-    return [_dashed(word, own) for word in words[:end]] + list(words[end:])
+    return [_dashed(word, flags) for word in words[:end]] + list(words[end:])
 
 
-def _dashed(word: str, own: Collection[str]) -> str:
+def _dashed(word: str, flags: Collection[str]) -> str:
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("_", "-")
-    known = name in own or name.removeprefix("no") in own  # as in absl: --notrace-only
+    known = name in flags or name.removeprefix("no") in flags  # as in absl: --notrace-only
     return flag.replace("_", "-") + equals + value if flag.startswith("-") and known else word
 
 

@@ -60,80 +60,83 @@ class Line(NamedTuple):
 
 
 def run_command(
-    act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, own: Mapping[str, Flag]
+    act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, program_flags: Mapping[str, Flag]
 ) -> int:
     """Run a command line; returns the exit status. User errors are one line on stderr.
 
-    `about` is the program's docstring, `usage` an example of a call, and `own` are its flags.
+    `about` is the program's docstring, `usage` an example of a call, and `program_flags` are its flags.
     """
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
     leave_out_absent_tpu()
     words = set(dashed(argv, HELP))
     if words & {"-h", "-help", "--help"}:
-        return errors.exit_status(lambda: print(help_text(about, usage, own)))
+        return errors.exit_status(lambda: print(help_text(about, usage, program_flags)))
     if words & {"-help-config", "--help-config"}:
         return errors.exit_status(lambda: print(config_keys()))
     return errors.exit_status(lambda: act(argv), one_line=True)
 
 
-def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
+def read_command(argv: Sequence[str], program_flags: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
     """The settings of a command line, and the values of the program's own flags, by name.
 
     `argv` begins with the program's name. Raises ConfigError if anything is wrong.
     """
-    line = read_line(argv, own)
+    line = read_line(argv, program_flags)
     for warning in line.warnings:
         tell(warning, sys.stderr)
     return read_settings(line.config.to_dict()), line.values
 
 
 def read_line(
-    argv: Sequence[str], own: Mapping[str, Flag], config: Path | None = None, reads: Collection[str] = OF_A_RUN
+    argv: Sequence[str],
+    program_flags: Mapping[str, Flag],
+    config: Path | None = None,
+    reads: Collection[str] = OF_A_RUN,
 ) -> Line:
     """A parsed command line. Only names and types of its config are checked; `config` is the default config. Of a saved
     config it is said what `tell_saved` says of the keys that the command `reads`."""
-    argv = dashed(argv, own)
+    argv = dashed(argv, program_flags)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
-    overrides = list(dict.fromkeys(found[1] for found in words if found))
+    overrides = list(dict.fromkeys(match[1] for match in words if match))
     values = flags.FlagValues()
-    known = {"config": Flag(CONFIG_MEANING, config and str(config)), **own}
+    known = {"config": Flag(CONFIG_MEANING, config and str(config)), **program_flags}
     for name, flag in known.items():
         _define(name, flag, values)
     for name in overrides:
         _define(f"config.{name}", Flag("", None if name in RENAMED else key_default(name)), values)
     if rest := _read(values, argv, list(known)):
         raise ConfigError(_stray(rest[0]))
-    own_values = {name: values[name].value for name in own}
-    for name, value in {"config": values.config, **own_values}.items():
+    given = {name: values[name].value for name in program_flags}
+    for name, value in {"config": values.config, **given}.items():
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
         if isinstance(value, str):  # a path; other texts are not URLs either
             errors.check_local(f"--{name}", value)
     if values.config is None:
-        folder = own_values.get("workdir")
+        folder = given.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to resume"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
-    found, left_out = load_config(values.config)
-    with found.unlocked(), found.ignore_type():  # read_settings reports wrong types
+    config_dict, left_out = load_config(values.config)
+    with config_dict.unlocked(), config_dict.ignore_type():  # read_settings reports wrong types
         for name in overrides:
             section, _, key = name.partition(".")
             value = values[f"config.{name}"].value
-            found.update({section: {key: _literal(value) if name in RENAMED else value}})
-    sections, said = renamed(found.to_dict(), chosen=overrides)
+            config_dict.update({section: {key: _literal(value) if name in RENAMED else value}})
+    sections, said = renamed(config_dict.to_dict(), chosen=overrides)
     if is_saved(values.config):
         tell_saved(Path(values.config), sections, left_out, [name for name in reads if name not in overrides])
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
-    return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
+    return Line(ConfigDict(sections), values.config, given, tuple(warnings))
 
 
-def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag], reads: Collection[str] = OF_A_RUN) -> Line:
+def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], reads: Collection[str] = OF_A_RUN) -> Line:
     """The same for a program that works on the run in --workdir, whose config it uses."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
     if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
-    return read_line(argv, own, config=saved, reads=reads)
+    return read_line(argv, program_flags, config=saved, reads=reads)
 
 
 def is_saved(path: str) -> bool:
@@ -165,17 +168,17 @@ def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f", line {lines[-1]}" if lines else ""
         kind = "" if isinstance(error, ParallaxError) else f"{type(error).__name__}: "
-        how = " ".join(f"{kind}{error}".split())
-        more = "…" if len(how) > ERROR_LETTERS else ""
-        raise ConfigError(f"{path}{where}: {how[:ERROR_LETTERS]}{more}") from error
+        reason = " ".join(f"{kind}{error}".split())
+        more = "…" if len(reason) > ERROR_LETTERS else ""
+        raise ConfigError(f"{path}{where}: {reason[:ERROR_LETTERS]}{more}") from error
 
 
 def written(argv: Sequence[str], flag: str) -> str | None:
     """The value written for a flag, as --flag=value or --flag value."""
-    for at, arg in enumerate(argv[1:], 1):
+    for place, arg in enumerate(argv[1:], 1):
         name, equals, value = arg.partition("=")
         if name in (f"--{flag}", f"-{flag}"):
-            return value if equals else next(iter(argv[at + 1 :]), None)
+            return value if equals else next(iter(argv[place + 1 :]), None)
     return None
 
 
@@ -191,8 +194,8 @@ def read_secs(flag: str, text: str) -> float:
     >>> [read_secs("--max-runtime", text) for text in ("1h30m", "90m", "7.5")]
     [5400.0, 5400.0, 7.5]
     """
-    found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
-    secs = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (3600, 60, 1))) if found else 0.0
+    match = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    secs = sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1))) if match else 0.0
     if not secs:
         raise ConfigError(
             f"{flag}={quoted(text)} is not a time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0"
@@ -200,10 +203,10 @@ def read_secs(flag: str, text: str) -> float:
     return secs
 
 
-def help_text(about: str, usage: str, own: Mapping[str, Flag]) -> str:
+def help_text(about: str, usage: str, program_flags: Mapping[str, Flag]) -> str:
     """The text of --help: description, examples, usage and flags."""
     config = {"config=FILE": CONFIG_MEANING} if "--config=FILE" in usage else {}
-    meanings = {name: flag.meaning for name, flag in own.items()}
+    meanings = {name: flag.meaning for name, flag in program_flags.items()}
     meanings = {**config, "config.SECTION.KEY=VALUE": KEY_MEANING, **meanings, **HELP}
     width = min(shutil.get_terminal_size().columns, WIDEST_HELP)
     indent = max(map(len, meanings)) + 6
@@ -315,8 +318,8 @@ def _read(values: flags.FlagValues, argv: Sequence[str], known: Sequence[str]) -
 
 def _illegal(message: str, values: flags.FlagValues) -> str:
     """Absl's error about a value, or ours for a value of the config."""
-    found = re.match(r"flag --(config\.[\w.]+)=(.*?): ", message, re.DOTALL)
-    return f"--{found[1]}={shown(found[2])} must be {KINDS[type(values[found[1]].default)]}" if found else message
+    match = re.match(r"flag --(config\.[\w.]+)=(.*?): ", message, re.DOTALL)
+    return f"--{match[1]}={shown(match[2])} must be {KINDS[type(values[match[1]].default)]}" if match else message
 
 
 def _literal(text: str) -> Any:
@@ -331,5 +334,5 @@ def _stray(argument: str) -> str:
     word, equals, value = argument.lstrip("-").removeprefix("config.").partition("=")
     is_file = word.endswith((".py", ".json"))
     meant = f"--config={shown(word)}" if is_file else f"--config.{nearest_key(word)}{equals}{shown(value)}"
-    how = "Settings are written --config.<section>.<key>=<value>"
-    return f"stray argument {quoted(argument)}; did you mean {meant}? {how}"
+    form = "Settings are written --config.<section>.<key>=<value>"
+    return f"stray argument {quoted(argument)}; did you mean {meant}? {form}"

@@ -59,16 +59,18 @@ def _export(flags: argparse.Namespace) -> None:
 def _from_hf(flags: argparse.Namespace) -> None:
     with waiting(f"importing {flags.source}"):
         settings = settings_of_import(flags.settings, flags.workdir)
-        found = from_hf(flags.source, flags.workdir, settings, dtype=dtype_of_import(flags.settings, settings))
-    for note in found.notes:
+        imported = from_hf(flags.source, flags.workdir, settings, dtype=dtype_of_import(flags.settings, settings))
+    for note in imported.notes:
         print(note)
-    print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
+    print(
+        f"the {imported.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}"
+    )
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": flags.shard_mbytes << 20}
+    options = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": flags.shard_mbytes << 20}
     with waiting(f"exporting {flags.workdir}"):
-        step, what = to_hf(flags.workdir, flags.out, **how)
+        step, what = to_hf(flags.workdir, flags.out, **options)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 

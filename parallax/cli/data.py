@@ -79,8 +79,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 def _prepare(parsed: argparse.Namespace) -> int:
     _fill_in(parsed)
     source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
-    how = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
-    request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **how)
+    options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+    request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **options)
     if parsed.rebuild:
         remove_prepared(parsed.out)
     print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
@@ -136,8 +136,8 @@ def _report_ends(manifest: Manifest, folder: Path) -> None:
     """Say whether texts hold ends of documents, which earlier versions made of text with some tokenizers."""
     tokenizer = load_tokenizer(folder, manifest.tokenizer_fingerprint)
     end, each = tokenizer.end, 1 + tokenizer.begin.count(tokenizer.end)
-    found = sum(int((shard.read_ids(folder, manifest.dtype) == end).sum()) for shard in manifest.shards)
-    if inside := found - each * manifest.documents:
+    ends = sum(int((shard.read_ids(folder, manifest.dtype) == end).sum()) for shard in manifest.shards)
+    if inside := ends - each * manifest.documents:
         print(
             f"ends        {inside:,} inside of documents: text became the token {tokenizer.token(end)!r}, which ends "
             "them; prepare it again in another folder"

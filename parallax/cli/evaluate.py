@@ -93,8 +93,8 @@ def act(argv: Sequence[str]) -> None:
     settings = read_settings(line.config)
     mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
-    found = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
-    print(found.to_json() if line.values["json"] else found)
+    result = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
+    print(result.to_json() if line.values["json"] else result)
 
 
 def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
@@ -148,8 +148,8 @@ def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles)
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     split = "eval" if data is None else "all"
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
-    how = {"fingerprint": fingerprint, "finished": saved_cache(run)}
-    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **how)
+    cached = {"fingerprint": fingerprint, "finished": saved_cache(run)}
+    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **cached)
     if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="

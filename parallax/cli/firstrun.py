@@ -88,20 +88,20 @@ def act(argv: Sequence[str]) -> None:
     if not written(argv, "config"):
         words = [*choose([word for word in words if word.startswith(("--config.", "-config."))]), *words]
         line = read_line([argv[0], *words], FLAGS)
-    found = Found(shortened(read_settings(line.config), steps), command(words))
-    say(f"{machine['Devices']['devices']}; {found.command}")
+    run = Found(shortened(read_settings(line.config), steps), command(words))
+    say(f"{machine['Devices']['devices']}; {run.command}")
 
     def save() -> None:
         if is_first():
-            write_output("out", out, nameless(page(found, machine)))
+            write_output("out", out, nameless(page(run, machine)))
 
     save()
-    with limited(found.settings.distributed):
-        do_phases(found, save)
-    for warning in warnings(found):
+    with limited(run.settings.distributed):
+        do_phases(run, save)
+    for warning in warnings(run):
         say(f"warning: {warning}")
     say(f"results are in {out}, without names of host, user and home; attach it to an issue")
-    for name, phase in found.phases.items():
+    for name, phase in run.phases.items():
         if phase.error:
             raise PhaseError(f"{name} failed: {phase.error.splitlines()[0]}")
 
@@ -231,7 +231,7 @@ class Found:
         return mfu(self.step_flops, self.median_secs, peak)
 
 
-def do_phases(found: Found, save: Callable[[], None]) -> None:
+def do_phases(run: Found, save: Callable[[], None]) -> None:
     """Run all phases until one fails; a step that could not be planned can still be measured.
 
     `save` is called before and after each, so that nothing is lost with the process.
@@ -240,95 +240,95 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
         "plan": make_plan,
         "compile": compile_step,
         "first state": make_state,
-        "first step": lambda found: take_steps(found, 1),
-        "steps": lambda found: take_steps(found, found.settings.train.steps),
+        "first step": lambda run: take_steps(run, 1),
+        "steps": lambda run: take_steps(run, run.settings.train.steps),
     }
-    found.phases = dict.fromkeys(acts, Phase("not reached"))
+    run.phases = dict.fromkeys(acts, Phase("not reached"))
     for name, act_of_phase in acts.items():
         say(f"{name} …")
-        found.phases[name] = Phase("running")
+        run.phases[name] = Phase("running")
         save()
         set_phase(f"{name} of the first run", compiling=True)
         begun, error = time.perf_counter(), ""
         with waiting(f"first run, {name}"):
             try:
-                act_of_phase(found)
+                act_of_phase(run)
             except Exception as raised:  # any error belongs into the file
                 error = "\n".join(f"{type(raised).__name__}: {raised}".splitlines()[:ERROR_LINES])
-        found.phases[name] = ended = Phase("failed" if error else "done", time.perf_counter() - begun, error)
-        found.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
+        run.phases[name] = ended = Phase("failed" if error else "done", time.perf_counter() - begun, error)
+        run.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
         save()
         say(f"{name}: {ended.state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
         if error and name != "plan":
             return
 
 
-def make_plan(found: Found) -> None:
+def make_plan(run: Found) -> None:
     """Plan the memory and time of the step, if the speeds of chips and kernel are known."""
-    found.planned_bytes = planned_memory(found.settings)
+    run.planned_bytes = planned_memory(run.settings)
     try:
         if several() and jax.default_backend() == "cpu":  # processes would measure different numbers of times
             raise ConfigError("the speed of simulated devices is not measured with several processes")
-        found.topology = local_topology(found.settings.model.dtype)
-        found.planned = predict(found.settings, found.topology)
+        run.topology = local_topology(run.settings.model.dtype)
+        run.planned = predict(run.settings, run.topology)
     except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
-        found.unplanned = str(error)
-    say(f"planned: {in_bytes(found.planned_bytes)} on each device, {in_secs(found.planned and found.planned.secs)}")
+        run.unplanned = str(error)
+    say(f"planned: {in_bytes(run.planned_bytes)} on each device, {in_secs(run.planned and run.planned.secs)}")
 
 
-def compile_step(found: Found) -> None:
+def compile_step(run: Found) -> None:
     """Compile the step and read the compiler's memory and time."""
-    settings, mesh = found.settings, make_mesh(found.settings.mesh)
+    settings, mesh = run.settings, make_mesh(run.settings.mesh)
     connect_devices(mesh)
-    found.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
-    found.step_flops = flops_per_token(settings.model, found.step.model.plan.declared, seq=shape[1]) * math.prod(shape)
-    lowered, begun = found.step.lower(*shape), time.perf_counter()
-    found.program = lowered.compile()
-    found.compile_secs = time.perf_counter() - begun
-    on_tpu, sizes = jax.default_backend() == "tpu", found.program.memory_analysis()
+    run.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    run.step_flops = flops_per_token(settings.model, run.step.model.plan.declared, seq=shape[1]) * math.prod(shape)
+    lowered, begun = run.step.lower(*shape), time.perf_counter()
+    run.program = lowered.compile()
+    run.compile_secs = time.perf_counter() - begun
+    on_tpu, sizes = jax.default_backend() == "tpu", run.program.memory_analysis()
     if sizes is not None:
         # The peak of XLA for CPU excludes temporaries, and for GPU it may be missing.
-        found.compiled_bytes = device_peak(sizes) if on_tpu else bytes_together(sizes)
+        run.compiled_bytes = device_peak(sizes) if on_tpu else bytes_together(sizes)
     if jax.default_backend() != "cpu":  # the compiler for CPU estimates no cycles, and the peak of CPUs is not known
-        price_program(found)
+        price_program(run)
 
 
-def price_program(found: Found) -> None:
+def price_program(run: Found) -> None:
     """The step's time from the compiler's cycles, on GPUs from a roofline over the program's fusions. If it cannot be
     read, a line says so; the program still runs."""
     try:
-        made = read_step(found.program, found.step.model, seq=found.settings.data.seq)
-        flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
-        found.compiled_step_secs = step_time(made, found.topology.chip, flops, dtype=dtype).total_secs
+        made = read_step(run.program, run.step.model, seq=run.settings.data.seq)
+        flops, dtype = run.step_flops / run.topology.devices, run.settings.model.dtype
+        run.compiled_step_secs = step_time(made, run.topology.chip, flops, dtype=dtype).total_secs
     except Exception as error:
         say(f"the compiled program is not priced: {type(error).__name__}: {error}")
 
 
-def make_state(found: Found) -> None:
+def make_state(run: Found) -> None:
     """Create the initial parameters and optimizer states; the first scales of 8-bit products come from a batch."""
-    needs_batch = found.settings.model.matmul != "compute"
-    found.state = jax.block_until_ready(found.step.init(counting_batch(found) if needs_batch else None))
+    needs_batch = run.settings.model.matmul != "compute"
+    run.state = jax.block_until_ready(run.step.init(counting_batch(run) if needs_batch else None))
 
 
-def take_steps(found: Found, last: int) -> None:
+def take_steps(run: Found, last: int) -> None:
     """Run the steps up to `last`, waiting for each."""
-    batch = counting_batch(found)
-    while len(found.steps) < last:
+    batch = counting_batch(run)
+    while len(run.steps) < last:
         begun = time.perf_counter()
-        found.state, metrics = jax.block_until_ready(found.program(found.state, batch))
+        run.state, metrics = jax.block_until_ready(run.program(run.state, batch))
         secs = time.perf_counter() - begun
         loss, norm, skipped = (float(metrics[name]) for name in ("loss", "grad_norm", "skipped"))
-        found.steps.append(Taken(secs, loss, norm, bool(skipped)))
-        step = f"step {len(found.steps)}/{found.settings.train.steps}"
+        run.steps.append(Taken(secs, loss, norm, bool(skipped)))
+        step = f"step {len(run.steps)}/{run.settings.train.steps}"
         say(f"{step}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
 
 
-def counting_batch(found: Found) -> dict[str, Any]:
+def counting_batch(run: Found) -> dict[str, Any]:
     """A batch of tokens that count up and start again: next tokens are predictable, and no corpus is needed."""
-    data, sharding = found.settings.data, found.step.model.batch_sharding
+    data, sharding = run.settings.data, run.step.model.batch_sharding
     shape = data.global_batch, data.seq
     rows, columns = own_part(sharding, shape)
-    ids = (rows[:, None] * data.seq + np.arange(data.seq + 1)) % min(found.settings.model.vocab, LARGEST_ID)
+    ids = (rows[:, None] * data.seq + np.arange(data.seq + 1)) % min(run.settings.model.vocab, LARGEST_ID)
     batch = {name: array[:, columns.start : columns.stop] for name, array in as_batch(ids.astype(np.int32)).items()}
     return put_on(sharding, shape)(batch)
 
@@ -342,23 +342,23 @@ LOSS_WITHIN = 0.1  # share of ln(vocab), for the loss before any learning
 UNEVEN = 1.5  # slowest step over the median
 
 
-def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
+def page(run: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
     """The whole file; `machine` is sections of names and values."""
-    failed = [name for name, phase in found.phases.items() if phase.state in ("failed", "running")]
+    failed = [name for name, phase in run.phases.items() if phase.state in ("failed", "running")]
     verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
-    phases = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in found.phases.items()]
-    errors = (line for phase in found.phases.values() if phase.error for line in block(phase.error))
-    options = found.step and compiler_options(found.step.model.mesh, found.settings.model.matmul)
+    phases = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in run.phases.items()]
+    errors = (line for phase in run.phases.values() if phase.error for line in block(phase.error))
+    options = run.step and compiler_options(run.step.model.mesh, run.settings.model.matmul)
     parts = {
-        "Planned and measured": compared(found),
+        "Planned and measured": compared(run),
         "Phases": [*markdown_table(["phase", "", "time"], phases), *errors],
-        "Steps": markdown_table(["step", "time", "loss", "gradient norm", "skipped"], step_cells(found.steps)),
-        "Warnings": [f"- {line}" for line in warnings(found)] or ["None."],
+        "Steps": markdown_table(["step", "time", "loss", "gradient norm", "skipped"], step_cells(run.steps)),
+        "Warnings": [f"- {line}" for line in warnings(run)] or ["None."],
         **machine,
         **({"Compiler options of Parallax": options} if options else {}),
-        "Config": ["```json", json.dumps(found.settings.to_dict(), indent=1), "```"],
+        "Config": ["```json", json.dumps(run.settings.to_dict(), indent=1), "```"],
     }
-    intro = f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict}"
+    intro = f"`{run.command}`, {time.strftime('%Y-%m-%d')}. {verdict}"
     return document(f"First run on {machine['Devices']['devices']}", [intro], parts)
 
 
@@ -377,18 +377,18 @@ def block(text: str) -> list[str]:
     return ["", "```", text, "```"]
 
 
-def compared(found: Found) -> Iterator[str]:
+def compared(run: Found) -> Iterator[str]:
     """A table of plan, compiler's figures and measurement."""
-    planned, secs = found.planned, found.median_secs
-    memory = found.planned_bytes, found.compiled_bytes, found.most_bytes
-    times = planned and planned.secs, found.compiled_step_secs, secs
-    shares = ratio(found.most_bytes or found.compiled_bytes, found.planned_bytes), ratio(memory[2], memory[1])
-    shown = (UNKNOWN if share is None else percent(share) for share in (planned and planned.mfu, found.mfu))
+    planned, secs = run.planned, run.median_secs
+    memory = run.planned_bytes, run.compiled_bytes, run.most_bytes
+    times = planned and planned.secs, run.compiled_step_secs, secs
+    shares = ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes), ratio(memory[2], memory[1])
+    shown = (UNKNOWN if share is None else percent(share) for share in (planned and planned.mfu, run.mfu))
     rows = [
         ["memory of a device", *(UNKNOWN if size is None else in_bytes(size) for size in memory), *shares],
         ["time of a step", *map(in_secs, times), ratio(secs, times[0]), ratio(secs, times[1])],
         ["MFU", next(shown), "", next(shown), "", ""],
-        ["compilation", "", "", in_secs(found.compile_secs), "", ""],
+        ["compilation", "", "", in_secs(run.compile_secs), "", ""],
     ]
     head = ["", "planned", "compiled", "measured", "measured / planned", "measured / compiled"]
     yield from markdown_table(head, rows)
@@ -397,10 +397,10 @@ def compared(found: Found) -> Iterator[str]:
         f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
         "allocator's peak on process 0's devices if the backend reports it; else the first ratio is the compiler's."
     )
-    if found.unplanned:
-        yield f"No time was planned: {found.unplanned}"
-    if found.topology is not None:
-        yield from block(plan_heading("the step", found.settings, found.topology))
+    if run.unplanned:
+        yield f"No time was planned: {run.unplanned}"
+    if run.topology is not None:
+        yield from block(plan_heading("the step", run.settings, run.topology))
 
 
 def step_cells(steps: Sequence[Taken]) -> Iterator[list[str]]:
@@ -409,30 +409,30 @@ def step_cells(steps: Sequence[Taken]) -> Iterator[list[str]]:
         yield [str(number), in_secs(secs), f"{loss:.4f}", f"{grad_norm:.3g}", "yes" * skipped]
 
 
-def warnings(found: Found) -> Iterator[str]:
+def warnings(run: Found) -> Iterator[str]:
     """Observations that readers of the file should see first."""
-    steps, secs = found.steps, found.median_secs
+    steps, secs = run.steps, run.median_secs
     odd = [str(number) for number, taken in enumerate(steps, 1) if not math.isfinite(taken.loss + taken.grad_norm)]
     if odd:
         yield f"loss or gradient is not finite in step {', '.join(odd)}"
-    losses, uniform = [taken.loss for taken in steps], math.log(found.settings.model.vocab)
+    losses, uniform = [taken.loss for taken in steps], math.log(run.settings.model.vocab)
     if steps and not abs(losses[0] / uniform - 1) < LOSS_WITHIN:
         yield f"the first loss is {losses[0]:.3f}; a model that has learned nothing is near ln(vocab) = {uniform:.3f}"
     if len(steps) > 1 and not losses[-1] < losses[0]:
         yield f"the loss does not fall: {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
     if skipped := sum(taken.skipped for taken in steps):
         yield f"the guard skipped {skipped} of {len(steps)} steps"
-    if found.topology is None or not found.topology.shared:
-        memory = ratio(found.most_bytes or found.compiled_bytes, found.planned_bytes, beyond=MEMORY_WITHIN)
+    if run.topology is None or not run.topology.shared:
+        memory = ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes, beyond=MEMORY_WITHIN)
         if memory:
             yield f"memory is {memory} of what was planned: further off than {percent(MEMORY_WITHIN)}"
-        if taken := ratio(secs, found.planned and found.planned.secs, beyond=TIME_WITHIN):
+        if taken := ratio(secs, run.planned and run.planned.secs, beyond=TIME_WITHIN):
             yield f"a step takes {taken} of the planned time: further off than {percent(TIME_WITHIN)}"
     slowest = max((taken.secs for taken in steps[WARM_UP:]), default=0.0)
     if secs and slowest > UNEVEN * secs:
         yield f"the slowest step takes {slowest / secs:.1f} times the median"
-    if found.unplanned:
-        yield f"no time was planned: {found.unplanned}"
+    if run.unplanned:
+        yield f"no time was planned: {run.unplanned}"
 
 
 UNKNOWN = "not known"

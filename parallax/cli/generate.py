@@ -62,8 +62,9 @@ def run(flags: argparse.Namespace) -> list[str]:
     mesh = mesh_config(settings.mesh, {**axes, **_given(flags, MESH_FIELDS)})
     choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
-    how = {"special_tokens": sample.special_tokens, "name": "--prompt" if flags.prompt else "sample.prompt"}
-    ids = [encode(trained.tokenizer, prompt, **how) for prompt in prompts]
+    name = "--prompt" if flags.prompt else "sample.prompt"
+    special = sample.special_tokens
+    ids = [encode(trained.tokenizer, prompt, special_tokens=special, name=name) for prompt in prompts]
     length, seq = max(map(len, ids)) + sample.tokens, settings.data.seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
@@ -72,8 +73,8 @@ def run(flags: argparse.Namespace) -> list[str]:
         _say(f"note: {spelled}")
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
-        how = {"ends": trained.ends, "stop": flags.stop}
-        texts = complete(trained.model, trained.params, trained.tokenizer, ids, sample, **how)
+        ends = {"ends": trained.ends, "stop": flags.stop}
+        texts = complete(trained.model, trained.params, trained.tokenizer, ids, sample, **ends)
     secs, tokens = time.perf_counter() - start, len(ids) * sample.tokens
     _say(f"up to {tokens} tokens in {secs:.1f} s, {tokens / secs:.1f} tokens/s, compilation included")
     return texts

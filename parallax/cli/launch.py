@@ -76,16 +76,16 @@ def python_command(command: Sequence[str]) -> list[str]:
 def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
     """The environment of one process: the coordinator's address, and its own devices."""
     place = (f"127.0.0.1:{parsed.port}", str(parsed.processes), str(rank))
-    own = {variable: value for (variable, _), value in zip(ADDRESS_FLAGS.values(), place)} | {TOKEN: parsed.token}
+    changed = {variable: value for (variable, _), value in zip(ADDRESS_FLAGS.values(), place)} | {TOKEN: parsed.token}
     if parsed.devices_per_process:
-        own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
+        changed |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
+        changed["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
         limit = f"--xla_gpu_nccl_termination_timeout_seconds={NCCL_SECS}"
-        own["XLA_FLAGS"] = f"{limit} {os.environ.get('XLA_FLAGS', '')}".strip()
-        own["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")
+        changed["XLA_FLAGS"] = f"{limit} {os.environ.get('XLA_FLAGS', '')}".strip()
+        changed["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")
     # `show_output` reads UTF-8, and writes what the console has.
-    return {**os.environ, "PYTHONIOENCODING": "utf-8", **own}
+    return {**os.environ, "PYTHONIOENCODING": "utf-8", **changed}
 
 
 def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:

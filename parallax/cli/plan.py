@@ -122,13 +122,16 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     finally:
         shown = search.shown()
         marked = front(search.rows)
-        print("", *plan.sweep_table(shown, compiled, marked, search.own), "", plan.passed_over_line(search), sep="\n")
+        print("", *plan.sweep_table(shown, compiled, marked, search.configured), sep="\n")
+        print("", plan.passed_over_line(search), sep="\n")
         print(*(f"{line}\n" for line in plan.left_out_line(search)), sep="", end="")
-        print(*plan.fastest_line(compiled, search.own), sep="\n", end="")
+        print(*plan.fastest_line(compiled, search.configured), sep="\n", end="")
         if search.sets:
-            print("", *plan.sets_table(search.sets, search.own), sep="\n")
+            print("", *plan.sets_table(search.sets, search.configured), sep="\n")
         if values["svg"] is not None:
-            write_output("svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
+            write_output(
+                "svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.configured)
+            )
 
 
 def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, CompiledStep]) -> None:
@@ -136,8 +139,8 @@ def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], comp
     devices = compiler_devices(topology, values)
     if not devices:
         return
-    for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
-        fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
+    for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.configured):
+        fitting = sum(not made.refused for layout, made in compiled.items() if layout != search.configured)
         if fitting == values["compile"]:
             break
         with waiting(f"compiling layout {choice.mesh}, {fitting} of {values['compile']} found that fit"):

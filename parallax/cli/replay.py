@@ -101,10 +101,12 @@ def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int
             )
         return begin(parts, folder, 0, print)[::-1]
     wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))
-    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
+    start, arrays, damaged = restore_newest(
+        folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step
+    )
     for error in damaged:
         print(error)
-    return start, state_from(found)
+    return start, state_from(arrays)
 
 
 if __name__ == "__main__":

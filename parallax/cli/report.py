@@ -70,12 +70,12 @@ def act(argv: Sequence[str]) -> None:
         check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config")).stem
-    found = report_settings(settings, mesh, name=name)
-    if found.compiled is None:
-        found = dataclasses.replace(found, compiled_for=why_abstract)
+    shown = report_settings(settings, mesh, name=name)
+    if shown.compiled is None:
+        shown = dataclasses.replace(shown, compiled_for=why_abstract)
     if values["html"] is not None:
-        write_output("html", values["html"], found.to_html())
-    print(found.to_json() if values["json"] else found)
+        write_output("html", values["html"], shown.to_html())
+    print(shown.to_json() if values["json"] else shown)
 
 
 def report_trace(arguments: Sequence[str]) -> None:
@@ -85,8 +85,8 @@ def report_trace(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
     with waiting(f"reading the traces in {flags.trace}"):
-        found = profile_steps(read_traces(flags.trace))
-    print(found.to_json() if flags.json else found)
+        profile = profile_steps(read_traces(flags.trace))
+    print(profile.to_json() if flags.json else profile)
 
 
 def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:

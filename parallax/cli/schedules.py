@@ -53,10 +53,10 @@ def run(parsed: argparse.Namespace) -> None:
         if parsed.svg is not None:
             write_output("svg", parsed.svg, gantt(schedule, costs, asynchronous=parsed.asynchronous))
     if parsed.compare:
-        own = [(schedule.name, schedule)] if parsed.name and is_schedule_file(parsed.name) else []
+        written = [(schedule.name, schedule)] if parsed.name and is_schedule_file(parsed.name) else []
         names = [(f"{name} v={virtual}" if virtual > 1 else name, name, virtual) for name, virtual in COMPARED]
         known = [(label, by_name(name, ranks, microbatches, virtual)) for label, name, virtual in names]
-        print("\n" * bool(parsed.name) + _comparison(own + known, costs))
+        print("\n" * bool(parsed.name) + _comparison(written + known, costs))
 
 
 # ---- arguments
@@ -148,7 +148,7 @@ def _grid(schedule: Schedule) -> str:
 def _coloured(grid: str) -> str:
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return grid
-    return re.sub(r"\d+([FBW])\d+", lambda found: f"\033[{TERMINAL_COLOURS[found[1]]}m{found[0]}\033[0m", grid)
+    return re.sub(r"\d+([FBW])\d+", lambda action: f"\033[{TERMINAL_COLOURS[action[1]]}m{action[0]}\033[0m", grid)
 
 
 def _figures(schedule: Schedule, costs: Costs) -> str:

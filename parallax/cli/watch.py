@@ -182,12 +182,12 @@ class WatchedRun:
         """Medians of the latest steps by name, and the share of time waiting for data; empty until a step that did not
         compile."""
         recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
-        found = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
-        found["step_secs"] = [secs for secs in found["step_secs"] if 0 < secs < LONGEST_SECS]
-        if not found["step_secs"]:
+        values_of = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
+        values_of["step_secs"] = [secs for secs in values_of["step_secs"] if 0 < secs < LONGEST_SECS]
+        if not values_of["step_secs"]:
             return {}
-        waiting = sum(found.pop("data_wait_secs")) / sum(found["step_secs"])
-        return {name: statistics.median(values) for name, values in found.items() if values} | {"waiting": waiting}
+        waiting = sum(values_of.pop("data_wait_secs")) / sum(values_of["step_secs"])
+        return {name: statistics.median(values) for name, values in values_of.items() if values} | {"waiting": waiting}
 
     @property
     def left_secs(self) -> float | None:
@@ -262,11 +262,11 @@ class WatchedRun:
         wanted = (self.files.config, self.files.metrics, self.files.log)
         if any(file.is_file() for file in wanted):
             return
-        how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
+        reason = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
         below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
         advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
         names = ", ".join(file.name for file in wanted)
-        raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {how} {names}{advice}")
+        raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {reason} {names}{advice}")
 
     def _look_at_checkpoints(self) -> None:
         folder = self.files.checkpoints
@@ -391,8 +391,8 @@ def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, fl
 def _between(start: Dot, end: Dot) -> Iterator[Dot]:
     """The dots of a straight line, including both ends."""
     steps = max(end[0] - start[0], abs(end[1] - start[1]), 1)
-    for at in range(steps + 1):
-        column, row = (round(a + (b - a) * at / steps) for a, b in zip(start, end))
+    for number in range(steps + 1):
+        column, row = (round(a + (b - a) * number / steps) for a, b in zip(start, end))
         yield column, row
 
 
@@ -470,10 +470,10 @@ def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
         yield Text("no step is done yet", style=SOFT)
         return
     ends = {0: f"{drawn.high:6.4g}"[:6], rows - 1: f"{drawn.low:6.4g}"[:6]}
-    for at, dots in enumerate(drawn.lines):
-        line = Text(f"{ends.get(at, ''):>6} │", style=SOFT, no_wrap=True).append(dots, style=TRAIN)
+    for number, dots in enumerate(drawn.lines):
+        line = Text(f"{ends.get(number, ''):>6} │", style=SOFT, no_wrap=True).append(dots, style=TRAIN)
         for row, column in drawn.marks:
-            if row == at:
+            if row == number:
                 line.stylize(EVAL, column + 8, column + 9)
         yield line
     first, last = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"

@@ -131,9 +131,9 @@ def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Te
     of_stacks = {kind: [name for name in arrays if name.startswith(stack)] for kind, stack in stacks.items()}
     of_layers = {}
     for layer, kind in enumerate(kinds):
-        at = kinds[:layer].count(kind)
+        index = kinds[:layer].count(kind)
         for name in of_stacks[kind]:
-            source = TensorSource(name, (at,), tuple(arrays[name].shape[1:]), arrays[name].dtype, layer)
+            source = TensorSource(name, (index,), tuple(arrays[name].shape[1:]), arrays[name].dtype, layer)
             of_layers[name.replace(stacks[kind], f"{STACKED}{layer}.", 1)] = source
     return {**first, **of_layers, **single}
 
@@ -144,8 +144,8 @@ def stack_names(kinds: Sequence[str]) -> dict[str, str]:
     >>> stack_names(["dense", "moe", "moe"]), stack_names(["moe"])
     ({'dense': 'blocks.dense.', 'moe': 'blocks.moe.'}, {'moe': 'blocks.'})
     """
-    found = sorted({*kinds})
-    return {kind: f"{STACKED}{kind}." if len(found) > 1 else STACKED for kind in found}
+    names = sorted({*kinds})
+    return {kind: f"{STACKED}{kind}." if len(names) > 1 else STACKED for kind in names}
 
 
 # ---- from a run
@@ -180,17 +180,17 @@ def open_step(workdir: Path, step: int | None) -> SavedStep:
     arrays = manifest["arrays"].get("params")
     if not arrays:
         raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
-    at, saved = folder / str(step), files_of(manifest, ["params"])
+    saved_in, saved = folder / str(step), files_of(manifest, ["params"])
     copied = {name: saved[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in saved}
     wrong = (
         [f"its file {name} is missing" for name in CARRIED if name not in saved]
-        or odd_files(at, ["params"])
-        or wrong_files(at, copied, contents=True)
-        or wrong_files(at, saved, contents=False)
+        or odd_files(saved_in, ["params"])
+        or wrong_files(saved_in, copied, contents=True)
+        or wrong_files(saved_in, saved, contents=False)
     )
     if wrong:
         raise DamagedError(folder, step, first_few(wrong))
-    return SavedStep(step, at, tokenizer_of_step(folder, step), arrays, saved)
+    return SavedStep(step, saved_in, tokenizer_of_step(folder, step), arrays, saved)
 
 
 def _write_as_today(source: SavedStep, vocab: int, out: Path) -> None:
@@ -203,8 +203,8 @@ def _write_as_today(source: SavedStep, vocab: int, out: Path) -> None:
         files.write_file(out / GENERATION_CONFIG, json_text({"eos_token_id": [*others, end]}))
 
 
-def damaged(step: SavedStep, how: str) -> DamagedError:
-    return DamagedError(step.folder.parent, step.number, how)
+def damaged(step: SavedStep, reason: str) -> DamagedError:
+    return DamagedError(step.folder.parent, step.number, reason)
 
 
 class SavedParams:

@@ -362,16 +362,16 @@ def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) ->
     if not layers:
         fields.ignore(EXPERT_FIELDS.split())
         return {"layers_of": layers}
-    found = dict(mixture.keys)
+    keys = dict(mixture.keys)
     for name, value in mixture.only.items():
         fields.only(name, value)
     if mixture is DEEPSEEK_V2:
-        found |= _read_method(fields)
+        keys |= _read_method(fields)
     known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
     for name, key in mixture.fields.items():
-        found[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
-    fields.only(mixture.other_name, None, found["experts"])
-    return {"layers_of": layers, "d_expert": model["d_ff"]} | found
+        keys[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
+    fields.only(mixture.other_name, None, keys["experts"])
+    return {"layers_of": layers, "d_expert": model["d_ff"]} | keys
 
 
 def _read_layers(fields: Fields, mixture: Mixture, layers: int) -> str:
@@ -496,12 +496,12 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> di
 def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> tuple[float, float]:
     """The keys rope_temperature and rope_magnitude."""
     given = scaling.read("attention_factor", float, 0.0)
-    own, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
+    of_rotated, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1
 
-    magnitude = given or (scale(own) / scale(all_dims) if own and all_dims else scale(1.0))
+    magnitude = given or (scale(of_rotated) / scale(all_dims) if of_rotated and all_dims else scale(1.0))
     scaling.only("truncate", True)
     scaling.ignore(["finetuned"])
     misspelt = scaling.take("attn_factor", None)
@@ -690,5 +690,7 @@ def check_own_keys(overrides: list[str]) -> None:
     """Raise ConfigError if a key is set that the folder's config.json determines."""
     wrong = [key for key in overrides if key.startswith("model.") and key.removeprefix("model.") not in OWN_KEYS]
     if wrong:
-        own = ", ".join(f"--config.model.{key}" for key in OWN_KEYS)
-        raise ConfigError(f"--config.{wrong[0]} is determined by the folder's config.json; of the model set only {own}")
+        allowed = ", ".join(f"--config.model.{key}" for key in OWN_KEYS)
+        raise ConfigError(
+            f"--config.{wrong[0]} is determined by the folder's config.json; of the model set only {allowed}"
+        )

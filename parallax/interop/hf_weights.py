@@ -69,14 +69,14 @@ class WeightView(NamedTuple):
 class MixtureNames(NamedTuple):
     """Names of an architecture's mixture tensors, after the layer."""
 
-    at: str
+    prefix: str
     gate: str
     up: str
     down: str
     bias: str = ""  # of the router, if it has one
 
     def expert(self, name: str) -> str:
-        return f"{self.at}.experts.{EXPERT}.{name}"
+        return f"{self.prefix}.experts.{EXPERT}.{name}"
 
 
 USUAL_NAMES = MixtureNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -97,10 +97,10 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     """
     d_model, heads, width = model.d_model, model.heads, model.d_head
     table = model.vocab, d_model
-    found: dict[str, WeightView | None] = {"embedding.table": WeightView(TABLE, table)}
-    found["head.norm.scale"] = _scale_view("model.norm", d_model)
+    views: dict[str, WeightView | None] = {"embedding.table": WeightView(TABLE, table)}
+    views["head.norm.scale"] = _scale_view("model.norm", d_model)
     if not model.tied:
-        found["head.table"] = WeightView(LM_HEAD, table)
+        views["head.table"] = WeightView(LM_HEAD, table)
     names = MIXTURES.get(architecture, USUAL_NAMES)
     of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
     layer = {
@@ -113,27 +113,27 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     }
     for kind, stack in stack_names(model.kinds).items():
         mlp = _mixture(model, names) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
-        found |= {f"{stack}{name}": view for name, view in layer.items()}
-        found |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
-    return found
+        views |= {f"{stack}{name}": view for name, view in layer.items()}
+        views |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
+    return views
 
 
-def _mlp(at: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
+def _mlp(prefix: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
     into, back = "d_ff d_model -> d_model d_ff", "d_model d_ff -> d_ff d_model"
     return {
-        "gate.kernel": _kernel_view(f"{at}.gate_proj", into, d_ff, d_model),
-        "up.kernel": _kernel_view(f"{at}.up_proj", into, d_ff, d_model),
-        "down.kernel": _kernel_view(f"{at}.down_proj", back, d_model, d_ff),
+        "gate.kernel": _kernel_view(f"{prefix}.gate_proj", into, d_ff, d_model),
+        "up.kernel": _kernel_view(f"{prefix}.up_proj", into, d_ff, d_model),
+        "down.kernel": _kernel_view(f"{prefix}.down_proj", back, d_model, d_ff),
     }
 
 
 def _mixture(model: ModelConfig, names: MixtureNames) -> dict[str, WeightView | None]:
     d_model, d_expert, count = model.d_model, model.d_expert, model.experts
     into, back = "d_expert d_model -> d_model d_expert", "d_model d_expert -> d_expert d_model"
-    shared = _mlp(f"{names.at}.shared_experts", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
-    bias = WeightView(f"{LAYER}{names.at}.gate.{names.bias}", (count,)) if names.bias else None
+    shared = _mlp(f"{names.prefix}.shared_experts", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
+    bias = WeightView(f"{LAYER}{names.prefix}.gate.{names.bias}", (count,)) if names.bias else None
     return {
-        "router.kernel": _kernel_view(f"{names.at}.gate", "experts d_model -> d_model experts", count, d_model),
+        "router.kernel": _kernel_view(f"{names.prefix}.gate", "experts d_model -> d_model experts", count, d_model),
         "router.bias": bias,
         "experts.gate": _kernel_view(names.expert(names.gate), into, d_expert, d_model)._replace(experts=count),
         "experts.up": _kernel_view(names.expert(names.up), into, d_expert, d_model)._replace(experts=count),
@@ -155,16 +155,16 @@ HEADS = "(heads d_head) d_in -> d_in heads d_head"
 
 
 def _gqa(model: ModelConfig) -> dict[str, WeightView]:
-    found = {}
+    views = {}
     for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
         theirs, out = f"self_attn.{name}_proj", heads * model.d_head
-        found[f"{name}.kernel"] = _kernel_view(theirs, HEADS, out, model.d_model, heads=heads)
+        views[f"{name}.kernel"] = _kernel_view(theirs, HEADS, out, model.d_model, heads=heads)
         if model.qkv_bias:
             view = partial(rearrange, pattern="(heads d_head) -> heads d_head", heads=heads)
-            found[f"{name}.bias"] = WeightView(f"{LAYER}{theirs}.bias", (out,), view)
+            views[f"{name}.bias"] = WeightView(f"{LAYER}{theirs}.bias", (out,), view)
         if model.qk_norm and name != "v":
-            found[f"{name}_norm.scale"] = _scale_view(f"{LAYER}self_attn.{name}_norm", model.d_head)
-    return found
+            views[f"{name}_norm.scale"] = _scale_view(f"{LAYER}self_attn.{name}_norm", model.d_head)
+    return views
 
 
 def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
@@ -175,7 +175,7 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     up = f"{LAYER}self_attn.kv_b_proj.weight", (heads * 2 * width, latent)
     # Keys and values are adjacent in each head.
     halves = partial(rearrange, pattern="(heads kv d_head) latent -> kv latent heads d_head", heads=heads, kv=2)
-    found = {
+    views = {
         "down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
         "k_rope.kernel": WeightView(*down, lambda tensor: tensor[latent:].T, pairs),
         "norm.scale": _scale_view(f"{LAYER}self_attn.kv_a_layernorm", latent),
@@ -185,9 +185,9 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     order = np.concatenate([np.arange(width), width + pairs])
     queries = partial(_kernel_view, order=order, heads=heads)
     if not model.d_latent_q:
-        return found | {"queries_0.kernel": queries("self_attn.q_proj", HEADS, heads * len(order), model.d_model)}
+        return views | {"queries_0.kernel": queries("self_attn.q_proj", HEADS, heads * len(order), model.d_model)}
     narrow = model.d_latent_q
-    return found | {
+    return views | {
         "queries_0.kernel": _kernel_view("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
         "queries_1.scale": _scale_view(f"{LAYER}self_attn.q_a_layernorm", narrow),
         "queries_3.kernel": queries("self_attn.q_b_proj", HEADS, heads * len(order), narrow),
@@ -235,11 +235,11 @@ def dequantized(values_RC: np.ndarray, scales: np.ndarray, block: ScaleBlock, fi
     array([[1., 1., 2.],
            [3., 3., 4.]], dtype=float32)
     """
-    found_RC = values_RC.astype(np.float32)
-    of_row = (first_row + np.arange(len(found_RC))) // block[0]
+    scaled_RC = values_RC.astype(np.float32)
+    of_row = (first_row + np.arange(len(scaled_RC))) // block[0]
     for column in range(scales.shape[1]):
-        found_RC[:, column * block[1] : (column + 1) * block[1]] *= scales[of_row, column][:, None]
-    return found_RC
+        scaled_RC[:, column * block[1] : (column + 1) * block[1]] *= scales[of_row, column][:, None]
+    return scaled_RC
 
 
 def scales_shape(shape: tuple[int, ...], block: ScaleBlock) -> tuple[int, ...]:
@@ -256,13 +256,13 @@ def with_scales(tensors: Mapping[str, Tensor], block: ScaleBlock) -> dict[str, W
 
     A tensor that is not float8, or has no scales of the right shape, is unchanged, and so are such scales.
     """
-    found = dict(tensors)
+    joined = dict(tensors)
     for name, tensor in tensors.items():
         scales = tensors.get(name + SCALES)
         fits = scales and scales.shape == scales_shape(tensor.shape, block) and len(tensor.shape) == 2
         if tensor.dtype == FLOAT8 and fits and scales.dtype in SCALE_DTYPES:
-            found[name] = ScaledTensor(tensor, found.pop(name + SCALES), block)
-    return found
+            joined[name] = ScaledTensor(tensor, joined.pop(name + SCALES), block)
+    return joined
 
 
 # ---- all experts of a layer in one tensor
@@ -278,32 +278,34 @@ class FusedTensor(NamedTuple):
 def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTensor]:
     """The tensors of mixtures by name, as `transformers` 5 holds them in memory and saves them with
     save_original_format=False: two for all experts of a layer; the first has the gate of each before its up."""
-    names, found = MIXTURES.get(architecture, USUAL_NAMES), {}
+    names, fused = MIXTURES.get(architecture, USUAL_NAMES), {}
     for layer, kind in enumerate(model.kinds):
         if kind == "moe":
-            found |= _fused_layer(model, names, LAYER.format(layer=layer))
-    return found
+            fused |= _fused_layer(model, names, LAYER.format(layer=layer))
+    return fused
 
 
-def _fused_layer(model: ModelConfig, names: MixtureNames, at: str) -> dict[str, FusedTensor]:
+def _fused_layer(model: ModelConfig, names: MixtureNames, prefix: str) -> dict[str, FusedTensor]:
     count, d_model, d_expert = model.experts, model.d_model, model.d_expert
 
     def kernels(*of_expert: str) -> list[str]:
-        templates = [f"{at}{names.expert(name)}.weight" for name in of_expert]
+        templates = [f"{prefix}{names.expert(name)}.weight" for name in of_expert]
         return [template.format(expert=expert) for expert in range(count) for template in templates]
 
     return {
-        at + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
-        at + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),
+        prefix + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
+        prefix + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),
         # Here Mixtral uses the same name as the others.
-        f"{at}{USUAL_NAMES.at}.gate.weight": FusedTensor((count, d_model), [f"{at}{names.at}.gate.weight"]),
+        f"{prefix}{USUAL_NAMES.prefix}.gate.weight": FusedTensor(
+            (count, d_model), [f"{prefix}{names.prefix}.gate.weight"]
+        ),
     }
 
 
 def unfused(tensors: Mapping[str, Weight], fused: Mapping[str, FusedTensor]) -> dict[str, Weight]:
     """Tensors by name, with fused ones replaced by their parts."""
-    found = {}
+    plain = {}
     for name, tensor in tensors.items():
         parts = fused[name].parts if name in fused else [name]
-        found |= zip(parts, tensor.matrices(len(parts)) if len(tensor.shape) > 2 else [tensor])
-    return found
+        plain |= zip(parts, tensor.matrices(len(parts)) if len(tensor.shape) > 2 else [tensor])
+    return plain

@@ -140,14 +140,14 @@ def _our_parts(
         yield index, _our_rows(view, tensors[name], here.shape, here.dtype)
 
 
-def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
+def _our_rows(view: WeightView, weight: Weight, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
     """Rows of an array in its dtype: from the file if they are the tensor's rows, otherwise from the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if view.view:
-        pieces = in_pieces(view.ours(found.whole()), limit)
+        pieces = in_pieces(view.ours(weight.whole()), limit)
     else:
         padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
-        pieces = itertools.chain(found.pieces(limit), in_pieces(padding, limit))
+        pieces = itertools.chain(weight.pieces(limit), in_pieces(padding, limit))
     return (np.ascontiguousarray(view.read(piece), dtype) for piece in pieces)
 
 
@@ -155,7 +155,7 @@ def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) 
     """The dtype of each tensor; for quantized ones, that of the model in config.json."""
     said = content.get("torch_dtype") or content.get("dtype")
     plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
-    return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
+    return {name: plain if isinstance(weight, ScaledTensor) else str(weight.dtype) for name, weight in tensors.items()}
 
 
 def _stored_dtype(dtypes: Mapping[str, str], tensors: Mapping[str, Weight]) -> str:
@@ -209,10 +209,10 @@ def _tensors_of_model(
     return hf_weights.unfused(tensors, fused)
 
 
-def _same(one: Weight, other: Weight) -> bool:
+def _same(first: Weight, second: Weight) -> bool:
     """Whether tensors have the same dtype, shape and bytes."""
-    pairs = zip(one.pieces(PIECE_BYTES), other.pieces(PIECE_BYTES))
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    pairs = zip(first.pieces(PIECE_BYTES), second.pieces(PIECE_BYTES))
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
     return alike and all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
@@ -273,10 +273,12 @@ def to_hf(
     if dtype:
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
     # The tokenizer config of a run without an import, but with a foreign tokenizer.
-    own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
+    written = (
+        {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
+    )
     if files.object_if_readable(source.folder / TOKENIZER_CONFIG).keys() == {"eos_token"}:
-        own = {}  # written by the import, for an end that only config.json named
-    texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
+        written = {}  # written by the import, for an end that only config.json named
+    texts = _texts_beside(content, config.context, tokenizer, written | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     rows = flatten(export.plan_of(settings).rows)
     with export.new_folder(out) as unfinished:
@@ -300,7 +302,7 @@ def to_hf(
             files.write_file(unfinished / name, text)
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
     aside = f", since it is not the imported model: {differing}" if differing else ""
-    if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not own:
+    if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not written:
         aside += f"; {NOT_QWENS}"
     return source.number, f"{config.architecture}, {kinds}{aside}"
 

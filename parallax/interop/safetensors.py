@@ -130,12 +130,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str]
 
     `tensors` are objects with shape and dtype, by name.
     """
-    header, at = {}, 0
+    header, begin = {}, 0
     for name, about in tensors.items():
-        end = at + nbytes(about)
+        end = begin + nbytes(about)
         dtype = DTYPE_NAMES[np.dtype(about.dtype)]
-        header[name] = {"dtype": dtype, "shape": list(about.shape), "data_offsets": [at, end]}
-        at = end
+        header[name] = {"dtype": dtype, "shape": list(about.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps({METADATA: {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)  # tensors begin at a multiple of 8
     with new_file(path) as file:
@@ -166,9 +166,9 @@ def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> 
     return Tensor(path, DTYPES[dtype], shape, begin + start)
 
 
-def _bad(path: Path, how: str) -> CheckpointError:
-    how = shown(how, REASON_LETTERS)
-    return CheckpointError(f"{path} is not a valid safetensors file: {how}; fetch or export it again")
+def _bad(path: Path, reason: str) -> CheckpointError:
+    reason = shown(reason, REASON_LETTERS)
+    return CheckpointError(f"{path} is not a valid safetensors file: {reason}; fetch or export it again")
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -224,14 +224,14 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     of_shard: dict[str, set[str]] = {}
     for name, home in homes.items():
         of_shard.setdefault(home, set()).add(name)
-    found = {}
+    tensors_of = {}
     for shard, names in sorted(of_shard.items()):
         tensors = read_header(_checked_file(folder, shard))
         odd = names ^ set(tensors)
         if odd:
             raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {quoted(min(odd))}")
-        found |= tensors
-    return {name: found[name] for name in homes}
+        tensors_of |= tensors
+    return {name: tensors_of[name] for name in homes}
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -53,7 +53,7 @@ def sent_by(local, *more, at=(0, 0, 0)):
     varying = lambda *args: as_varying(local(*map(as_varying, args)).sum()[None])  # noqa: E731
     specs = (P(AXES), *(P() for _ in more))
     mapped = jax.shard_map(varying, mesh=MESH, in_specs=specs, out_specs=P(AXES))
-    return collectives(mapped, whole, *more, at=dict(zip(AXES, at)), sizes=SIZES)
+    return collectives(mapped, whole, *more, rank=dict(zip(AXES, at)), sizes=SIZES)
 
 
 def calls(sent):
@@ -85,7 +85,7 @@ def test_an_axis_of_one_device_sends_nothing():
     mesh = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
     gather = lambda x: all_gather("batch/dp d_model -> batch d_model", x)  # noqa: E731
     mapped = jax.shard_map(gather, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-    assert calls(collectives(mapped, X, at=dict.fromkeys(AXES, 0), sizes=dict.fromkeys(AXES, 1))) == [
+    assert calls(collectives(mapped, X, rank=dict.fromkeys(AXES, 0), sizes=dict.fromkeys(AXES, 1))) == [
         ("all-gather", ("dp",), 0, 1)
     ]
 
@@ -228,7 +228,7 @@ def test_weights_gathered_ahead_are_the_same_messages_in_the_same_directions():
 def test_flops_are_told_apart_by_direction():
     model, at = step(remat="layer"), dict.fromkeys(AXES, 0)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((ROWS, SEQ), "int32"))
-    found = flops_by_direction(jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), at=at)
+    found = flops_by_direction(jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), rank=at)
     # Rope's products move entries by a permutation, which has no gradient: d_rope^2 for each head, and for the keys.
     # Attention's backward pass makes the scores again.
     tokens, layers, heads = ROWS * SEQ // 2, 8 // 2, 8 // 2
@@ -237,7 +237,7 @@ def test_flops_are_told_apart_by_direction():
     assert 0.7 * found["forward"] < found["recompute"] < found["forward"], (
         "not the head, and not a layer's last product"
     )
-    assert sum(found.values()) == matmul_flops(model.loss_and_grad, model.shapes, batch, at=at)
+    assert sum(found.values()) == matmul_flops(model.loss_and_grad, model.shapes, batch, rank=at)
 
 
 WORDS = (

@@ -158,7 +158,7 @@ def test_a_line_of_a_kernel_s_metadata_ends_no_computation():
 
 
 def test_branches_messages_fused_and_merged_collectives_and_kernels_are_read():
-    read = read_hlo_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(own=0.5, lockstep=0.75)})
+    read = read_hlo_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(average=0.5, lockstep=0.75)})
     scatter, message, total = read.collectives
     assert scatter[:6] == ("reduce-scatter", ("dp",), 40 * 4 * 4 * 3 // 4, 0.5, 0.75, False)
     assert message[:7] == ("permute", ("pp",), 10 * 4 * 4, 1, 1, True, 40)
@@ -175,7 +175,7 @@ def test_without_shares_the_dearer_branch_is_taken():
 
 
 @pytest.mark.parametrize("text", [CHAIN, PASS], ids=["a loop", "a branch"])
-@pytest.mark.parametrize("shares", [{}, {"F": Share(own=0.5, lockstep=0.75)}], ids=["no shares", "shares"])
+@pytest.mark.parametrize("shares", [{}, {"F": Share(average=0.5, lockstep=0.75)}], ids=["no shares", "shares"])
 def test_compute_by_module_is_all_compute(text, shares):
     read = read_hlo_text(with_cycles(text), small_mesh(2, 4, 1), shares)
     assert sum(row.total for row in secs_by_module(read, clock_hz=1.0)) == read.cycles
@@ -201,7 +201,7 @@ def test_time_by_shares_is_the_schedule_s_own_price_in_lockstep(name, virtual):
         assert price == pytest.approx(tick_ends(schedule, costs)[-1], rel=0.05)
         if costs == Costs():
             assert price == pytest.approx(tick_ends(schedule, costs)[-1])
-        own = sum(shares[kind].own * turns[kind] * time_of[kind] for kind in schedule.kinds)
+        own = sum(shares[kind].average * turns[kind] * time_of[kind] for kind in schedule.kinds)
         assert own == pytest.approx(8 * (costs.forward + costs.backward))
 
 
@@ -213,7 +213,7 @@ def test_the_branches_of_a_pipelined_step_are_known_by_name():
         jax.jit(model.loss_and_grad).lower(*arguments).compile(), model.mesh, shares_of(model.schedule)
     )
     found = [event for event in walk(read.timeline) if isinstance(event, BranchEvent)]
-    assert found and all(max(branch.own) < 1 for branch in found)
+    assert found and all(max(branch.average) < 1 for branch in found)
     passes = {made.count for made in read.collectives if "/F/" in made.source and made.axes == ("dp",)}
     assert all(4 % count == 0 or count % 4 == 0 for count in passes)
 
@@ -349,7 +349,7 @@ def test_step_time_adds_compute_what_is_exposed_and_kernels():
 
 
 def test_kernels_are_priced_apart_and_idle_ranks_are_the_bubble():
-    read = read_hlo_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(own=0.5, lockstep=1.0)})
+    read = read_hlo_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(average=0.5, lockstep=1.0)})
     assert [one.matmul for one in read.pallas_calls] == ["compute"]  # though its tables of masks are int8
     v5e = chip("v5e")._replace(ici_bandwidth=1e30)
     times = step_time(read, v5e, 1.0)

@@ -74,7 +74,7 @@ ENTRY %main (x: f32[8,8], at: s32[]) -> f32[8,8] {
 def test_a_branch_counts_as_often_as_the_schedule_takes_it():
     text = BRANCH.replace("NAME", 'metadata={op_name="jit(step)/while/body/F/cond"}')
     assert compiled_flops(text).passes == 2 * 8**3
-    assert compiled_flops(text, {"F": Share(own=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
+    assert compiled_flops(text, {"F": Share(average=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
 
 
 CONVOLUTION = """

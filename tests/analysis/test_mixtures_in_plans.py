@@ -302,7 +302,7 @@ def test_kernels_for_gated_experts_multiply_by_each_of_their_matrices():
     x, rows, weights = (array(256, width) for width in (32, 16, 1))
     into = array(2, 32, 16)
     sizes = jax.ShapeDtypeStruct((2,), "int32")
-    flops = lambda kernel, *args: matmul_flops(kernel, *args, sizes, at={}, load=0.5)  # noqa: E731
+    flops = lambda kernel, *args: matmul_flops(kernel, *args, sizes, rank={}, load=0.5)  # noqa: E731
     product = 0.5 * 2 * 256 * 32 * 16
     assert flops(gated_by_group, x, into, into, weights) == 2 * product
     assert flops(input_gradient_by_group, rows, rows, into, into) == 2 * product

@@ -158,7 +158,7 @@ def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     model = model_on_topology(settings, PAIR)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
     sizes = {"pp": 1, "dp": 2, "tp": 1}
-    sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
+    sent = collectives(model.loss_and_grad, model.shapes, batch, rank=dict.fromkeys(sizes, 0), sizes=sizes)
     bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
     found = predict(settings, PAIR)
     # Two chips in a row have one link to each other, of 50 GB/s.
@@ -493,7 +493,7 @@ def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, m
     monkeypatch.setattr(sweep_module, "LeastWork", lambda *args: SlowerThan(fastest))
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1)
     search.run()
-    assert {row.choice for row in search.rows} == {fastest.choice, search.own}
+    assert {row.choice for row in search.rows} == {fastest.choice, search.configured}
     assert search.rows[0] == fastest and search.passed["slower"]
 
 
@@ -504,7 +504,7 @@ def test_a_bounded_search_looks_at_the_layouts_that_may_be_fastest_and_counts_th
     search.run(lambda done, total: totals.append(total))
     assert found == [(done, len(found)) for done in range(len(found))] and len(found) > 3
     assert set(totals) == {3} and search.passed["beyond --most"] > 0
-    assert len(search.rows) + search.passed.total() == len({*sweep_module.choices(tiny(), 2), search.own})
+    assert len(search.rows) + search.passed.total() == len({*sweep_module.choices(tiny(), 2), search.configured})
     assert search.mean_secs > 0
     again = Sweep(tiny(), PAIR, search.cache, keep=1000, most=3)
     again.run()
@@ -643,10 +643,10 @@ def test_sets_of_the_own_layout_are_shown_from_the_fastest_to_the_smallest(few, 
     settings = tiny(pipeline_remat="norm")
     search = Sweep(settings, PAIR, Cache(tmp_path), keep=1)
     search.run_sets()
-    assert {row.choice._replace(remat="norm") for row in search.sets} == {search.own}
+    assert {row.choice._replace(remat="norm") for row in search.sets} == {search.configured}
     assert {"none", "layer", "elementwise"} < {row.choice.remat for row in search.sets}
-    assert search.own in [row.choice for row in search.sets]
-    head, *lines = sets_table(search.sets, search.own)
+    assert search.configured in [row.choice for row in search.sets]
+    head, *lines = sets_table(search.sets, search.configured)
     assert head.split() == ["this", "layout,", "remat", "GiB", "s/step"]
     assert [line for line in lines if ">" in line] == [line for line in lines if "norm" in line]
     marked = [row for row in search.sets if row.choice in front(search.sets)]
@@ -674,7 +674,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
-    picture = ET.fromstring(draw("tiny", found.rows, PAIR, found.own))
+    picture = ET.fromstring(draw("tiny", found.rows, PAIR, found.configured))
     points = [g for g in picture.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
     assert len(points) == len(found.rows)
     titles = [point.find(f"{SVG}title").text for point in points]
@@ -688,7 +688,7 @@ def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
 
 
 def test_one_layout_alone_is_a_picture_too(found):
-    ET.fromstring(draw("tiny", found.rows[:1], PAIR, found.own))
+    ET.fromstring(draw("tiny", found.rows[:1], PAIR, found.configured))
 
 
 # ---- the command

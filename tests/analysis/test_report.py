@@ -63,7 +63,7 @@ def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
     model = on(mesh, **changes)
     flops = flops_breakdown(model, ROWS, SEQ)
     program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, tiny_model.make_batch())
-    ranks = [flops_by_direction(program, at={"pp": rank, "dp": 0, "tp": 0}) for rank in range(mesh[0])]
+    ranks = [flops_by_direction(program, rank={"pp": rank, "dp": 0, "tp": 0}) for rank in range(mesh[0])]
     assert flops.executed == pytest.approx(sum(sum(rank.values()) for rank in ranks) / len(ranks), rel=1e-12)
     assert (flops.recomputed > 0) == (model.pipeline.remat != "none")
     assert all(part >= 0 for part in flops)

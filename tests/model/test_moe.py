@@ -644,7 +644,7 @@ def sent(layer, sizes, *, simulated=True):
     residual = Layout.parse(layer.residual).spec(mesh)
     mapped = jax.shard_map(passes, mesh=mesh, in_specs=(specs, residual), out_specs=P(mesh.axis_names))
     found = {"forward": Counter(), "backward": Counter()}
-    for one in collectives(mapped, params, arrays()[0], at=dict.fromkeys(sizes, 0), sizes=sizes):
+    for one in collectives(mapped, params, arrays()[0], rank=dict.fromkeys(sizes, 0), sizes=sizes):
         found[one.direction][one.kind.replace("-", "_"), *one.axes] += one.count
     return found["forward"], found["backward"]
 

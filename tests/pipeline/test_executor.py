@@ -31,7 +31,7 @@ def flops_by_rank(mesh, **changes):
     """Matmul FLOPs of each pipeline rank, its data and tensor ranks together."""
     model, batch = build(mesh, microbatches=8, chunk_tokens=32, **changes), make_batch()
     program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
-    ranks = [flops_by_direction(program, at=dict(pp=pp, dp=0, tp=0)) for pp in range(mesh[0])]
+    ranks = [flops_by_direction(program, rank=dict(pp=pp, dp=0, tp=0)) for pp in range(mesh[0])]
     return [mesh[1] * mesh[2] * sum(rank.values()) for rank in ranks]
 
 

@@ -142,7 +142,7 @@ def test_what_is_saved_fuses_with_what_reads_it(remat):
 def traced_flops(remat, **changes):
     """FLOPs of a step that are made again, without the head's, of which a chunk makes its logits again."""
     model = build((1, 1, 1), remat=remat, microbatches=4, **WIDE | changes)
-    count = lambda model: flops_by_direction(step_program(model, ROWS, SEQ), at=dict(pp=0, dp=0, tp=0))  # noqa: E731
+    count = lambda model: flops_by_direction(step_program(model, ROWS, SEQ), rank=dict(pp=0, dp=0, tp=0))  # noqa: E731
     none = build((1, 1, 1), remat="none", microbatches=4, **WIDE | changes)
     return count(model).get("recompute", 0) - count(none).get("recompute", 0)
 

@@ -55,7 +55,7 @@ def sent(local, arrays, layouts, *, vary=True, sizes=MESH):
     specs = jax.tree.map(lambda layout: Layout.parse(str(layout)).spec(mesh), layouts, is_leaf=_is_layout)
     mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names))
     found = {"forward": Counter(), "backward": Counter()}
-    for one in collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape)):
+    for one in collectives(mapped, *arrays, rank=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape)):
         found[one.direction][one.kind.replace("-", "_"), "/".join(one.axes)] += one.count
     return found["forward"], found["backward"]
 

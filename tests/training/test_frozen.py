@@ -132,7 +132,7 @@ def test_a_step_computes_and_sends_nothing_for_them():
     kernels = 3 * MODEL["layers"] * MODEL["d_model"] * MODEL["d_ff"]
     programs = [step_program(model, ROWS, SEQ) for model in models]
     at = dict.fromkeys(models[0].axis_sizes, 0)
-    every, some = (flops_by_direction(program, at=at) for program in programs)
+    every, some = (flops_by_direction(program, rank=at) for program in programs)
     assert every["forward"] == some["forward"]
     assert every["backward"] - some["backward"] == 2 * kernels * ROWS * SEQ // 2
     model_flops = [flops_per_token(model.config, model.plan.declared, seq=SEQ) for model in models]

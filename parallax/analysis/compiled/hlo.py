@@ -41,14 +41,14 @@ class Instruction(NamedTuple):
         return self._note(rf"\b{name}=%?([\w.\-]+)")
 
     def _note(self, pattern: str) -> str:
-        found = re.search(pattern, self.rest)
-        return found[1] if found else ""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
         """A conditional's branches in the order of their index, or the computation that a fusion or a call runs."""
-        if found := re.search(r"branch_computations=\{([^}]*)\}", self.rest):
-            return tuple(NAME.findall(found[1]))
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.rest):
+            return tuple(NAME.findall(branches[1]))
         if self.kind == "conditional":
             return self.attribute("false_computation"), self.attribute("true_computation")
         return tuple(filter(None, [self.attribute("calls") or self.attribute("to_apply")]))
@@ -56,8 +56,8 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int | None:
         """The TPU compiler's estimate for this instruction; None for collectives, loops and kernels."""
-        found = self._note(r'"estimated_cycles":"(\d+)"')
-        return int(found) if found else None
+        digits = self._note(r'"estimated_cycles":"(\d+)"')
+        return int(digits) if digits else None
 
     @property
     def op_name(self) -> str:
@@ -101,8 +101,8 @@ class Module(NamedTuple):
         It is read from XLA's annotation, or from the constant start, step and limit of the loop's counter. The step is
         taken to be 1 if the sum is inside a fusion; the limit may be inside the fusion that compares.
         """
-        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
-            return int(found[1])
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
         condition, body = (self.computations[loop.attribute(name)] for name in ("condition", "body"))
         test = condition.root
         compare = self.computations[test.called[0]].root if test.kind == "fusion" else test
@@ -119,16 +119,16 @@ class Module(NamedTuple):
         """An operand of the condition's comparison, which may be inside a fusion."""
         if test.kind != "fusion":
             return condition.find(name)
-        one = self.computations[test.called[0]].find(name)
-        return condition.find(test.operands[int(one.literal)]) if one.kind == "parameter" else one
+        operand = self.computations[test.called[0]].find(name)
+        return condition.find(test.operands[int(operand.literal)]) if operand.kind == "parameter" else operand
 
-    def _at_start(self, one: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
+    def _at_start(self, read: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
         """A value that the condition reads before the first iteration: a constant, or an initial value of the loop."""
-        if one is None or one.kind != "get-tuple-element":
-            return one
+        if read is None or read.kind != "get-tuple-element":
+            return read
         start = caller.find(loop.operands[0])
-        at = int(one.attribute("index"))
-        first = caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
+        index = int(read.attribute("index"))
+        first = caller.find(start.operands[index]) if start is not None and start.kind == "tuple" else None
         while first is not None and first.kind == "copy":
             first = caller.find(first.operands[0])
         return first
@@ -155,24 +155,24 @@ def parse_hlo(text: str) -> Module:
 
 
 def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
-    for found, line in _whole(lines):
-        root, name, shape, kind = found.groups()
-        inside, rest = _closed(line[found.end() :])
+    for head, line in _whole(lines):
+        root, name, shape, kind = head.groups()
+        inside, rest = _closed(line[head.end() :])
         yield Instruction(name, kind, shape, tuple(NAME.findall(inside)), inside, rest, bool(root))
 
 
 def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
     """Instructions until the end of the computation; continued lines, as in metadata of kernels, are joined."""
-    found, parts = None, []
+    head, parts = None, []
     for line in lines:
         begins = INSTRUCTION_LINE.match(line)
         ends = CLOSE.fullmatch(line)
-        if found and (begins or ends):
-            yield found, "\n".join(parts)
+        if head and (begins or ends):
+            yield head, "\n".join(parts)
         if ends:
             return
         if begins:
-            found, parts = begins, [line]
+            head, parts = begins, [line]
         else:
             parts.append(line)
 
@@ -180,22 +180,22 @@ def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
 def _closed(after: str) -> tuple[str, str]:
     """The text before and after the parenthesis that closes the operands."""
     depth = 1
-    for at in re.finditer(r"[()]", after):
-        depth += 1 if at[0] == "(" else -1
+    for bracket in re.finditer(r"[()]", after):
+        depth += 1 if bracket[0] == "(" else -1
         if not depth:
-            return after[: at.start()], after[at.end() :]
+            return after[: bracket.start()], after[bracket.end() :]
     return after, ""
 
 
-def _whole_number(one: Instruction | None) -> int | None:
-    if one is None or one.kind != "constant" or not re.fullmatch(r"-?\d+", one.literal):
+def _whole_number(constant: Instruction | None) -> int | None:
+    if constant is None or constant.kind != "constant" or not re.fullmatch(r"-?\d+", constant.literal):
         return None
-    return int(one.literal)
+    return int(constant.literal)
 
 
-def _rise(body: Computation, at: int) -> int:
+def _rise(body: Computation, index: int) -> int:
     """Increment of the counter at this index of the loop's state; it is more than 1 in unrolled loops."""
-    sum_ = body.find(body.root.operands[at]) if body.root.kind == "tuple" else None
+    sum_ = body.find(body.root.operands[index]) if body.root.kind == "tuple" else None
     if sum_ is None or sum_.kind not in ("add", "fusion"):
         return 1
     return next(filter(None, (_whole_number(body.find(name)) for name in sum_.operands)), 1)
@@ -203,8 +203,8 @@ def _rise(body: Computation, at: int) -> int:
 
 def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Dtype and dims of an array or of each array of a tuple."""
-    found = ARRAY.findall(shape)
-    return [(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found]
+    arrays = ARRAY.findall(shape)
+    return [(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in arrays]
 
 
 @functools.cache
@@ -249,8 +249,8 @@ def groups_of(rest: str, devices: int) -> Groups:
         return [tuple(range(devices))]
     if lists := re.search(r"replica_groups=\{(.*?)\}\}", rest):
         return _lists(lists[1])
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
-        return _rows(_order(found[2]).reshape(_ints(found[1])))
+    if ranges := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
+        return _rows(_order(ranges[2]).reshape(_ints(ranges[1])))
     mesh = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((\[.*?)\))? \{([^}]*)\}", rest)
     if mesh and ":" not in mesh[3]:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))

@@ -83,19 +83,19 @@ class Traced(NamedTuple):
         return Traced(head[1] if head else "", known)
 
 
-def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
-    kind = one.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
+def _described(op: Instruction, mesh: dict[str, int]) -> About | None:
+    kind = op.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
     if kind in CONTROL:
         return None
     if kind == "async":
-        return _guessed(one.name)
+        return _guessed(op.name)
     if kind not in COLLECTIVES:
-        product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
-        product |= one.name.startswith("gemm_fusion") or one.target.startswith(GEMM)
-        return About(module_of(one.op_name), False, product)
+        product = op.op_name.endswith(PRODUCT) or op.kind in ("dot", "convolution")
+        product |= op.name.startswith("gemm_fusion") or op.target.startswith(GEMM)
+        return About(module_of(op.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
-    if mesh and not one.kind.endswith(("-done", "-update")):
-        groups = groups_of(one.rest, math.prod(mesh.values()))
+    if mesh and not op.kind.endswith(("-done", "-update")):
+        groups = groups_of(op.rest, math.prod(mesh.values()))
         shown += f" over {', '.join(axes_of(groups, mesh)) or 'no axis'}"
     return About(shown, True, False)
 
@@ -119,15 +119,15 @@ def trace_files(path: Path) -> list[Path]:
     if path.is_file() and path.name.endswith(XPLANE[1:]):
         return [path]
     profile = RunFiles(path).profile
-    at = max(profile.glob("steps-*"), key=lambda folder: folder.stat().st_mtime, default=path)
-    found = sorted(at.rglob(XPLANE), key=lambda file: file.stat().st_mtime) if at.is_dir() else []
-    if not found:
+    newest = max(profile.glob("steps-*"), key=lambda folder: folder.stat().st_mtime, default=path)
+    traces = sorted(newest.rglob(XPLANE), key=lambda file: file.stat().st_mtime) if newest.is_dir() else []
+    if not traces:
         raise DataError(
             f"--trace={path} holds no trace: there is no {XPLANE} below it; train with "
             "--config.train.profile_steps=FIRST:LAST"
         )
-    newest = {home: file for file in found if (home := _home(file))}
-    return [file for _, file in sorted(newest.items())] or [found[-1]]
+    of_process = {home: file for file in traces if (home := _home(file))}
+    return [file for _, file in sorted(of_process.items())] or [traces[-1]]
 
 
 def _home(file: Path) -> Path | None:
@@ -149,15 +149,13 @@ def _read(file: Path) -> Trace:
     for plane in planes:
         for number, ran in _ran(plane, program):
             # Some backends count the devices of a process from 0.
-            own = number if number in local or number >= len(local) else local[number]
-            devices.setdefault(own, []).append(ran)
+            device = number if number in local or number >= len(local) else local[number]
+            devices.setdefault(device, []).append(ran)
     (begin, end), steps = _span(planes, devices)
     # Each process has its own clock: times of a device are relative to the span of its process.
     inside = {
         number: [
-            one._replace(start=one.start - begin, end=one.end - begin)
-            for one in ran
-            if one.end > begin and one.start < end
+            op._replace(start=op.start - begin, end=op.end - begin) for op in ran if op.end > begin and op.start < end
         ]
         for number, ran in devices.items()
     }
@@ -185,22 +183,22 @@ def _text(file: Path) -> str:
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. On CPUs each thread's line names the device of its operations. Each
     GPU or TPU has a plane; on GPUs it has a line for each stream."""
-    found = DEVICE_PLANE.match(plane.name)
-    if found is None and plane.name != "/host:CPU":
+    device = DEVICE_PLANE.match(plane.name)
+    if device is None and plane.name != "/host:CPU":
         return
     lines = list(plane.lines)
-    if found is not None:
+    if device is not None:
         streams = [line for line in lines if line.name.startswith("Stream")]
         lines = streams or [line for line in lines if line.name.endswith("XLA Ops")]
     for line in lines:
         for event in line.events:
             stats = dict(event.stats)
-            if found is None and ("hlo_op" not in stats or event.name.startswith(("end: ", "ThreadpoolListener"))):
+            if device is None and ("hlo_op" not in stats or event.name.startswith(("end: ", "ThreadpoolListener"))):
                 continue
             about = _of(event.name, stats, program)
             if about is not None:
                 start = event.start_ns / 1e9
-                number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
+                number = int(device[1]) if device else int(stats.get("device_ordinal", 0))
                 yield number, Operation(start, start + event.duration_ns / 1e9, about)
 
 
@@ -298,22 +296,22 @@ def add_up(ran: list[Operation], wall_secs: float) -> Counter:
     """Seconds of one device by purpose and module: "compute" and the "products" in it, "exposed" and "hidden"
     collectives, "idle"; and the "calls". Each moment is divided equally among the operations that compute then. If none
     computes, it counts for collectives; if nothing runs, it is idle."""
-    spent = Counter(("calls", one.about.module) for one in ran)
+    spent = Counter(("calls", op.about.module) for op in ran)
     now, running = 0.0, set()
     # Starts come before ends at the same moment, so that an operation of zero length starts before it ends.
-    edges = [(one.start, False, at) for at, one in enumerate(ran)] + [(one.end, True, at) for at, one in enumerate(ran)]
-    for time, ends, at in [*sorted(edges), (wall_secs, True, None)]:
+    edges = [(time, ends, index) for index, op in enumerate(ran) for time, ends in ((op.start, False), (op.end, True))]
+    for time, ends, index in [*sorted(edges), (wall_secs, True, None)]:
         until = min(max(time, now), wall_secs)
         secs, now = until - now, until
         computing = [ran[number].about for number in running if not ran[number].about.collective]
         sending = [ran[number].about for number in running if ran[number].about.collective]
-        for one in computing if secs else ():
-            spent["compute", one.module] += secs / len(computing)
-            spent["products", one.module] += secs / len(computing) * one.product
-        for one in sending if secs else ():
-            spent["hidden" if computing else "exposed", one.module] += secs / len(sending)
+        for about in computing if secs else ():
+            spent["compute", about.module] += secs / len(computing)
+            spent["products", about.module] += secs / len(computing) * about.product
+        for about in sending if secs else ():
+            spent["hidden" if computing else "exposed", about.module] += secs / len(sending)
         spent["idle", ""] += secs * (not running)
-        running = running - {at} if ends else running | {at}
+        running = running - {index} if ends else running | {index}
     return spent
 
 
@@ -352,9 +350,9 @@ def _place(trace: Trace, number: int) -> str:
     """Mesh coordinates of a device, as "pp=0 dp=1 tp=0"."""
     if number not in trace.order or not trace.mesh:
         return ""
-    at, ranks = trace.order.index(number), []
+    rest, ranks = trace.order.index(number), []
     for axis, size in reversed(trace.mesh.items()):
-        at, rank = divmod(at, size)
+        rest, rank = divmod(rest, size)
         ranks.append(f"{axis}={rank}")
     return " ".join(reversed(ranks))
 
@@ -362,59 +360,59 @@ def _place(trace: Trace, number: int) -> str:
 SHOWN_DEVICES = 16
 
 
-def _heading(found: StepProfile) -> Iterator[str]:
+def _heading(profile: StepProfile) -> Iterator[str]:
     """Name, steps and mesh of the trace."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.items())
-    where = f"{len(found.devices)} devices" + (f" ({found.kind})" if found.kind else "")
-    steps = found.steps
+    mesh = " ".join(f"{axis}={size}" for axis, size in profile.mesh.items())
+    where = f"{len(profile.devices)} devices" + (f" ({profile.kind})" if profile.kind else "")
+    steps = profile.steps
     which = (
         "unknown steps" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     )
-    yield f"{found.name}: {which} on {where}" + (f", {mesh}" if mesh else "")
-    each = f", {_ms(found.secs / len(steps))} a step" if steps else ""
-    yield f"{_ms(found.secs)} of wall time{each}; below, an average device in one step"
+    yield f"{profile.name}: {which} on {where}" + (f", {mesh}" if mesh else "")
+    each = f", {_ms(profile.secs / len(steps))} a step" if steps else ""
+    yield f"{_ms(profile.secs)} of wall time{each}; below, an average device in one step"
 
 
-def _parts(found: StepProfile) -> Iterator[str]:
+def _parts(profile: StepProfile) -> Iterator[str]:
     """Parts of the model, collectives and idle: they add up to the wall time."""
-    steps, least = max(len(found.steps), 1), LEAST_SHOWN * found.secs
-    shown = [part for part in found.modules if part.secs >= least]
-    rest = [part for part in found.modules if 0 < part.secs < least]
+    steps, least = max(len(profile.steps), 1), LEAST_SHOWN * profile.secs
+    shown = [part for part in profile.modules if part.secs >= least]
+    rest = [part for part in profile.modules if 0 < part.secs < least]
     if rest:
         name = f"{len(rest)} more parts" if len(rest) > 1 else rest[0].name
         secs, calls = sum(part.secs for part in rest), sum(part.calls for part in rest)
         shown.append(PartTime(name, secs, 0.0, 0.0, calls))
     rows = [
-        [*_cells(part, found, steps), f"{_ms(part.products / steps)} in products" if part.products else ""]
+        [*_cells(part, profile, steps), f"{_ms(part.products / steps)} in products" if part.products else ""]
         for part in shown
     ]
-    for part in found.collectives:
-        rows.append([*_cells(part, found, steps), f"{_ms(part.hidden / steps)} hidden" if part.hidden else ""])
-    rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
-    total = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
-    rows.append(["together", "", _ms(total / steps), percent(total / found.secs), ""])
+    for part in profile.collectives:
+        rows.append([*_cells(part, profile, steps), f"{_ms(part.hidden / steps)} hidden" if part.hidden else ""])
+    rows.append(["idle", "", _ms(profile.idle / steps), percent(profile.idle / profile.secs), ""])
+    total = sum(part.secs for part in (*profile.modules, *profile.collectives)) + profile.idle
+    rows.append(["together", "", _ms(total / steps), percent(total / profile.secs), ""])
     yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=TEXT_WIDTH)
     yield ""
     yield "hidden: a collective runs while the device computes, and is counted there."
-    if any(part.name == IN_GRAPHS for part in found.modules):
+    if any(part.name == IN_GRAPHS for part in profile.modules):
         yield f"{IN_GRAPHS} have no names: trace with {NO_GRAPHS} in the environment."
-    if found.kind == "cpu":
+    if profile.kind == "cpu":
         yield "Simulated devices share the machine's cores: collectives hold the wait for the others, too."
 
 
-def _cells(part: PartTime, found: StepProfile, steps: int) -> list[str]:
-    return [part.name, f"{part.calls / steps:,.0f}", _ms(part.secs / steps), percent(part.secs / found.secs)]
+def _cells(part: PartTime, profile: StepProfile, steps: int) -> list[str]:
+    return [part.name, f"{part.calls / steps:,.0f}", _ms(part.secs / steps), percent(part.secs / profile.secs)]
 
 
-def _devices(found: StepProfile) -> Iterator[str]:
+def _devices(profile: StepProfile) -> Iterator[str]:
     """Each device's share of compute, collectives and idle."""
     rows = [
-        [str(one.device), one.place, *(percent(part / found.secs) for part in (one.compute, one.exposed, one.idle))]
-        for one in found.devices[:SHOWN_DEVICES]
+        [str(number), place, *(percent(part / profile.secs) for part in parts)]
+        for number, place, *parts in profile.devices[:SHOWN_DEVICES]
     ]
     yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=TEXT_WIDTH)
-    if len(found.devices) > SHOWN_DEVICES:
-        yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
+    if len(profile.devices) > SHOWN_DEVICES:
+        yield f"and {len(profile.devices) - SHOWN_DEVICES} more devices; --json has all."
 
 
 def _ms(secs: float) -> str:

@@ -47,10 +47,10 @@ PASSES = FORWARD + BACKWARD + WEIGHTS
 class Share(NamedTuple):
     """Share of a conditional's executions that take the second branch, which does the work.
 
-    `own` is the share of an average rank; `lockstep` that of the slowest rank, for which the others wait.
+    `average` is that of an average rank; `lockstep` that of the slowest rank, for which the others wait.
     """
 
-    own: float
+    average: float
     lockstep: float
 
 
@@ -179,7 +179,7 @@ class LoopEvent(NamedTuple):
 class BranchEvent(NamedTuple):
     """Sides of a branch, with the share of executions that take each: on an average rank and on the slowest rank."""
 
-    own: tuple[float, ...]
+    average: tuple[float, ...]
     lockstep: tuple[float, ...]
     sides: list[list]
 
@@ -229,60 +229,60 @@ class TimelineReader:
         return self._read[name]
 
     def _events(self, computation: Computation) -> Iterator:
-        for one in computation.instructions:
-            base = one.kind.removesuffix("-start").removesuffix("-done")
-            if one.kind == "while":
-                yield self._loop(one, computation)
-            elif one.kind == "conditional":
-                yield self._branch(one)
-            elif one.kind == "call":
-                yield from self.computation(one.called[0])
-            elif one.kind in (*FUSIONS, "async-start"):
-                yield from self._fused(one, computation)
-            elif one.kind in ("call-start", "call-update"):
-                yield from self._offloaded(one, computation)
-            elif one.kind.endswith("-done") and (base in COLLECTIVES or base in ("async", "call")):
-                yield End(self._start_of(one, computation))
+        for op in computation.instructions:
+            base = op.kind.removesuffix("-start").removesuffix("-done")
+            if op.kind == "while":
+                yield self._loop(op, computation)
+            elif op.kind == "conditional":
+                yield self._branch(op)
+            elif op.kind == "call":
+                yield from self.computation(op.called[0])
+            elif op.kind in (*FUSIONS, "async-start"):
+                yield from self._fused(op, computation)
+            elif op.kind in ("call-start", "call-update"):
+                yield from self._offloaded(op, computation)
+            elif op.kind.endswith("-done") and (base in COLLECTIVES or base in ("async", "call")):
+                yield End(self._start_of(op, computation))
             elif base in COLLECTIVES:
-                yield from self._collective(one, computation, one, computation)
-            elif _is_kernel(one):
-                yield self._kernel(one, computation)
+                yield from self._collective(op, computation, op, computation)
+            elif _is_kernel(op):
+                yield self._kernel(op, computation)
             else:
-                yield from self._compute(one, computation, [(computation, one)])
+                yield from self._compute(op, computation, [(computation, op)])
 
     def _compute(
-        self, one: Instruction, computation: Computation, parts: Iterable[tuple[Computation, Instruction]]
+        self, op: Instruction, computation: Computation, parts: Iterable[tuple[Computation, Instruction]]
     ) -> Iterator:
         products = [(part, home, flops) for home, part in parts if (flops := instruction_flops(part, home))]
-        cycles, flops = one.cycles or 0, sum(flops for *_, flops in products)
+        cycles, flops = op.cycles or 0, sum(flops for *_, flops in products)
         if self.gpu:
-            moved = moved_bytes(one, computation, self.module)
+            moved = moved_bytes(op, computation, self.module)
             cycles = roofline_secs(products, moved, self.gpu) * self.gpu.clock_hz
         if cycles or flops:
-            yield Compute(cycles, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+            yield Compute(cycles, flops, module_of(op.op_name), op.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
-        one = done
-        while one.kind.endswith("-done") or one.kind in ("async-update", "call-update"):
-            one = computation.find(one.operands[0])
-        return one.name
+        op = done
+        while op.kind.endswith("-done") or op.kind in ("async-update", "call-update"):
+            op = computation.find(op.operands[0])
+        return op.name
 
-    def _loop(self, one: Instruction, computation: Computation) -> LoopEvent:
-        trips = self.module.trips(one, computation)
+    def _loop(self, op: Instruction, computation: Computation) -> LoopEvent:
+        trips = self.module.trips(op, computation)
         if trips is None:
-            self.unknown.append(one.op_name or one.name)
-        return LoopEvent(1 if trips is None else trips, self.computation(one.attribute("body")))
+            self.unknown.append(op.op_name or op.name)
+        return LoopEvent(1 if trips is None else trips, self.computation(op.attribute("body")))
 
-    def _branch(self, one: Instruction) -> BranchEvent:
-        sides = [self.computation(name) for name in one.called]
-        share = (self.shares or {}).get(name_of(one.op_name))
-        if self._is_for_usual_load(one):
+    def _branch(self, op: Instruction) -> BranchEvent:
+        sides = [self.computation(name) for name in op.called]
+        share = (self.shares or {}).get(name_of(op.op_name))
+        if self._is_for_usual_load(op):
             share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
-            dearest = max(range(len(sides)), key=lambda at: branch_cost(sides[at]))
-            only = tuple(float(at == dearest) for at in range(len(sides)))
+            dearest = max(range(len(sides)), key=lambda side: branch_cost(sides[side]))
+            only = tuple(float(side == dearest) for side in range(len(sides)))
             return BranchEvent(only, only, sides)
-        return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
+        return BranchEvent((1 - share.average, share.average), (1 - share.lockstep, share.lockstep), sides)
 
     def _is_for_usual_load(self, branch: Instruction) -> bool:
         """Whether the last side of a branch is that of experts with a usual load. The compiler may have dropped the
@@ -294,34 +294,34 @@ class TimelineReader:
         ]
         return any(sides)
 
-    def _fused(self, one: Instruction, computation: Computation) -> Iterator:
+    def _fused(self, op: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
-        inside = list(self._inside(one))
+        inside = list(self._inside(op))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveDone":
                 yield End(_chained(_operand_in_chain(home, inner)))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveStart":
                 piece = _operand_in_chain(home, inner)
-                yield self._call(piece, home, one, computation, True)._replace(op=_chained(piece))
+                yield self._call(piece, home, op, computation, True)._replace(op=_chained(piece))
             elif inner.kind in COLLECTIVES and not inner.chain:
-                yield from self._collective(inner, home, one, computation)
-        if one.cycles is None and not self.gpu and any(inner.kind == "gather" for _, inner in inside):
-            rows = shape_bytes(one.shape)  # it reads what it writes, and says no cycles
-            yield Kernel(one.name, one.op_name, rows, rows, 0)
+                yield from self._collective(inner, home, op, computation)
+        if op.cycles is None and not self.gpu and any(inner.kind == "gather" for _, inner in inside):
+            rows = shape_bytes(op.shape)  # it reads what it writes, and says no cycles
+            yield Kernel(op.name, op.op_name, rows, rows, 0)
         kernels = [] if self.gpu else [(home, inner) for home, inner in inside if _is_kernel(inner)]
         for home, inner in kernels:  # its results are written where a slice of something is updated
             yield self._kernel(inner, home)
         if not any(inner.kind in COLLECTIVES for _, inner in inside) or not self.gpu:
-            yield from self._compute(one, computation, [part for part in inside if part not in kernels])
+            yield from self._compute(op, computation, [part for part in inside if part not in kernels])
 
-    def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
+    def _offloaded(self, op: Instruction, caller: Computation) -> Iterator:
         """Work that is offloaded from the computing core: a collective on a SparseCore, or a gather of rows.
 
         It begins when its operands are ready. In programs of newer compilers the start has no operands; its update has.
         """
-        start = caller.find(self._start_of(one, caller)) if one.kind == "call-update" else one
-        if one.kind == "call-start" and not one.operands:
+        start = caller.find(self._start_of(op, caller)) if op.kind == "call-update" else op
+        if op.kind == "call-start" and not op.operands:
             return
         pieces = [(home, inner) for home, inner in self._inside(start) if inner.kind in COLLECTIVES]
         for home, piece in pieces:
@@ -336,9 +336,9 @@ class TimelineReader:
         done = (one for one in caller.instructions if one.kind == "call-done")
         return next((one.shape for one in done if self._start_of(one, caller) == start.name), "")
 
-    def _inside(self, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    def _inside(self, op: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """The instructions inside a fusion or a call, with their computation."""
-        for name in one.called:
+        for name in op.called:
             home = self.module.computations[name]
             for inner in home.instructions:
                 yield home, inner
@@ -384,40 +384,40 @@ class TimelineReader:
         if not piece.kind.startswith(RAGGED_EXCHANGE):
             return sum(sizes)
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
-        own, of_experts = sizes[:2] if SENT in piece.op_name else sizes[1::-1]
-        return min(own, round(self.load * of_experts))
+        rows, of_experts = sizes[:2] if SENT in piece.op_name else sizes[1::-1]
+        return min(rows, round(self.load * of_experts))
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none and take that of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
         return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
 
-    def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
-        shapes = [_shape(computation, name) for name in one.operands]
-        operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
-        if _is_grouped(one):
-            operands, result = round(sum(map(self._used_bytes, shapes))), round(self._used_bytes(one.shape))
+    def _kernel(self, op: Instruction, computation: Computation) -> Kernel:
+        shapes = [_shape(computation, name) for name in op.operands]
+        operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(op.shape), _kernel_flops(op, computation)
+        if _is_grouped(op):
+            operands, result = round(sum(map(self._used_bytes, shapes))), round(self._used_bytes(op.shape))
             flops = round(self.load * flops)
         # Attention kernels multiply in the model's dtype; 8-bit operands of theirs are tables of masks.
-        matmul = _matmul(shapes) if _is_grouped(one) else "compute"
-        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), matmul)
+        matmul = _matmul(shapes) if _is_grouped(op) else "compute"
+        return Kernel(op.name, op.op_name, operands, result, flops, _is_grouped(op), matmul)
 
     def _used_bytes(self, shape: str) -> float:
         """Bytes of a grouped product's operand or result, of rows only those in use."""
         return shape_bytes(shape) * (self.load if _has_rows(shape) else 1)
 
 
-def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
+def executed(events: list, average: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
     """All events except loops and branches, with the number of times that an average rank and the slowest rank execute
     each in a step."""
     for event in events:
         if isinstance(event, LoopEvent):
-            yield from executed(event.body, own * event.trips, lockstep * event.trips)
+            yield from executed(event.body, average * event.trips, lockstep * event.trips)
         elif isinstance(event, BranchEvent):
-            for side, *shares in zip(event.sides, event.own, event.lockstep, strict=True):
-                yield from executed(side, own * shares[0], lockstep * shares[1])
+            for side, *shares in zip(event.sides, event.average, event.lockstep, strict=True):
+                yield from executed(side, average * shares[0], lockstep * shares[1])
         else:
-            yield event, own, lockstep
+            yield event, average, lockstep
 
 
 def weight(events: list) -> tuple[float, float, float]:
@@ -448,9 +448,9 @@ def _with_cycles_between(event: Any, after: list) -> Any:
     return event._replace(cycles_between=weight(after[:last])[0])
 
 
-def _operand_in_chain(home: Computation, one: Instruction) -> Instruction:
+def _operand_in_chain(home: Computation, op: Instruction) -> Instruction:
     """The collective that a custom call starts or ends."""
-    operands = map(home.find, one.operands)
+    operands = map(home.find, op.operands)
     return next(found for found in operands if found is not None and found.chain)
 
 
@@ -459,8 +459,8 @@ def _chained(piece: Instruction) -> str:
 
 
 def _shape(computation: Computation, name: str) -> str:
-    one = computation.find(name)
-    return one.shape if one is not None else ""
+    op = computation.find(name)
+    return op.shape if op is not None else ""
 
 
 class CompiledFlops(NamedTuple):
@@ -560,16 +560,18 @@ def read_hlo_text(
     collectives: dict[str, CompiledCollective] = {}
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     flops, kernels = [0.0, 0.0], []
-    for event, own, lockstep in executed(timeline):
+    for event, average, lockstep in executed(timeline):
         if isinstance(event, Compute):
             modules[event.module][not event.product] += event.cycles * lockstep
-            flops[event.module == UPDATE] += event.flops * own
+            flops[event.module == UPDATE] += event.flops * average
         elif isinstance(event, Kernel):
-            flops[of_update(event.source)] += event.flops * own
+            flops[of_update(event.source)] += event.flops * average
             kernels.append(event)
         elif isinstance(event, CompiledCollective):
-            one = collectives.get(event.op, event)
-            collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
+            call = collectives.get(event.op, event)
+            collectives[event.op] = call._replace(
+                count=call.count + average, lockstep_count=call.lockstep_count + lockstep
+            )
     return Compiled(
         collectives=list(collectives.values()),
         cycles=sum(map(sum, modules.values())) or None,
@@ -627,39 +629,39 @@ def module_of(op_name: str) -> str:
     return SLOTS if last in SLICES else ELSEWHERE
 
 
-def instruction_flops(one: Instruction, home: Computation) -> int:
+def instruction_flops(op: Instruction, home: Computation) -> int:
     """FLOPs of an instruction of this computation if it is a matrix product; otherwise 0."""
-    if one.kind == "dot":
-        return _dot(one, home)
-    if one.kind == "convolution":
-        return _convolution(one, home)
-    if one.kind == "custom-call":
-        return _gemm(one, home) if one.target.startswith(GEMM) else _kernel_flops(one, home)
+    if op.kind == "dot":
+        return _dot(op, home)
+    if op.kind == "convolution":
+        return _convolution(op, home)
+    if op.kind == "custom-call":
+        return _gemm(op, home) if op.target.startswith(GEMM) else _kernel_flops(op, home)
     return 0
 
 
-def _dot(one: Instruction, home: Computation) -> int:
-    left = _dims(home, one.operands[0])
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
-    return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+def _dot(op: Instruction, home: Computation) -> int:
+    left = _dims(home, op.operands[0])
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
+    return 2 * math.prod(arrays_of(op.shape)[0][1]) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
 
 
-def _gemm(one: Instruction, home: Computation) -> int:
+def _gemm(op: Instruction, home: Computation) -> int:
     """A product by cuBLAS."""
-    left = _dims(home, one.operands[0])
-    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
+    left = _dims(home, op.operands[0])
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.rest)
     dims = re.findall(r"\d+", contracted[1]) if contracted else ()
-    return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in dims)
+    return 2 * math.prod(arrays_of(op.shape)[0][1]) * math.prod(left[int(dim)] for dim in dims)
 
 
-def _convolution(one: Instruction, home: Computation) -> int:
+def _convolution(op: Instruction, home: Computation) -> int:
     """The TPU compiler writes products as convolutions; batch dims become spatial ones, with zeros between."""
-    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
-    sizes = dict(zip(left, _dims(home, one.operands[0]))), dict(zip(right, _dims(home, one.operands[1])))
-    result = dict(zip(out, arrays_of(one.shape)[0][1]))
+    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
+    sizes = dict(zip(left, _dims(home, op.operands[0]))), dict(zip(right, _dims(home, op.operands[1])))
+    result = dict(zip(out, arrays_of(op.shape)[0][1]))
     pairs = (
         _pairs(sizes[0][dim], sizes[1][dim], result[dim], window)
-        for dim, window in zip(sorted(filter(str.isdigit, out)), _windows(one.rest))
+        for dim, window in zip(sorted(filter(str.isdigit, out)), _windows(op.rest))
     )
     return 2 * result["b"] * result["f"] * sizes[1]["i"] * math.prod(pairs)
 
@@ -674,17 +676,17 @@ def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
 
 def _windows(rest: str) -> Iterator[dict[str, str]]:
     """The window's numbers, one dim after the other."""
-    found = re.search(r"window=\{([^}]*)\}", rest)
-    given = dict(part.split("=") for part in found[1].split()) if found else {}
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    given = dict(part.split("=") for part in window[1].split()) if window else {}
     return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
 
 
-def _is_kernel(one: Instruction) -> bool:
-    return one.kind == "custom-call" and one.target.startswith(KERNELS)
+def _is_kernel(op: Instruction) -> bool:
+    return op.kind == "custom-call" and op.target.startswith(KERNELS)
 
 
-def _is_grouped(one: Instruction) -> bool:
-    return one.name.startswith(GROUPED_KERNELS)
+def _is_grouped(op: Instruction) -> bool:
+    return op.name.startswith(GROUPED_KERNELS)
 
 
 def _matmul(shapes: Sequence[str]) -> str:
@@ -703,17 +705,17 @@ def _has_rows(shape: str) -> bool:
     return any(len(dims) == 2 for dims in _factors(shape))
 
 
-def _kernel_flops(one: Instruction, home: Computation) -> int:
-    if _is_grouped(one):
-        operands = [dims for name in one.operands for dims in _factors(_shape(home, name))]
-        results = _factors(one.shape)  # empty if it only lists blocks
+def _kernel_flops(op: Instruction, home: Computation) -> int:
+    if _is_grouped(op):
+        operands = [dims for name in op.operands for dims in _factors(_shape(home, name))]
+        results = _factors(op.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, results[0]) if results else 0
-    name = one.name
-    if found := TRITON_CALL.search(one.op_name):
-        name = found[0]
-    elif one.target.startswith(CUDNN_CALLS):
-        name = "cudnn_bwd" if re.search("bwd|Backward", one.target) else "cudnn_fwd"
-    return kernel_flops(name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
+    name = op.name
+    if triton := TRITON_CALL.search(op.op_name):
+        name = triton[0]
+    elif op.target.startswith(CUDNN_CALLS):
+        name = "cudnn_bwd" if re.search("bwd|Backward", op.target) else "cudnn_fwd"
+    return kernel_flops(name, [dims for name in op.operands for dims in float_dims(_shape(home, name))]) or 0
 
 
 def _dims(home: Computation, name: str) -> tuple[int, ...]:

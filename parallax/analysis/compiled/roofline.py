@@ -26,38 +26,38 @@ VIEWS = ("bitcast", "reshape", "get-tuple-element")
 
 def roofline_secs(products: Iterable[tuple[Instruction, Computation, int]], moved: int, chip: Chip) -> float:
     """The longer of two times: these products, each with computation and FLOPs, at peak, and moving the bytes."""
-    return max(sum(flops / _peak(one, home, chip) for one, home, flops in products), moved / chip.hbm_bandwidth)
+    return max(sum(flops / _peak(op, home, chip) for op, home, flops in products), moved / chip.hbm_bandwidth)
 
 
-def _peak(one: Instruction, home: Computation, chip: Chip) -> float:
+def _peak(op: Instruction, home: Computation, chip: Chip) -> float:
     """FLOP/s of a product: of the tensor cores or, at the highest precision, of the float units."""
-    dtype = arrays_of(home.find(one.operands[0]).shape)[0][0]
+    dtype = arrays_of(home.find(op.operands[0]).shape)[0][0]
     name = "float8" if dtype.startswith("f8") else PEAK_OF_DTYPE.get(dtype)
-    if name not in chip.flops or (name == "float32" and "highest" in one.rest):
+    if name not in chip.flops or (name == "float32" and "highest" in op.rest):
         return 2 * chip.target.cores * chip.target.float_units * chip.clock_hz
     return chip.flops[name]
 
 
-def moved_bytes(one: Instruction, home: Computation, module: Module) -> int:
+def moved_bytes(op: Instruction, home: Computation, module: Module) -> int:
     """Bytes that an instruction of this computation reads from and writes to memory."""
-    if one.kind in FREE or one.kind.endswith("-done"):
+    if op.kind in FREE or op.kind.endswith("-done"):
         return 0
-    if one.kind in FUSIONS:
-        return _of_fusion(one, home, module)
-    if one.kind in SLICING:
-        return 2 * shape_bytes(one.shape)
-    if one.kind in UPDATES:
-        return 2 * _updated(one, home)
-    written = re.findall(r"\w+\[[\d,]*\]", one.shape)
-    if one.kind == "custom-call":  # a library call has a workspace after a product's result
+    if op.kind in FUSIONS:
+        return _of_fusion(op, home, module)
+    if op.kind in SLICING:
+        return 2 * shape_bytes(op.shape)
+    if op.kind in UPDATES:
+        return 2 * _updated(op, home)
+    written = re.findall(r"\w+\[[\d,]*\]", op.shape)
+    if op.kind == "custom-call":  # a library call has a workspace after a product's result
         written = [array for at, array in enumerate(written) if not (at and array.startswith(WORKSPACE))]
-    return sum(map(shape_bytes, written)) + sum(shape_bytes(_shape(home, name)) for name in dict.fromkeys(one.operands))
+    return sum(map(shape_bytes, written)) + sum(shape_bytes(_shape(home, name)) for name in dict.fromkeys(op.operands))
 
 
-def _of_fusion(one: Instruction, home: Computation, module: Module) -> int:
-    inside = module.computations[one.called[0]]
+def _of_fusion(op: Instruction, home: Computation, module: Module) -> int:
+    inside = module.computations[op.called[0]]
     written = sum(_written(root, inside) for root in _results(inside))
-    return written + sum(_read(at, inside, module) for at, _ in enumerate(one.operands))
+    return written + sum(_read(at, inside, module) for at, _ in enumerate(op.operands))
 
 
 def _results(inside: Computation) -> list[Instruction]:
@@ -71,21 +71,21 @@ def _written(root: Instruction, inside: Computation) -> int:
     return _updated(root, inside) if root.kind in UPDATES else shape_bytes(root.shape)
 
 
-def _updated(one: Instruction, home: Computation) -> int:
+def _updated(op: Instruction, home: Computation) -> int:
     """Bytes that an update in place writes; the operands of a scatter have indices before the update."""
-    return shape_bytes(_shape(home, one.operands[1 if one.kind == UPDATES[0] else -1]))
+    return shape_bytes(_shape(home, op.operands[1 if op.kind == UPDATES[0] else -1]))
 
 
 def _read(number: int, inside: Computation, module: Module) -> int:
     """Bytes of an operand that a fusion reads."""
-    parameter = next(one for one in inside.instructions if one.kind == "parameter" and one.literal == str(number))
+    parameter = next(op for op in inside.instructions if op.kind == "parameter" and op.literal == str(number))
     return min(shape_bytes(parameter.shape), sum(_uses(parameter, inside, module)))
 
 
-def _uses(one: Instruction, inside: Computation, module: Module) -> Iterable[int]:
+def _uses(op: Instruction, inside: Computation, module: Module) -> Iterable[int]:
     """Bytes of a value that each of its uses in a fusion reads."""
     for user in inside.instructions:
-        places = [at for at, name in enumerate(user.operands) if name == one.name]
+        places = [at for at, name in enumerate(user.operands) if name == op.name]
         if not places:
             continue
         if user.kind in VIEWS:
@@ -95,9 +95,9 @@ def _uses(one: Instruction, inside: Computation, module: Module) -> Iterable[int
         elif user.kind in SLICING and places == [0]:
             yield shape_bytes(user.shape)
         elif user.kind not in UPDATES or places != [0]:
-            yield shape_bytes(one.shape)
+            yield shape_bytes(op.shape)
 
 
 def _shape(home: Computation, name: str) -> str:
-    one = home.find(name)
-    return one.shape if one is not None else ""
+    op = home.find(name)
+    return op.shape if op is not None else ""

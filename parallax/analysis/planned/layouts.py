@@ -95,13 +95,13 @@ class Choice(NamedTuple):
         moved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
         moved += [pair for axis in further for pair in (("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis))]
         sizes = self._asdict()
-        changes += [{one: sizes[one] // 2, other: 2 * sizes[other]} for one, other in moved if sizes[one] % 2 == 0]
+        changes += [{half: sizes[half] // 2, twice: 2 * sizes[twice]} for half, twice in moved if sizes[half] % 2 == 0]
         changes += [{"context": context} for context in CONTEXTS if self.cp > 1]
         schedules = [("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)] if self.pp > 1 else []
         changes += [{"schedule": schedule, "virtual": virtual} for schedule, virtual in schedules]
-        found = (self._replace(**change) for change in changes)
-        found = (choice if choice.pp > 1 else choice._replace(schedule="gpipe", virtual=1) for choice in found)
-        return [choice for choice in found if choice != self]
+        varied = (self._replace(**change) for change in changes)
+        varied = (choice if choice.pp > 1 else choice._replace(schedule="gpipe", virtual=1) for choice in varied)
+        return [choice for choice in varied if choice != self]
 
     def flags_to(self, other: "Choice") -> list[str]:
         """Flags that turn this layout's command line into that of another one."""
@@ -146,11 +146,11 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
     """Sizes of cp worth trying on this number of devices, each with the forms of context parallelism. Sizes above 1 are
     tried only if the settings have context ranks, or fewer rows than there are devices."""
-    found = [(1, settings.layout.context)]
+    tried = [(1, settings.layout.context)]
     if settings.mesh.cp > 1 or settings.data.global_batch < settings.mesh.replica * devices:
         sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
-        found += itertools.product(sizes, CONTEXTS)
-    return found
+        tried += itertools.product(sizes, CONTEXTS)
+    return tried
 
 
 def expert_ranks(model: ModelConfig, devices: int) -> list[int]:

@@ -98,7 +98,7 @@ class Comparison:
     first plan that was given. Notebooks draw it. Plans that do not fit are named below the table."""
 
     name: str
-    own: Choice
+    configured: Choice
     topology: Topology
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
@@ -113,13 +113,13 @@ class Comparison:
         return [PricedLayout(plan.layout, plan.estimate) for plan in self.plans]
 
     def __repr__(self) -> str:
-        lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.own)]
+        lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.configured)]
         verdicts = (verdict(plan.peak_bytes, self.topology, "predicted") for plan in self.too_large)
         layouts = (f"{plan.layout.mesh} remat {plan.layout.remat}" for plan in self.too_large)
         return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
 
     def _repr_svg_(self) -> str:
-        return draw(f"{self.name} on {self.topology.name}", self._rows, self.topology, self.own)
+        return draw(f"{self.name} on {self.topology.name}", self._rows, self.topology, self.configured)
 
 
 def plan(settings: Settings, topology: str | Topology, *, name: str = "step") -> Plan:
@@ -181,14 +181,14 @@ def helpful_changes(
     If the step does not fit: first those that make it fit, fastest first, then those that come nearest. `show` is
     called with the number of changes priced so far and the number of all.
     """
-    found = list(_priced(settings, topology, now, show))
-    room, by_secs, by_bytes = topology.chip.usable_bytes - now.peak_bytes, attrgetter("secs"), attrgetter("bytes")
-    if room < 0:
-        smaller = sorted((change for change in found if change.bytes < 0), key=by_bytes)
-        enough = sorted((change for change in smaller if change.bytes <= room), key=by_secs)
-        return (enough + [change for change in smaller if change.bytes > room])[:CHANGES_SHOWN]
-    faster = [change for change in found if change.secs < -LEAST_SPEEDUP and change.bytes <= room]
-    smaller = [change for change in found if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
+    changes = list(_priced(settings, topology, now, show))
+    free_bytes, by_secs, by_bytes = topology.chip.usable_bytes - now.peak_bytes, attrgetter("secs"), attrgetter("bytes")
+    if free_bytes < 0:
+        smaller = sorted((change for change in changes if change.bytes < 0), key=by_bytes)
+        enough = sorted((change for change in smaller if change.bytes <= free_bytes), key=by_secs)
+        return (enough + [change for change in smaller if change.bytes > free_bytes])[:CHANGES_SHOWN]
+    faster = [change for change in changes if change.secs < -LEAST_SPEEDUP and change.bytes <= free_bytes]
+    smaller = [change for change in changes if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     faster.sort(key=by_secs)
@@ -200,8 +200,9 @@ def helpful_changes(
 
 def best_of_each_key(settings: Settings, ordered: Sequence[Change], count: int) -> list[Change]:
     """So many of these changes: the first one of each key before second ones."""
-    keys = [frozenset(changed_keys(settings, one.changed)) if one.changed else one.flags for one in ordered]
-    return [one for _, one in sorted(enumerate(ordered), key=lambda at: keys[at[0]] in keys[: at[0]])][:count]
+    keys = [frozenset(changed_keys(settings, change.changed)) if change.changed else change.flags for change in ordered]
+    numbers = sorted(range(len(ordered)), key=lambda number: keys[number] in keys[:number])
+    return [ordered[number] for number in numbers[:count]]
 
 
 def best_together(settings: Settings, topology: Topology, now: Estimate, faster: Sequence[Change]) -> list[Change]:
@@ -228,24 +229,24 @@ def changed_keys(settings: Settings, other: Settings) -> set[str]:
     pairs = ((name, getattr(settings, name), getattr(other, name)) for name in sections)
     return {
         f"{name}.{field.name}"
-        for name, one, two in pairs
-        for field in dataclasses.fields(one)
-        if getattr(one, field.name) != getattr(two, field.name)
+        for name, mine, theirs in pairs
+        for field in dataclasses.fields(mine)
+        if getattr(mine, field.name) != getattr(theirs, field.name)
     }
 
 
-def with_both(settings: Settings, one: Settings, other: Settings) -> Settings | None:
+def with_both(settings: Settings, first: Settings, other: Settings) -> Settings | None:
     """The settings with the changes of both; None if both change a key, or if they do not go together."""
     keys = changed_keys(settings, other)
-    if not keys.isdisjoint(changed_keys(settings, one)):
+    if not keys.isdisjoint(changed_keys(settings, first)):
         return None
     for section in {key.split(".")[0] for key in keys}:
         names = [key.split(".")[1] for key in keys if key.startswith(f"{section}.")]
         try:
-            one = with_changes(one, section, **{name: getattr(getattr(other, section), name) for name in names})
+            first = with_changes(first, section, **{name: getattr(getattr(other, section), name) for name in names})
         except ConfigError:
             return None
-    return one
+    return first
 
 
 def _priced(
@@ -273,15 +274,15 @@ def _price(flags: str, changed: Settings, topology: Topology, now: Estimate) -> 
 def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
     """Settings that differ in one key, legal or not, with the flags for them. Attention kernels are those that the
     topology's chips run, not those that they interpret."""
-    own = Choice.of(settings)
-    further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
-    sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=own.ep > 1)
-    for choice in own.variations(further, sets):
-        yield shlex.join(own.flags_to(choice)), choice.applied(settings)
+    layout = Choice.of(settings)
+    further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.kinds)
+    sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
+    for choice in layout.variations(further, sets):
+        yield shlex.join(layout.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
-    if settings.model.dtype != "float32" and own.data_ranks > 1:
+    if settings.model.dtype != "float32" and layout.data_ranks > 1:
         # Sums in float32 are rings, which use the network interfaces of all GPUs of a host; exchanges use each its own.
         # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them.
         rings = has_gpu_hosts(topology) or hides_reduce_scatters(topology.chip.name)
@@ -311,7 +312,7 @@ Values = tuple[str, dict[str, Any]]  # a section, and other values of keys in it
 def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
     """Values in fewer bits: states, parameters, weights that are sent, operands of products. For products the dtype
     that is fastest on the chip, if it is faster than the others."""
-    optimizer, own = settings.optimizer, Choice.of(settings)
+    optimizer, layout = settings.optimizer, Choice.of(settings)
     now = {"m_dtype": optimizer.m_dtype, "v_dtype": optimizer.v_dtype}
     for dtype in STATE_DTYPES:
         narrower = {key: dtype for key, old in now.items() if STATE_DTYPES.index(old) < STATE_DTYPES.index(dtype)}
@@ -319,7 +320,7 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
             yield "optimizer", narrower
     if optimizer.weights_dtype == "float32":
         yield "optimizer", {"weights_dtype": "bfloat16"}
-    if settings.fsdp.gather_dtype == "compute" and own.data_ranks > 1:
+    if settings.fsdp.gather_dtype == "compute" and layout.data_ranks > 1:
         yield "fsdp", {"gather_dtype": "int8"}
     fastest = fastest_matmul(topology.chip)
     if settings.model.matmul == "compute" != fastest:
@@ -392,8 +393,8 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
     without = predict(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [
-        f"{name} {found.secs:.3f} s a step, {tokens / found.secs:,.0f} tokens/s"
-        for name, found in ((settings.model.matmul, now), (settings.model.dtype, without))
+        f"{name} {estimate.secs:.3f} s a step, {tokens / estimate.secs:,.0f} tokens/s"
+        for name, estimate in ((settings.model.matmul, now), (settings.model.dtype, without))
     ]
     yield f"{'; '.join(speeds)}: {without.secs / now.secs:.2f} times as fast (MFU is of {settings.model.dtype}'s peak)"
 
@@ -422,50 +423,51 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]:
+def estimate_parts(estimate: Estimate, topology: Topology) -> Iterator[Table | str]:
     """A predicted step: whether it fits, its memory by component, largest first, and its time by parts."""
-    yield from verdict(found.peak_bytes, topology, "predicted").splitlines()
-    yield f"MFU {percent(found.mfu)} (analytic)"
+    yield from verdict(estimate.peak_bytes, topology, "predicted").splitlines()
+    yield f"MFU {percent(estimate.mfu)} (analytic)"
     yield ""
-    parts = [(name.replace("_", " "), size) for name, size in found.components.items() if size]
+    parts = [(name.replace("_", " "), size) for name, size in estimate.components.items() if size]
     parts.sort(key=lambda part: -part[1])
-    shares = [size / found.peak_bytes for _, size in parts]
+    shares = [size / estimate.peak_bytes for _, size in parts]
     rows = [[name, in_bytes(size), percent(share)] for (name, size), share in zip(parts, shares)]
     bars = [[("predicted", share)] for share in shares]
     yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
-    yield time_parts(analytic_parts(found), found.secs)
+    yield time_parts(analytic_parts(estimate), estimate.secs)
     name, size = parts[0]
-    used = {axis for axes in found.exposed_secs for axis in axes.split()}
+    used = {axis for axes in estimate.exposed_secs for axis in axes.split()}
     axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)
-    hidden = f"; {found.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (found.hidden_secs > 0)
+    hidden = f"; {estimate.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (estimate.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
-    yield from host_lines(found, topology)
+    yield from host_lines(estimate, topology)
 
 
-def host_lines(found: Estimate, topology: Topology) -> Iterator[str]:
+def host_lines(estimate: Estimate, topology: Topology) -> Iterator[str]:
     """Use of host memory, whether it fits, and whether the step waits for the link to it."""
-    if not found.host_bytes:
+    if not estimate.host_bytes:
         return
     chip = topology.chip
     if not chip.host_bandwidth:
-        yield f"host memory: {in_bytes(found.host_bytes)}; the link of {chip.name} to its host is not known"
+        yield f"host memory: {in_bytes(estimate.host_bytes)}; the link of {chip.name} to its host is not known"
         return
-    fits = "" if found.host_bytes <= chip.host_bytes else ", which does not fit"
-    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
-    rate = f"{in_bytes(found.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
-    yield f"{rate}; " + (f"the step waits {found.link_secs:.3f} s" if found.link_secs else "the step does not wait")
+    fits = "" if estimate.host_bytes <= chip.host_bytes else ", which does not fit"
+    yield f"host memory: {in_bytes(estimate.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
+    rate = f"{in_bytes(estimate.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
+    waits = f"waits {estimate.link_secs:.3f} s" if estimate.link_secs else "does not wait"
+    yield f"{rate}; the step {waits}"
 
 
-def analytic_parts(found: Estimate) -> dict[str, float]:
+def analytic_parts(estimate: Estimate) -> dict[str, float]:
     """The parts of a predicted step, with their names."""
     return {
-        "work of the model": found.work_secs - found.recompute_secs,
-        "recomputed work": found.recompute_secs,
-        **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
-        "bubble of the pipeline": found.bubble_secs,
-        "update": found.update_secs,
-        **({"waits for the host's link": found.link_secs} if found.link_bytes else {}),
+        "work of the model": estimate.work_secs - estimate.recompute_secs,
+        "recomputed work": estimate.recompute_secs,
+        **{f"exposed over {axes}": secs for axes, secs in estimate.exposed_secs.items()},
+        "bubble of the pipeline": estimate.bubble_secs,
+        "update": estimate.update_secs,
+        **({"waits for the host's link": estimate.link_secs} if estimate.link_bytes else {}),
     }
 
 
@@ -479,8 +481,8 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     if made.time is None:
         yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
         return
-    how = ", ".join(filter(None, ["compiled", made.time.kernels]))
-    yield f"MFU {percent(made.time.mfu)} ({how}; bubble {percent(made.time.bubble)})"
+    source = ", ".join(filter(None, ["compiled", made.time.kernels]))
+    yield f"MFU {percent(made.time.mfu)} ({source}; bubble {percent(made.time.bubble)})"
     yield ""
     yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
     if topology.chip.platform == "gpu":
@@ -513,10 +515,10 @@ def rests_on(topology: Topology) -> dict[str, str]:
     }
 
 
-def changes_table(found: Sequence[Change]) -> Iterator[str]:
+def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     """The effect of each single change, by the analytic plan, and of the best together, with a line for each flag."""
     head, names, rows = "what would change it, each alone", {2: "the two best together"}, []
-    for change in found:
+    for change in changes:
         figures = [f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"]
         if change.together == 1:
             rows.append([change.flags, *figures])
@@ -535,7 +537,7 @@ TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the val
 
 
 def sweep_table(
-    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], own: Choice
+    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], configured: Choice
 ) -> Iterator[str]:
     """One line for each layout: * marks the Pareto front of memory and time, > the config's own."""
     rows = list(rows)
@@ -543,13 +545,18 @@ def sweep_table(
     mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
     head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
     lines = []
-    for choice, found in rows:
-        marks = ("*" if choice in front else " ") + (">" if choice == own else "")
+    for choice, estimate in rows:
+        marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         context = [str(choice.cp), choice.context if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
-        figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
+        figures = (
+            f"{estimate.peak_bytes / 2**30:.2f}",
+            f"{estimate.secs:.3f}",
+            percent(estimate.mfu),
+            percent(estimate.bubble),
+        )
         first, *others = textwrap.wrap(choice.remat, REMAT_WIDTH)
         lines.append([marks, *sizes, schedule, first, _policy(choice), *figures])
         lines += [[*[""] * (2 + len(sizes)), words, *[""] * 5] for words in others]
@@ -558,16 +565,16 @@ def sweep_table(
     yield from text_table(head, lines, left=1, width=TABLE_WIDTH)
 
 
-def sets_table(sets: Sequence[PricedLayout], own: Choice) -> Iterator[str]:
+def sets_table(sets: Sequence[PricedLayout], configured: Choice) -> Iterator[str]:
     """The Pareto front of memory and time over `pipeline.remat` alone; > marks the config's own, even off the front."""
     marked = front(sets)
-    now = next((row.estimate for row in sets if row.choice == own), None)
+    now = next((row.estimate for row in sets if row.choice == configured), None)
     rows = []
-    for choice, found in sets:
-        if choice in marked or choice == own:
-            changed = f"{100 * (found.secs / now.secs - 1):+.1f} %" if now else ""
-            figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", changed
-            rows.append(["*" * (choice in marked) + " >" * (choice == own), choice.remat, *figures])
+    for choice, estimate in sets:
+        if choice in marked or choice == configured:
+            changed = f"{100 * (estimate.secs / now.secs - 1):+.1f} %" if now else ""
+            figures = f"{estimate.peak_bytes / 2**30:.2f}", f"{estimate.secs:.3f}", changed
+            rows.append(["*" * (choice in marked) + " >" * (choice == configured), choice.remat, *figures])
     head = ["", "this layout, remat", "GiB", "s/step", ""]
     yield from text_table(head, rows, left=2)
 
@@ -584,15 +591,15 @@ def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
     return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
 
 
-def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[str]:
+def fastest_line(compiled: dict[Choice, CompiledStep], configured: Choice) -> Iterator[str]:
     """The fastest of the compiled layouts, and the flags that turn the config into it."""
     timed = {choice: made.time for choice, made in compiled.items() if made.time is not None}
     if not timed:
         return
     best = min(timed, key=lambda choice: timed[choice].total_secs)
-    flags = shlex.join(own.flags_to(best)) or "the config as it is"
-    how = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
-    yield f"{how}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    flags = shlex.join(configured.flags_to(best)) or "the config as it is"
+    source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
+    yield f"{source}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
 def passed_over_line(search: Sweep) -> str:

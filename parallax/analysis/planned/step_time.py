@@ -160,19 +160,19 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
-        sent = sent_in_equation(equation, origin, at=first, sizes=model.axis_sizes)
+        sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
         return sent or _product(equation, origin, load=model.load) or moved_by_passes(equation, origin)
 
-    found: dict[type, list[tuple[Any, int]]] = defaultdict(list)
-    for what, times in walk(program, at=first, count=count).items():
-        found[type(what)].append((what, times))
+    counted: dict[type, list[tuple[Any, int]]] = defaultdict(list)
+    for what, times in walk(program, rank=first, count=count).items():
+        counted[type(what)].append((what, times))
     model_flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape)
     return TracedWork(
-        [product._replace(count=times) for product, times in found[OpCost]],
-        sorted(sent._replace(count=times) for sent, times in found[Sent]),
+        [product._replace(count=times) for product, times in counted[OpCost]],
+        sorted(sent._replace(count=times) for sent, times in counted[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
-        dict(found[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
+        dict(counted[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
         SentPerUse.of(model.plan),
         model.plan.trained,
     )
@@ -247,43 +247,43 @@ def link_waits(
         work[FORWARD if direction == "forward" else BACKWARD] += secs
     waits = 0.0
     for scopes in ((FORWARD,), (BACKWARD, WEIGHTS)):
-        ways = [sum(moved.get((scope, way), 0) for scope in scopes) for way in (HOST, DEVICE)]
-        waits += max(0.0, max(ways) / chip.host_bandwidth - work[scopes[0]])
+        each_way = [sum(moved.get((scope, target), 0) for scope in scopes) for target in (HOST, DEVICE)]
+        waits += max(0.0, max(each_way) / chip.host_bandwidth - work[scopes[0]])
     of_update = (host.parameters + host.optimizer) / chip.host_bandwidth
     return waits, host.parameters / chip.host_bandwidth + max(0.0, of_update - update)
 
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing."""
-    sizes, found = settings.mesh.sizes, []
+    sizes, times = settings.mesh.sizes, []
     hiding = ["all-gather", "all-to-all", *["reduce-scatter"] * hides_reduce_scatters(topology.chip.name)]
-    for one in sent:
-        if not one.bytes:
+    for call in sent:
+        if not call.bytes:
             continue
-        links = topology.route(sizes, one.axes)
-        can_hide = one.kind in hiding or settings.fsdp.prefetch > 0
+        links = topology.route(sizes, call.axes)
+        can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
         # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
-        beside = not one.module.startswith((EMBEDDING, HEAD)) and per_use.has(one)
+        beside = not call.module.startswith((EMBEDDING, HEAD)) and per_use.has(call)
         # In the ring, keys are sent while the previous ones are used.
-        ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
-        hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
-        secs = links.secs(one.kind, one.total_bytes)
-        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings, per_use)))
-    return found
+        ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
+        hides = ((_is_of_parameters(call) and can_hide and beside) or ring) and not topology.shared
+        secs = links.secs(call.kind, call.total_bytes)
+        times.append(CollectiveTime(" ".join(call.axes), secs, hides, _ticks(call, settings, per_use)))
+    return times
 
 
-def _is_of_parameters(one: Sent) -> bool:
+def _is_of_parameters(call: Sent) -> bool:
     """Whether weights or their gradients are sent, over the data axes that shard them."""
-    return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
+    return "dp" in call.axes and set(call.axes) <= set(DATA_AXES)
 
 
-def _ticks(one: Sent, settings: Settings, per_use: SentPerUse) -> bool:
+def _ticks(call: Sent, settings: Settings, per_use: SentPerUse) -> bool:
     """Whether it is part of the ticks, that is, sent for each microbatch. With one microbatch the count does not tell;
     then collectives of layers are part of the ticks, except for weights that are gathered once a step."""
     if settings.pipeline.microbatches > 1:
-        return one.count >= settings.pipeline.microbatches
-    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or per_use.has(one))
-    return one.module.split("/")[0] in per_use.modules and of_passes
+        return call.count >= settings.pipeline.microbatches
+    of_passes = "pp" not in call.axes and (not _is_of_parameters(call) or per_use.has(call))
+    return call.module.split("/")[0] in per_use.modules and of_passes
 
 
 def hidden_secs(work: float, sent: float) -> float:
@@ -307,10 +307,10 @@ def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[Collect
 
 def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     """Seconds of messages by axes."""
-    found: dict[str, float] = {}
+    secs: dict[str, float] = {}
     for message in sent:
-        found[message.axes] = found.get(message.axes, 0) + message.secs
-    return found
+        secs[message.axes] = secs.get(message.axes, 0) + message.secs
+    return secs
 
 
 def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
@@ -380,14 +380,15 @@ def step_time(
             f"the compiler of {chip.name} estimates no cycles; a step time can only be read on TPU and GPU."
         )
     mesh, events = compiled.mesh, compiled.timeline
-    critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
+    clocks = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency) for lockstep in (True, False))
+    critical, average = (clock.run(events) for clock in clocks)
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNEL_PARTS)}
     used = mfu(model_flops, total, chip.peak(dtype))
     assert used < max(1, chip.matmul_speed(matmul)), (
         f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     )
-    kernels, bubble = sum(critical[name] for name in KERNEL_PARTS), 1 - sum(own.values()) / total
+    kernels, bubble = sum(critical[name] for name in KERNEL_PARTS), 1 - sum(average.values()) / total
     grouped = critical[GROUPED_PRODUCTS]
     return StepTime(critical["compute"], exposed, kernels, total, bubble, used, grouped, kernel_efficiency)
 
@@ -428,7 +429,7 @@ class Clock:
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
         if isinstance(event, BranchEvent):
             spent: Counter = Counter()
-            for share, side in zip(event.lockstep if self.lockstep else event.own, event.sides, strict=True):
+            for share, side in zip(event.lockstep if self.lockstep else event.average, event.sides, strict=True):
                 spent.update({name: share * secs for name, secs in self.run(side).items()} if share else {})
             return spent
         return {}
@@ -491,34 +492,37 @@ def compile_and_read(
             raise
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
-    found = read_step(program, model, seq=shape[1])
+    compiled = read_step(program, model, seq=shape[1])
     if is_absent_gpus(mesh):
         # JAX names no host memory for GPUs that are not present: in their program what rests there is on the device.
         host = predicted_host_memory(model_on_topology(settings, topology), settings)
-        found = found._replace(arguments=found.arguments - host.parameters - host.optimizer)
+        compiled = compiled._replace(arguments=compiled.arguments - host.parameters - host.optimizer)
     # The peak of other backends, as of the one for CPU, may leave temporaries out.
-    peak = found.peak if topology.is_tpu else found.together
-    if found.cycles is None:
-        return CompiledStep("", found.arguments, found.temporaries, peak)
+    peak = compiled.peak if topology.is_tpu else compiled.together
+    if compiled.cycles is None:
+        return CompiledStep("", compiled.arguments, compiled.temporaries, peak)
     flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / topology.devices
-    how = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
-    time = step_time(found, topology.chip, flops, **how)
-    return CompiledStep("", found.arguments, found.temporaries, peak, time, overlaps(found, topology.chip))
+    kernels = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
+    time = step_time(compiled, topology.chip, flops, **kernels)
+    return CompiledStep("", compiled.arguments, compiled.temporaries, peak, time, overlaps(compiled, topology.chip))
 
 
 def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
     """The collectives of a program compiled for this chip, by axes and kind, most bytes first."""
     clock = Clock(compiled.mesh, chip, "bfloat16", lockstep=True, kernel_efficiency=1.0)
-    found: dict[tuple[str, str], Counter] = defaultdict(Counter)
-    for one in compiled.collectives:
-        sent, secs = one.bytes * one.count, clock.collective_secs(one)
-        beside = min(1.0, one.cycles_between / chip.clock_hz / secs) if secs else 0.0
-        found["+".join(one.axes), one.kind] += Counter(
-            calls=one.count, bytes=sent, asynchronous=sent * one.asynchronous, hidden=sent * one.asynchronous * beside
+    sums: dict[tuple[str, str], Counter] = defaultdict(Counter)
+    for call in compiled.collectives:
+        sent, secs = call.bytes * call.count, clock.collective_secs(call)
+        beside = min(1.0, call.cycles_between / chip.clock_hz / secs) if secs else 0.0
+        sums["+".join(call.axes), call.kind] += Counter(
+            calls=call.count,
+            bytes=sent,
+            asynchronous=sent * call.asynchronous,
+            hidden=sent * call.asynchronous * beside,
         )
     rows = (
         Overlap(*key, row["calls"], row["bytes"], *(row[name] / row["bytes"] for name in ("asynchronous", "hidden")))
-        for key, row in found.items()
+        for key, row in sums.items()
         if row["bytes"]
     )
     return tuple(sorted(rows, key=lambda row: -row.bytes))

@@ -206,9 +206,9 @@ class Cache:
             entry = read_object(path, odd_numbers=True)
             if entry["digest"] == digest(entry["value"]):
                 return entry["value"]
-        found = make()
-        write_whole(path, json.dumps({"digest": digest(found), "value": found}))
-        return found
+        value = make()
+        write_whole(path, json.dumps({"digest": digest(value), "value": value}))
+        return value
 
 
 def digest(value: Any) -> str:
@@ -242,7 +242,7 @@ class Sweep:
         ConfigError if the settings' own layout is not legal.
         """
         self.settings, self.cache, self.keep, self.most = settings, cache, keep, most
-        self.own = Choice.of(settings)
+        self.configured = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
         self.sets: list[PricedLayout] = []
@@ -253,12 +253,12 @@ class Sweep:
 
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Bound all layouts; those that cannot fit are passed over."""
-        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.own]
-        room = self.topology.chip.usable_bytes
+        others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
+        usable = self.topology.chip.usable_bytes
         self._bound_of = {}
         for done, choice in enumerate(others):
             progress(done, len(others))
-            if self.least.held(choice) <= room:
+            if self.least.held(choice) <= usable:
                 self._bound_of[choice] = self.least.bound(choice)
         self.passed["too large"] = len(others) - len(self._bound_of)
 
@@ -273,7 +273,7 @@ class Sweep:
             self.find()
         waiting = sorted(self._bound_of, key=self._bound_of.__getitem__)
         bounds = [self._bound_of[choice] for choice in waiting]
-        self._look_at(self.own)
+        self._look_at(self.configured)
         done, end = 0, len(waiting)
         while done < end:
             progress(done, min(end, self.most or end))
@@ -290,36 +290,36 @@ class Sweep:
     def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price the settings' own layout with each set of recomputed parts, for `sets`; sets that do not fit are left
         out."""
-        exchanges = self.own.ep > 1
+        exchanges = self.configured.ep > 1
         sets = sets_to_try(self.settings.model, seq=self.settings.data.seq, exchanges=exchanges, apart=FINER)
-        tried = [*dict.fromkeys([self.own.remat, *sets])]
+        tried = [*dict.fromkeys([self.configured.remat, *sets])]
         for done, remat in enumerate(tried):
             progress(done, len(tried))
-            choice = self.own._replace(remat=remat)
-            found = self._priced(choice)
-            if not isinstance(found, str):
-                self.sets.append(PricedLayout(choice, found))
+            choice = self.configured._replace(remat=remat)
+            priced = self._priced(choice)
+            if not isinstance(priced, str):
+                self.sets.append(PricedLayout(choice, priced))
         progress(len(tried), len(tried))
         self.sets.sort(key=lambda row: row.estimate.secs)
 
     def _look_at(self, choice: Choice) -> None:
-        found = self._priced(choice)
-        if isinstance(found, str):
-            self.passed[found] += 1
+        priced = self._priced(choice)
+        if isinstance(priced, str):
+            self.passed[priced] += 1
         else:
-            self.rows.append(PricedLayout(choice, found))
+            self.rows.append(PricedLayout(choice, priced))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
     def _priced(self, choice: Choice) -> Estimate | str:
         settings = choice.applied(self.settings)
-        found = self.cache.kept(key_of(settings, self.topology), lambda: self._timed(settings))
-        return found if isinstance(found, str) else Estimate(*found)
+        priced = self.cache.kept(key_of(settings, self.topology), lambda: self._timed(settings))
+        return priced if isinstance(priced, str) else Estimate(*priced)
 
     def _timed(self, settings: Settings) -> Estimate | str:
         begun = time.perf_counter()
-        found = price(settings, self.topology)
+        priced = price(settings, self.topology)
         self._secs.append(time.perf_counter() - begun)
-        return found
+        return priced
 
     @property
     def mean_secs(self) -> float:
@@ -328,8 +328,8 @@ class Sweep:
 
     def shown(self) -> list[PricedLayout]:
         """The rows of the table: the fastest layouts, and the config's own if it is not among them."""
-        own = [row for row in self.rows[self.keep :] if row.choice == self.own]
-        return self.rows[: self.keep] + own
+        configured = [row for row in self.rows[self.keep :] if row.choice == self.configured]
+        return self.rows[: self.keep] + configured
 
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """The compiler's figures for a layout, from the cache or by compiling it."""
@@ -373,12 +373,12 @@ def front(rows: Sequence[PricedLayout]) -> list[Choice]:
 
     Times that are equal to three digits count as the same.
     """
-    found, least = [], math.inf
+    marked, least = [], math.inf
     for choice, cost in sorted(rows, key=lambda row: (float(f"{row.estimate.secs:.3g}"), row.estimate.peak_bytes)):
         if cost.peak_bytes < least:
-            found.append(choice)
+            marked.append(choice)
             least = cost.peak_bytes
-    return found
+    return marked
 
 
 # Colours and labels by the axes that the mesh uses.
@@ -391,8 +391,8 @@ PICTURE = 580, 265  # size of the plot in points; below it, the key has a line f
 KEY_LINE = 13
 
 
-def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choice) -> str:
-    """An SVG of memory against time with a point for each layout; `own` is ringed."""
+def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, configured: Choice) -> str:
+    """An SVG of memory against time with a point for each layout; `configured` is ringed."""
     row_of, marked = {row.choice: row for row in rows}, front(rows)
     on_front = [row_of[choice] for choice in marked]
     under = f"{len(rows)} layouts, predicted; a {topology.chip.unit} holds {in_bytes(topology.chip.usable_bytes)}"
@@ -406,7 +406,7 @@ def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choi
         for row in reversed(rows):
             fill, tip = MESH_COLOURS[_kind(row.choice)], f"{TIP}{_name(row.choice)}: {', '.join(_figures(row))}"
             axes.plot(*_place(row), "o", color=fill, gid=tip, **edges[row.choice in marked])
-            if row.choice == own:
+            if row.choice == configured:
                 axes.plot(*_place(row), "o", color="none", markeredgecolor=INK, markersize=20)
         for number, row in enumerate(on_front, 1):
             ink = INK if _kind(row.choice) in LIGHT else PAPER

@@ -196,16 +196,16 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
     places = np.zeros((*lengths, len(shape)), int)
     left, stride = list(shape), [1] * len(shape)
     for axis in reversed(range(len(lengths))):
-        n, at = lengths[axis], index[axis]
+        n, rest = lengths[axis], index[axis]
         for dim in sorted(range(len(shape)), key=lambda dim: (left[dim] != n, -left[dim])):
             part = math.gcd(n, left[dim])
-            places[..., dim] += at % part * stride[dim]
-            n, at = n // part, at // part
+            places[..., dim] += rest % part * stride[dim]
+            n, rest = n // part, rest // part
             left[dim], stride[dim] = left[dim] // part, stride[dim] * part
     devices = np.empty(lengths, object)
-    for number, at in enumerate(np.ndindex(*lengths)):
-        *coords, core = places[at]
-        devices[at] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
+    for number, place in enumerate(np.ndindex(*lengths)):
+        *coords, core = places[place]
+        devices[place] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
     devices = devices.reshape([n for _, n in sizes])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
@@ -304,14 +304,14 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
 
 def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bool]) -> Iterator[tuple]:
     """The links of a message's path, each as chip, dim and direction."""
-    here = [int(at) for at in start]
+    here = [int(place) for place in start]
     for dim, goal in enumerate(map(int, end)):
-        way = 1 if goal > here[dim] else -1
+        direction = 1 if goal > here[dim] else -1
         if rings[dim] and 2 * abs(goal - here[dim]) > extents[dim]:
-            way = -way
+            direction = -direction
         while here[dim] != goal:
-            yield *here, dim, way
-            here[dim] = (here[dim] + way) % extents[dim]
+            yield *here, dim, direction
+            here[dim] = (here[dim] + direction) % extents[dim]
 
 
 def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:

@@ -54,15 +54,15 @@ class Sent(NamedTuple):
         return self.bytes * self.count
 
 
-def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
-    """Collectives of the device at mesh coordinates `at` when it runs `function`; `sizes` are the sizes of the axes.
+def collectives(function: Callable, *args: Any, rank: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    """Collectives of the device at these mesh coordinates when it runs `function`; `sizes` are those of the axes.
 
     Each of `n` devices sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
     or an all-to-all, twice that in an all-reduce, and its operand in a permute; if `n` is 1, nothing. The rows of a
     ragged all-to-all depend on data; those of a usual load are counted.
     Raises ValueError if what is sent depends on data in another way.
     """
-    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
+    return program_collectives(jax.make_jaxpr(function)(*args), rank=rank, sizes=sizes)
 
 
 def update_collectives(step: TrainStep) -> list[Sent]:
@@ -72,7 +72,7 @@ def update_collectives(step: TrainStep) -> list[Sent]:
     collectives.
     """
     sizes = step.model.axis_sizes
-    return program_collectives(update_program(step), at=dict.fromkeys(sizes, 0), sizes=sizes)
+    return program_collectives(update_program(step), rank=dict.fromkeys(sizes, 0), sizes=sizes)
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
@@ -81,7 +81,7 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     lines: dict[str, str] = {}
-    ranks = [program_collectives(program, at=at, sizes=model.axis_sizes, lines=lines) for at in places]
+    ranks = [program_collectives(program, rank=rank, sizes=model.axis_sizes, lines=lines) for rank in places]
     return [_for_layers(sent, lines) for sent in ranks]
 
 
@@ -89,13 +89,13 @@ def _for_layers(sent: Iterable[Sent], lines: Mapping[str, str]) -> list[Sent]:
     """What the plan sends for a module, as asked for by the module's own line, or by that of a scope inside it, as the
     one that an einsum opens."""
 
-    def line(one: Sent) -> str:
-        if not one.source.startswith(PLAN):
-            return one.source
-        inside = (at for scope, at in lines.items() if scope.startswith(f"{one.module}/"))
-        return lines.get(one.module) or next(inside, one.source)
+    def line(call: Sent) -> str:
+        if not call.source.startswith(PLAN):
+            return call.source
+        inside = (source for scope, source in lines.items() if scope.startswith(f"{call.module}/"))
+        return lines.get(call.module) or next(inside, call.source)
 
-    return sorted(one._replace(source=line(one)) for one in sent)
+    return sorted(call._replace(source=line(call)) for call in sent)
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
@@ -119,23 +119,27 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     >>> bytes_by(calls, "axes"), bytes_by(calls, "direction")
     ({(('pp',),): 32}, {('forward',): 24, ('backward',): 8})
     """
-    found: dict[tuple, int] = defaultdict(int)
-    for one in sent:
-        found[tuple(getattr(one, field) for field in fields)] += one.total_bytes
-    return dict(found)
+    sums: dict[tuple, int] = defaultdict(int)
+    for call in sent:
+        sums[tuple(getattr(call, field) for field in fields)] += call.total_bytes
+    return dict(sums)
 
 
 def program_collectives(
-    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], lines: dict[str, str] | None = None
+    program: ClosedJaxpr,
+    *,
+    rank: Mapping[str, int],
+    sizes: Mapping[str, int],
+    lines: dict[str, str] | None = None,
 ) -> list[Sent]:
     """`collectives` of a traced program. `lines` gets the first line of each module, without those of the plan."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         if lines is not None and not lines.get(origin.module) and not origin.source.startswith(PLAN):
             lines[origin.module] = origin.source
-        return sent_in_equation(equation, origin, at=at, sizes=sizes)
+        return sent_in_equation(equation, origin, rank=rank, sizes=sizes)
 
-    counted = walk(program, at=at, count=count)
+    counted = walk(program, rank=rank, count=count)
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
 
@@ -143,7 +147,9 @@ def _counted(rank: list[Sent]) -> Counter:
     return Counter({sent._replace(count=0): sent.count for sent in rank})
 
 
-def sent_in_equation(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+def sent_in_equation(
+    equation: JaxprEqn, origin: Origin, *, rank: Mapping[str, int], sizes: Mapping[str, int]
+) -> Counter:
     """The collective that an equation is, for a device at these coordinates of a mesh of these sizes, or nothing."""
     kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
@@ -154,12 +160,12 @@ def sent_in_equation(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int
     operand = sum(operands)
     if equation.primitive.name == RAGGED_PRIMITIVE:
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
-        own, of_experts = operands[:2] if SENT in origin.stack else operands[1::-1]
-        operand = min(own, round(of_experts / ROOM_OVER_EVEN))
+        rows, of_experts = operands[:2] if SENT in origin.stack else operands[1::-1]
+        operand = min(rows, round(of_experts / ROOM_OVER_EVEN))
     groups = equation.params.get("axis_index_groups")  # a step of a two-step gather
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)
-    if kind == "permute" and not any(source == at[axes[0]] != target for source, target in equation.params["perm"]):
+    if kind == "permute" and not any(source == rank[axes[0]] != target for source, target in equation.params["perm"]):
         size = 0
     return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
 
@@ -200,4 +206,4 @@ def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh
 
     specs = tuple(Layout.parse(layout).spec(mesh) for layout in layouts)
     mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True)
-    return collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape))
+    return collectives(mapped, *arrays, rank=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape))

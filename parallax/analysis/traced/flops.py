@@ -32,11 +32,11 @@ def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str
     counted together. Scales of 8-bit products are not counted; with `trained`, neither are parameters without a
     gradient."""
     counts = Counter(dict.fromkeys(COMPONENTS, 0))
-    for one in declared_leaves(declared):
-        if trained and one.spec.is_constant:
+    for leaf in declared_leaves(declared):
+        if trained and leaf.spec.is_constant:
             continue
-        if one.spec.role != Role.MAXIMA:
-            counts[NORMS if one.spec.role == Role.NORM else one.spec.part or "other"] += math.prod(one.value.shape)
+        if leaf.spec.role != Role.MAXIMA:
+            counts[NORMS if leaf.spec.role == Role.NORM else leaf.spec.part or "other"] += math.prod(leaf.value.shape)
     return dict(counts)
 
 
@@ -63,12 +63,12 @@ def qk_width(model: ModelConfig) -> int:
 def matmul_parameters_by_stack(model: ModelConfig, declared: Any, *, trained: bool = False) -> dict[str, int]:
     """Parameters of layers' matrix products for one token, of the experts only those that it is sent to, by the name of
     their stack, as "blocks" or "blocks/moe"; with `trained`, only weights that are."""
-    found: dict[str, Counter] = defaultdict(Counter)
-    for one in declared_leaves(declared):
-        if one.spec.role == Role.WEIGHT and one.spec.stack:
-            counted = one.spec.is_trained or not trained
-            found[one.spec.stack][one.spec.part] += math.prod(one.value.shape) if counted else 0
-    return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
+    counts_of: dict[str, Counter] = defaultdict(Counter)
+    for leaf in declared_leaves(declared):
+        if leaf.spec.role == Role.WEIGHT and leaf.spec.stack:
+            counted = leaf.spec.is_trained or not trained
+            counts_of[leaf.spec.stack][leaf.spec.part] += math.prod(leaf.value.shape) if counted else 0
+    return {stack: sum(active_parameters(model, counts).values()) for stack, counts in counts_of.items()}
 
 
 def weight_flops_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
@@ -79,7 +79,7 @@ def weight_flops_by_stack(model: ModelConfig, declared: Any) -> dict[str, int]:
 
 def flops_per_head_weight(declared: Any) -> int:
     """FLOPs of the head for one token and entry of its table, forward and backward."""
-    tables = {one.spec.part: one for one in declared_leaves(declared) if one.spec.role == Role.TABLE}
+    tables = {leaf.spec.part: leaf for leaf in declared_leaves(declared) if leaf.spec.role == Role.TABLE}
     return FLOPS_PER_WEIGHT + FLOPS_PER_GRADIENT * tables.get(HEAD, tables[EMBEDDING]).spec.is_trained
 
 
@@ -115,20 +115,21 @@ KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the paramet
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: float = 1.0) -> int:
+def matmul_flops(function: Callable, *args: Any, rank: Mapping[str, int], load: float = 1.0) -> int:
     """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add. Grouped
     products count rows in use, the share `load` of all.
 
     Raises ValueError if the taken side of a branch depends on data and the sides have different costs.
 
     >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
-    >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
+    >>> square = lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4])
+    >>> matmul_flops(square, x, rank={})
     256
     """
-    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at, load=load).values())
+    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), rank=rank, load=load).values())
 
 
-def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
+def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
     """`matmul_flops` of a traced program, separately for "forward", "backward" and "recompute"."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
@@ -138,7 +139,7 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: flo
             raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
         return Counter({origin.direction: flops})
 
-    return dict(walk(program, at=at, count=count))
+    return dict(walk(program, rank=rank, count=count))
 
 
 def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int | None:
@@ -216,9 +217,10 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
     counted = _countable(model)
     ranks = _by_rank(counted, global_batch, seq)
-    mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
-    (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
-    alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
+    directions = ("forward", "backward", "recompute")
+    mean = {name: sum(rank.get(name, 0) for rank in ranks) / len(ranks) for name in directions}
+    (of_one,) = _by_rank(_on_one_device(counted), global_batch, seq)
+    alone, on_one = sum(of_one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
     per_entry = flops_per_head_weight(model.plan.declared)
     counted_twice = (model.config.vocab - entries if entries else 0) * model.config.d_model
     useful = (
@@ -256,7 +258,7 @@ def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str,
     """FLOPs by direction of one device of each pipeline rank."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [flops_by_direction(program, at=at, load=model.load) for at in places]
+    return [flops_by_direction(program, rank=rank, load=model.load) for rank in places]
 
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:

@@ -149,7 +149,7 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
 
 def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
     """The same with the bytes of each; the component of arrays in host memory is WAITING."""
-    found: list[tuple[tuple[int, ...], str, int]] = []
+    arrays: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
         state = first_state(pipeline_of(model, params, batch, noise, "train"))
@@ -157,13 +157,13 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
             component = WAITING if is_on_host(leaf) else next(components, "pipeline_buffers")
-            found.append((leaf.shape, component, leaf.size * leaf.dtype.itemsize))
+            arrays.append((leaf.shape, component, leaf.size * leaf.dtype.itemsize))
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
     local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
     jax.eval_shape(local, model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
-    return found
+    return arrays
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,10 +189,10 @@ class Op:
     inner: Sequence[Program] = ()
     loop: Loop | None = None
 
-    def reads_from_memory(self, at: int) -> bool:
-        """Whether operand `at` is read from memory, not fused; a loop may start from a constant."""
+    def reads_from_memory(self, operand: int) -> bool:
+        """Whether operand `operand` is read from memory, not fused; a loop may start from a constant."""
         if self.loop:
-            return not self.loop.consts <= at < self.loop.consts + self.loop.carried
+            return not self.loop.consts <= operand < self.loop.consts + self.loop.carried
         return self.name not in FUSES_OPERANDS and not self.name.startswith(REDUCTION)
 
 
@@ -268,30 +268,30 @@ class Buffers:
         written: set[Value] = set()
         needed: set[Value] = set()
         readers: dict[Value, set] = defaultdict(set)
-        for at, value in enumerate(self.program.outputs):
+        for place, value in enumerate(self.program.outputs):
             if value:
-                readers[value].add(("output", at))
+                readers[value].add(("output", place))
         for op in reversed(self.program.ops):
             out = op.outs[0]
             again = op.name in EXPENSIVE and len(readers[out]) > 1
             if op.name in FUSED - SAME_BYTES and (out in needed or again):
                 written.add(out)
             fused = op.name in FUSED and out not in written
-            for at, value in enumerate(op.ins):
+            for place, value in enumerate(op.ins):
                 if value is not None:
                     readers[value] |= readers[out] if fused else {op}
-                    if op.reads_from_memory(at) or (op.name in SAME_BYTES and out in needed):
+                    if op.reads_from_memory(place) or (op.name in SAME_BYTES and out in needed):
                         needed.add(value)
         return written
 
     def _place(self, op: Op) -> None:
         taken: set[Value] = set()
-        for at, value in enumerate(op.outs):
+        for output, value in enumerate(op.outs):
             if op.name in FUSED and value not in self.written:
                 self.home[value] = self.home.get(op.ins[0]) if op.name in SAME_BYTES and op.ins else None
                 self.sources[value] = frozenset().union(*(self.sources.get(one, ()) for one in op.ins))
                 continue
-            home = self.home.get(self._continued(op, at))
+            home = self.home.get(self._continued(op, output))
             if home is None or home in taken:
                 home = value
                 self.written.add(value)
@@ -304,8 +304,8 @@ class Buffers:
             return op.ins[0]
         if op.loop:
             return op.ins[op.loop.consts + output] if output < op.loop.carried else None
-        found = (self.buffers_of(branch).passed_on(output) for branch in op.inner)
-        return next((op.ins[1 + number] for number in found if number is not None), None)
+        inputs = (self.buffers_of(branch).passed_on(output) for branch in op.inner)
+        return next((op.ins[1 + number] for number in inputs if number is not None), None)
 
 
 class Liveness:
@@ -345,16 +345,16 @@ class Liveness:
         buffers, kinds = self.buffers_of(program), dict(zip(program.inputs, made_of))
         kept = {buffers.home.get(value) for value in program.outputs}
         held, most, ends = Counter(), Counter(), defaultdict(Counter)
-        for at, op in enumerate(program.ops):
+        for number, op in enumerate(program.ops):
             inner, outs = self._inner(op, [kinds.get(value, NOTHING) for value in op.ins])
             kinds |= zip(op.outs, outs)
             for value in op.outs:
                 if value in buffers.written and value not in given:
                     size = Counter({self._component(value, kinds[value]): value.bytes})
                     held += size
-                    ends[END if value in kept else buffers.last.get(value, at)] += size
+                    ends[END if value in kept else buffers.last.get(value, number)] += size
             most = max(most, held + inner, key=Counter.total)
-            held -= ends[at]
+            held -= ends[number]
         return most, [kinds.get(value, NOTHING) for value in program.outputs]
 
     def _inner(self, op: Op, made_of: list[int]) -> tuple[Counter, list[int]]:

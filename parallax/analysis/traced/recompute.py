@@ -114,16 +114,16 @@ def sets_to_try(model: ModelConfig, *, seq: int, exchanges: bool = False, apart:
     units = [{part} for part in with_products if part not in OF_HEADS] + [set(OF_HEADS) & set(with_products)]
     subsets = [set().union(*x) for n in range(len(units) + 1) for x in itertools.combinations(units, n)]
     everything = sum(costs[part].width for part in with_products)
-    found, least = [], math.inf
+    kept, least = [], math.inf
     priced = [(sum(costs[part].flops for part in parts), sum(costs[part].width for part in parts)) for parts in subsets]
     for (_, width), parts in sorted(zip(priced, subsets), key=lambda priced: (priced[0][0], -priced[0][1])):
         saved = everything - width
         if saved <= least - apart * everything:
-            found.append(parts)
+            kept.append(parts)
             least = saved
     free = [set(costs) - set(with_products)]
     free += [part_set - {"dispatch"} for part_set in free if exchanges]
-    sets = {name_of_set(model, free_parts | parts): None for free_parts in free for parts in found}
+    sets = {name_of_set(model, free_parts | parts): None for free_parts in free for parts in kept}
     return [*dict.fromkeys([*REMAT, *sets])]
 
 

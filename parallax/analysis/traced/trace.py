@@ -112,13 +112,13 @@ Count = Callable[[JaxprEqn, Origin], Counter]
 Known = np.ndarray | None  # None: not known before the program runs
 
 
-def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counter:
+def walk(program: ClosedJaxpr, *, rank: Mapping[str, int], count: Count) -> Counter:
     """Sum of `count` over every equation that the device at these mesh coordinates runs, as often as it runs it.
 
     Raises ValueError if the taken side of a branch or the trip count of a loop depends on data and changes the sum. For
     branches of experts the side for a usual load counts.
     """
-    device = Walk(at, count)
+    device = Walk(rank, count)
     device.call(program, Invocation("", set()), [None] * len(program.jaxpr.invars))
     return device.total
 
@@ -133,21 +133,21 @@ class Invocation(NamedTuple):
 class Walk:
     """One device's way through a program; `total` is what it has counted."""
 
-    def __init__(self, at: Mapping[str, int], count: Count):
-        self.at, self.count, self.total = dict(at), count, Counter()
+    def __init__(self, rank: Mapping[str, int], count: Count):
+        self.rank, self.count, self.total = dict(rank), count, Counter()
         self._steering, self._calls, self._needed = Steering(), {}, functools.cache(needed)
 
-    def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
+    def call(self, program: ClosedJaxpr, invocation: Invocation, args: Sequence[Known]) -> list[Known]:
         """Run a program and return its outputs; the wanted ones are known if possible.
 
         It is run again only if values that decide what it runs are different: most ticks, and most layers, are alike.
         """
-        steers = self._steering.inputs(program.jaxpr, how.wanted)
+        steers = self._steering.inputs(program.jaxpr, invocation.wanted)
         args = [value if at in steers else None for at, value in enumerate(args)]
         values = tuple(None if value is None else value.tobytes() for value in args)
-        key = program.jaxpr, how.stack, frozenset(how.wanted), values
+        key = program.jaxpr, invocation.stack, frozenset(invocation.wanted), values
         if key not in self._calls:
-            counted, outs = self._apart(lambda: self._run(program, how, args))
+            counted, outs = self._apart(lambda: self._run(program, invocation, args))
             self._calls[key] = counted, outs
         counted, outs = self._calls[key]
         self.total.update(counted)
@@ -160,9 +160,9 @@ class Walk:
         counted, self.total = self.total, before
         return counted, outs
 
-    def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
+    def _run(self, program: ClosedJaxpr, invocation: Invocation, args: Sequence[Known]) -> list[Known]:
         jaxpr = program.jaxpr
-        steering = self._steering.variables(jaxpr, frozenset(how.wanted))
+        steering = self._steering.variables(jaxpr, frozenset(invocation.wanted))
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
 
         def read(atom: Any) -> Known:
@@ -170,61 +170,63 @@ class Walk:
 
         for equation in self._needed(jaxpr):
             source = equation.source_info
-            stack = "/".join(filter(None, [how.stack, str(source.name_stack)]))
+            stack = "/".join(filter(None, [invocation.stack, str(source.name_stack)]))
             self.total.update(self.count(equation, Origin(stack, source.traceback)))
             inner = Invocation(stack, {at for at, out in enumerate(equation.outvars) if out in steering})
             outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _outputs(self, equation: JaxprEqn, how: Invocation, values: list[Known]) -> list[Known]:
+    def _outputs(self, equation: JaxprEqn, invocation: Invocation, values: list[Known]) -> list[Known]:
         name, params = equation.primitive.name, equation.params
-        if name == "axis_index" and params["axis_name"] in self.at:
-            return [np.int32(self.at[params["axis_name"]])]
+        if name == "axis_index" and params["axis_name"] in self.rank:
+            return [np.int32(self.rank[params["axis_name"]])]
         if name in UNCHANGED:
             return values
         if name == "scan":
-            return self._scan(loop(equation), how, values)
+            return self._scan(loop(equation), invocation, values)
         if name == "cond":
-            return self._branch([closed(branch) for branch in params["branches"]], how, *values)
+            return self._branch([closed(branch) for branch in params["branches"]], invocation, *values)
         if name == "while":
-            return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
+            return self._while(closed(params["body_jaxpr"]), invocation, len(equation.outvars))
         if (inner := called(equation)) is not None:
             if name == "shard_map":  # sharded values have a different piece on each device
                 shapes = [var.aval.shape for var in inner.jaxpr.invars]
                 values = [v if v is not None and v.shape == s else None for v, s in zip(values, shapes, strict=True)]
-            return self.call(inner, how, values)
-        return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
+            return self.call(inner, invocation, values)
+        return _evaluate(equation, values) if invocation.wanted else [None] * len(equation.outvars)
 
-    def _scan(self, scan: Loop, how: Invocation, values: list[Known]) -> list[Known]:
+    def _scan(self, scan: Loop, invocation: Invocation, values: list[Known]) -> list[Known]:
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
-        read = self._steering.inputs(scan.body.jaxpr, how.wanted)
+        read = self._steering.inputs(scan.body.jaxpr, invocation.wanted)
         if all(at < scan.consts for at in read):  # every iteration is like the first
-            counted, _ = self._apart(lambda: self.call(scan.body, Invocation(how.stack, set()), values))
+            counted, _ = self._apart(lambda: self.call(scan.body, Invocation(invocation.stack, set()), values))
             self.total.update({key: number * scan.length for key, number in counted.items()})
             return [None] * (scan.carried + made)
-        inner = Invocation(how.stack, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split})
+        inner = Invocation(
+            invocation.stack, invocation.wanted | {at - scan.consts for at in read if scan.consts <= at < split}
+        )
         carry, xs = values[scan.consts : split], values[split:]
         for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-            own = [None if x is None else x[turn] for x in xs]
-            carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *own])[: scan.carried]
+            slices = [None if x is None else x[turn] for x in xs]
+            carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *slices])[: scan.carried]
         return [*carry, *[None] * made]
 
-    def _branch(self, branches: list[ClosedJaxpr], how: Invocation, which: Known, *values: Known) -> list[Known]:
-        if which is None and USUAL_LOAD in how.stack.split("/"):
+    def _branch(self, branches: list[ClosedJaxpr], invocation: Invocation, which: Known, *values: Known) -> list[Known]:
+        if which is None and USUAL_LOAD in invocation.stack.split("/"):
             which = np.int32(1)
         if which is not None:
-            return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
-        found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
-        if any(counted != found[0] for counted in found):
-            shown = " or ".join(str(dict(counted)) for counted in found)
+            return self.call(branches[min(max(int(which), 0), len(branches) - 1)], invocation, values)
+        counts = [self._apart(partial(self.call, branch, invocation, values))[0] for branch in branches]
+        if any(counted != counts[0] for counted in counts):
+            shown = " or ".join(str(dict(counted)) for counted in counts)
             raise ValueError(f"which branch runs depends on data, and the branches have different counts: {shown}.")
-        self.total.update(found[0])
+        self.total.update(counts[0])
         return [None] * len(branches[0].jaxpr.outvars)
 
-    def _while(self, body: ClosedJaxpr, how: Invocation, outputs: int) -> list[Known]:
+    def _while(self, body: ClosedJaxpr, invocation: Invocation, outputs: int) -> list[Known]:
         inputs = len(body.jaxpr.invars)
-        counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set()), [None] * inputs))
+        counted, _ = self._apart(lambda: self.call(body, Invocation(invocation.stack, set()), [None] * inputs))
         if counted:
             raise ValueError(f"a while loop's trip count depends on data, and each iteration counts {dict(counted)}.")
         return [None] * outputs

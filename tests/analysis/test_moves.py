@@ -1,0 +1,50 @@
+"""What is read from the sharding plan's rows is what the traced step sends."""
+
+from collections import Counter
+
+import pytest
+
+from parallax.analysis.planned.layouts import model_on_topology
+from parallax.analysis.planned.moves import SentPerUse, moves
+from parallax.analysis.planned.step_time import traced_work
+from parallax.analysis.planned.topology import read_topology
+from parallax.config.sections import POLICY_NAMES
+from parallax.config.settings import default_settings, read_settings
+
+FOUR, MICROBATCHES = read_topology("v5e:2x2"), 2
+
+
+def settings(policy, tp, **data_parallel):
+    return read_settings(
+        default_settings(),
+        mesh=dict(pp=1, dp=4 // tp, tp=tp),
+        model=dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, d_head=8, d_latent=16, d_rope=4, kernel="xla"),
+        pipeline=dict(microbatches=MICROBATCHES, schedule="gpipe", remat="none"),
+        data_parallel=dict(policy=policy, **data_parallel),
+        data=dict(seq=16, global_batch=8),
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_the_rows_say_what_the_traced_step_sends_for_layers(policy, tp):
+    chosen = settings(policy, tp)
+    model = model_on_topology(chosen, FOUR)
+    layers = SentPerUse.of(model.plan).modules
+    traced, planned = Counter(), Counter()
+    for call in traced_work(model, chosen).sent:
+        if "dp" in call.axes and call.module.split("/")[0] in layers:
+            traced[call.kind] += call.total_bytes
+    times = {"use": 2 * MICROBATCHES, "add_up": MICROBATCHES}  # weights in the forward and in the backward pass
+    for move, size in moves(model.plan).items():
+        if move.name != "sum":  # of all parameters together, by no layer's name
+            planned[move.kind] += size * times.get(move.name, 1)
+    assert traced == planned and (traced or policy == "ddp")
+
+
+def test_what_is_sent_at_each_use_follows_from_the_rows_with_their_exceptions():
+    chosen = settings("zero3", 1, exceptions="blocks/attention=zero1")
+    per_use = SentPerUse.of(model_on_topology(chosen, FOUR).plan)
+    for modules in (per_use.weights, per_use.gradients):
+        assert {name.split("/")[0] for name in modules} == {"mlp"}
+    assert "attention" in per_use.modules
