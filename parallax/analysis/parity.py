@@ -19,7 +19,7 @@ from parallax.step.step import model_of
 
 # Rounding in float32, whose sums have another order on a mesh: of the loss, and of the largest entry of a gradient.
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 1e-5
-SHOWN = 8  # gradients of a table, those that differ most
+SHOWN_GRADIENTS = 8  # gradients of a table, those that differ most
 DOCUMENTS = 2  # in a row, about
 
 
@@ -41,9 +41,18 @@ class Parity:
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         largest = sorted(self.gradients.items(), key=lambda pair: -pair[1])
         rows = [["loss", f"{self.loss:.1e}", f"{LOSS_LIMIT:.0e}"]]
-        rows += [[f"gradient of {name}", f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"] for name, error in largest[:SHOWN]]
-        if len(largest) > SHOWN:
-            rows.append([f"{len(largest) - SHOWN} more gradients", f"{largest[SHOWN][1]:.1e}", f"{GRADIENT_LIMIT:.0e}"])
+        rows += [
+            [f"gradient of {name}", f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"]
+            for name, error in largest[:SHOWN_GRADIENTS]
+        ]
+        if len(largest) > SHOWN_GRADIENTS:
+            rows.append(
+                [
+                    f"{len(largest) - SHOWN_GRADIENTS} more gradients",
+                    f"{largest[SHOWN_GRADIENTS][1]:.1e}",
+                    f"{GRADIENT_LIMIT:.0e}",
+                ]
+            )
         is_same = "the same as on one device" if self.is_equal else "NOT the same as on one device"
         return "\n".join([f"{mesh}: {is_same}", *text_table(["", "difference", "limit"], rows, left=1)])
 

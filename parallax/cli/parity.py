@@ -14,10 +14,11 @@ from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.analysis.parity import parity
-    from parallax.cli.command import read_command, run_command
+    from parallax.cli.command import Flag, read_command, run_command
     from parallax.errors import EXIT_NUMBERS
     from parallax.hardware.devices import simulate_devices
 
+FLAGS: dict[str, Flag] = {}
 USAGE = "python -m parallax.parity --config=FILE [--config.SECTION.KEY=VALUE ...]"
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     def act(argv: Sequence[str]) -> None:
         nonlocal status
-        settings, _ = read_command(argv, {})
+        settings, _ = read_command(argv, FLAGS)
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
         with waiting("compiling, and comparing with one device"):
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print(found)
         status = 0 if found.is_equal else EXIT_NUMBERS
 
-    return run_command(act, argv, __doc__, USAGE, {}) or status
+    return run_command(act, argv, __doc__, USAGE, FLAGS) or status
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
 def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path):
     config = read_settings(tiny_config(corpus, **{"data.tokenizer": "bytes"})).data
     sizes, every_row = SimpleNamespace(vocab=384), NamedSharding(jax.make_mesh((1,), "dp"), PartitionSpec())
-    model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=every_row)
+    model = SimpleNamespace(config=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=every_row)
     trained = Run(tmp_path, 8, None, model, None, SimpleNamespace(fingerprint="of another corpus"))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
         open_text(trained, config, None, RunFolder(tmp_path))

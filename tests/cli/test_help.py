@@ -12,7 +12,7 @@ import train
 from parallax.cli.command import Flag, read_line
 
 ROOT = pathlib.Path(train.__file__).parent
-ABSL = ("plan", "report", "evaluate", "replay")
+ABSL = ("plan", "report", "evaluate", "parity", "replay")
 PARSED = ("generate", "convert", "watch", "data", "schedules")
 COMMANDS = {"train": train, **{name: command(name) for name in (*ABSL, *PARSED, "launch")}}
 PARTS = [("convert", act) for act in ("export", "import", "from-hf", "to-hf")]

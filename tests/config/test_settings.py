@@ -313,5 +313,5 @@ def test_sizes_of_a_mesh_that_no_machine_has_are_refused_at_once():
 
 @pytest.mark.parametrize("size", [2**24, 2**24 - 3, 14_414_400])
 def test_sizes_with_many_divisors_are_refused_at_once_and_in_short(size):
-    config = dataclasses.replace(on({}).model, d_ff=size, heads=17)
+    config = dataclasses.replace(on({}).config, d_ff=size, heads=17)
     assert refusal("model.d_ff", check_divides, config, {"pp": 1, "dp": 1, "tp": 17})

@@ -33,7 +33,7 @@ def moves(plan: ShardingPlan) -> dict[Move, int]:
             axes = _axes_between(before, after)
             piece = _entries(plan, before, size) * jnp.dtype(row.travels or jnp.float32).itemsize
             sent[Move(name, "all-gather", axes)] += sent_bytes("all-gather", piece, _ranks(plan, axes))
-        if row.spec.has_gradient:
+        if not row.spec.is_constant:
             kind = "reduce-scatter" if plan.reduce == "float32" else "all-to-all"
             width = FLOAT32_BYTES if plan.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
             for name, before, after in (("add_up", row.compute, row.summed), ("store", row.summed, row.staged)):
@@ -51,7 +51,7 @@ def bytes_in_step(plan: ShardingPlan) -> int:
     """Bytes on a device during a step: sums of the layers' gradients, and weights that stay gathered."""
     held = 0
     for row, size in _layers(plan):
-        if row.spec.has_gradient:
+        if not row.spec.is_constant:
             held += _entries(plan, row.summed, size) * FLOAT32_BYTES
         if row.at_rest != row.resident == row.compute:
             narrow = row.rounded_to or row.rounded_for
