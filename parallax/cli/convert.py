@@ -59,12 +59,10 @@ def _export(flags: argparse.Namespace) -> None:
 def _from_hf(flags: argparse.Namespace) -> None:
     with waiting(f"importing {flags.source}"):
         settings = settings_of_import(flags.settings, flags.workdir)
-        imported = from_hf(flags.source, flags.workdir, settings, dtype=dtype_of_import(flags.settings, settings))
-    for note in imported.notes:
+        model = from_hf(flags.source, flags.workdir, settings, dtype=dtype_of_import(flags.settings, settings))
+    for note in model.notes:
         print(note)
-    print(
-        f"the {imported.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}"
-    )
+    print(f"the {model.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
 def _to_hf(flags: argparse.Namespace) -> None:

@@ -101,12 +101,10 @@ def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int
             )
         return begin(parts, folder, 0, print)[::-1]
     wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))
-    start, arrays, damaged = restore_newest(
-        folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step
-    )
+    start, state, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
     for error in damaged:
         print(error)
-    return start, state_from(arrays)
+    return start, state_from(state)
 
 
 if __name__ == "__main__":

@@ -690,7 +690,7 @@ def check_own_keys(overrides: list[str]) -> None:
     """Raise ConfigError if a key is set that the folder's config.json determines."""
     wrong = [key for key in overrides if key.startswith("model.") and key.removeprefix("model.") not in OWN_KEYS]
     if wrong:
-        allowed = ", ".join(f"--config.model.{key}" for key in OWN_KEYS)
+        keys = ", ".join(f"--config.model.{key}" for key in OWN_KEYS)
         raise ConfigError(
-            f"--config.{wrong[0]} is determined by the folder's config.json; of the model set only {allowed}"
+            f"--config.{wrong[0]} is determined by the folder's config.json; of the model set only {keys}"
         )

@@ -28,22 +28,22 @@ class Move(NamedTuple):
 def moves(plan: ShardingPlan) -> dict[Move, int]:
     """Bytes that a device sends in each move."""
     sent: Counter[Move] = Counter()
+    kind = "reduce-scatter" if plan.reduce == "float32" else "all-to-all"
     for row, size in _layers(plan):
-        for name, before, after in (("load", row.staged, row.resident), ("use", row.resident, row.compute)):
-            axes = _axes_between(before, after)
-            piece = _entries(plan, before, size) * jnp.dtype(row.travels or jnp.float32).itemsize
-            sent[Move(name, "all-gather", axes)] += sent_bytes("all-gather", piece, _ranks(plan, axes))
+        weights = jnp.dtype(row.travels or jnp.float32).itemsize
+        moved = [("load", "all-gather", row.staged, row.resident, weights)]
+        moved += [("use", "all-gather", row.resident, row.compute, weights)]
         if not row.spec.is_constant:
-            kind = "reduce-scatter" if plan.reduce == "float32" else "all-to-all"
-            width = FLOAT32_BYTES if plan.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
-            for name, before, after in (("add_up", row.compute, row.summed), ("store", row.summed, row.staged)):
-                axes = _axes_between(before, after)
-                sent[Move(name, kind, axes)] += sent_bytes(
-                    kind, _entries(plan, before, size) * width, _ranks(plan, axes)
-                )
+            gradients = FLOAT32_BYTES if plan.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
+            moved += [("add_up", kind, row.compute, row.summed, gradients)]
+            moved += [("store", kind, row.summed, row.staged, gradients)]
             held = tuple(axis for axis in DATA_AXES if axis not in row.at_rest.used_axes())
             whole = _entries(plan, row.at_rest, size) * FLOAT32_BYTES
             sent[Move("sum", "all-reduce", held)] += sent_bytes("all-reduce", whole, _ranks(plan, held))
+        for name, collective, before, after, itemsize in moved:
+            axes = _axes_between(before, after)
+            piece = _entries(plan, before, size) * itemsize
+            sent[Move(name, collective, axes)] += sent_bytes(collective, piece, _ranks(plan, axes))
     return {move: size for move, size in sent.items() if size}
 
 

@@ -393,8 +393,8 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
     without = predict(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [
-        f"{name} {estimate.secs:.3f} s a step, {tokens / estimate.secs:,.0f} tokens/s"
-        for name, estimate in ((settings.model.matmul, now), (settings.model.dtype, without))
+        f"{name} {step.secs:.3f} s a step, {tokens / step.secs:,.0f} tokens/s"
+        for name, step in ((settings.model.matmul, now), (settings.model.dtype, without))
     ]
     yield f"{'; '.join(speeds)}: {without.secs / now.secs:.2f} times as fast (MFU is of {settings.model.dtype}'s peak)"
 
@@ -423,51 +423,51 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def estimate_parts(estimate: Estimate, topology: Topology) -> Iterator[Table | str]:
+def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
     """A predicted step: whether it fits, its memory by component, largest first, and its time by parts."""
-    yield from verdict(estimate.peak_bytes, topology, "predicted").splitlines()
-    yield f"MFU {percent(estimate.mfu)} (analytic)"
+    yield from verdict(step.peak_bytes, topology, "predicted").splitlines()
+    yield f"MFU {percent(step.mfu)} (analytic)"
     yield ""
-    parts = [(name.replace("_", " "), size) for name, size in estimate.components.items() if size]
+    parts = [(name.replace("_", " "), size) for name, size in step.components.items() if size]
     parts.sort(key=lambda part: -part[1])
-    shares = [size / estimate.peak_bytes for _, size in parts]
+    shares = [size / step.peak_bytes for _, size in parts]
     rows = [[name, in_bytes(size), percent(share)] for (name, size), share in zip(parts, shares)]
     bars = [[("predicted", share)] for share in shares]
     yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
-    yield time_parts(analytic_parts(estimate), estimate.secs)
+    yield time_parts(analytic_parts(step), step.secs)
     name, size = parts[0]
-    used = {axis for axes in estimate.exposed_secs for axis in axes.split()}
+    used = {axis for axes in step.exposed_secs for axis in axes.split()}
     axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)
-    hidden = f"; {estimate.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (estimate.hidden_secs > 0)
+    hidden = f"; {step.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (step.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
-    yield from host_lines(estimate, topology)
+    yield from host_lines(step, topology)
 
 
-def host_lines(estimate: Estimate, topology: Topology) -> Iterator[str]:
+def host_lines(step: Estimate, topology: Topology) -> Iterator[str]:
     """Use of host memory, whether it fits, and whether the step waits for the link to it."""
-    if not estimate.host_bytes:
+    if not step.host_bytes:
         return
     chip = topology.chip
     if not chip.host_bandwidth:
-        yield f"host memory: {in_bytes(estimate.host_bytes)}; the link of {chip.name} to its host is not known"
+        yield f"host memory: {in_bytes(step.host_bytes)}; the link of {chip.name} to its host is not known"
         return
-    fits = "" if estimate.host_bytes <= chip.host_bytes else ", which does not fit"
-    yield f"host memory: {in_bytes(estimate.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
-    rate = f"{in_bytes(estimate.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
-    waits = f"waits {estimate.link_secs:.3f} s" if estimate.link_secs else "does not wait"
+    fits = "" if step.host_bytes <= chip.host_bytes else ", which does not fit"
+    yield f"host memory: {in_bytes(step.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
+    rate = f"{in_bytes(step.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
+    waits = f"waits {step.link_secs:.3f} s" if step.link_secs else "does not wait"
     yield f"{rate}; the step {waits}"
 
 
-def analytic_parts(estimate: Estimate) -> dict[str, float]:
+def analytic_parts(step: Estimate) -> dict[str, float]:
     """The parts of a predicted step, with their names."""
     return {
-        "work of the model": estimate.work_secs - estimate.recompute_secs,
-        "recomputed work": estimate.recompute_secs,
-        **{f"exposed over {axes}": secs for axes, secs in estimate.exposed_secs.items()},
-        "bubble of the pipeline": estimate.bubble_secs,
-        "update": estimate.update_secs,
-        **({"waits for the host's link": estimate.link_secs} if estimate.link_bytes else {}),
+        "work of the model": step.work_secs - step.recompute_secs,
+        "recomputed work": step.recompute_secs,
+        **{f"exposed over {axes}": secs for axes, secs in step.exposed_secs.items()},
+        "bubble of the pipeline": step.bubble_secs,
+        "update": step.update_secs,
+        **({"waits for the host's link": step.link_secs} if step.link_bytes else {}),
     }
 
 
@@ -545,18 +545,13 @@ def sweep_table(
     mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
     head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
     lines = []
-    for choice, estimate in rows:
+    for choice, step in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         context = [str(choice.cp), choice.context if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
-        figures = (
-            f"{estimate.peak_bytes / 2**30:.2f}",
-            f"{estimate.secs:.3f}",
-            percent(estimate.mfu),
-            percent(estimate.bubble),
-        )
+        figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)
         first, *others = textwrap.wrap(choice.remat, REMAT_WIDTH)
         lines.append([marks, *sizes, schedule, first, _policy(choice), *figures])
         lines += [[*[""] * (2 + len(sizes)), words, *[""] * 5] for words in others]
@@ -570,10 +565,10 @@ def sets_table(sets: Sequence[PricedLayout], configured: Choice) -> Iterator[str
     marked = front(sets)
     now = next((row.estimate for row in sets if row.choice == configured), None)
     rows = []
-    for choice, estimate in sets:
+    for choice, step in sets:
         if choice in marked or choice == configured:
-            changed = f"{100 * (estimate.secs / now.secs - 1):+.1f} %" if now else ""
-            figures = f"{estimate.peak_bytes / 2**30:.2f}", f"{estimate.secs:.3f}", changed
+            changed = f"{100 * (step.secs / now.secs - 1):+.1f} %" if now else ""
+            figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", changed
             rows.append(["*" * (choice in marked) + " >" * (choice == configured), choice.remat, *figures])
     head = ["", "this layout, remat", "GiB", "s/step", ""]
     yield from text_table(head, rows, left=2)
