@@ -12,13 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from parallax.display.progress import loading, stop_progress, waiting
 
 with loading(__name__, sys.stdout):
-    from ml_collections import ConfigDict
-
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
     from parallax.errors import ConfigError
@@ -52,18 +49,6 @@ FLAGS = {
 }
 
 
-class Command(NamedTuple):
-    """What a command line asks for."""
-
-    config: ConfigDict
-    workdir: Path
-    resume: str
-    changed_code: bool
-    max_runtime_secs: float | None
-    stopped_status: int
-    warnings: tuple[str, ...]
-
-
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
 
@@ -72,34 +57,21 @@ def main(argv: Sequence[str]) -> int:
     def act(argv: Sequence[str]) -> None:
         nonlocal if_all_is_well
         with reporting():
-            command = parse(argv)
-            with limited(read_settings(command.config).distributed):
-                outcome = train(
-                    command.config,
-                    command.workdir,
-                    resume=command.resume,
-                    changed_code=command.changed_code,
-                    max_runtime_secs=command.max_runtime_secs,
-                    warnings=command.warnings,
-                )
+            line = read_line(argv, FLAGS, config=config_of_run(argv))
+            limit = line.values["max-runtime"]
+            limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
+            workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
+            join_job(line)
+            workdir = workdir or default_workdir(line.path)
+            with limited(read_settings(line.config).distributed):
+                given = {name: line.values[name.replace("_", "-")] for name in ("resume", "changed_code")}
+                given |= {"max_runtime_secs": limit_secs, "warnings": line.warnings}
+                outcome = train(line.config, workdir, **given)
         if outcome.reason == "stopped":
-            if_all_is_well = command.stopped_status
+            if_all_is_well = int(line.values["stopped-status"])
 
     # The others are left as after any run that ends well: only the scheduler hears another status.
     return leave(lambda: run_command(act, argv, __doc__, USAGE, FLAGS)) or if_all_is_well
-
-
-def parse(argv: Sequence[str]) -> Command:
-    """Read a command line, program name first, and join the job; ConfigError says what is wrong with it."""
-    line = read_line(argv, FLAGS, config=config_of_run(argv))
-    limit = line.values["max-runtime"]
-    limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
-    workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
-    join_job(line)
-    workdir = workdir or default_workdir(line.path)
-    status = int(line.values["stopped-status"])
-    resume, changed_code = line.values["resume"], line.values["changed-code"]
-    return Command(line.config, workdir, resume, changed_code, limit_secs, status, line.warnings)
 
 
 def join_job(line: Line) -> None:

@@ -46,7 +46,7 @@ def measure(args: Any) -> None:
     from step import random_batch
 
     import parallax as px
-    from parallax.step.step import TrainStep, init_state, model_and_optimizer
+    from parallax.step.step import TrainStep, init_state, model_of, optimizer_of
 
     config = config_of(args.config)
     pp, dp, tp = map(int, args.mesh.split(","))
@@ -54,7 +54,8 @@ def measure(args: Any) -> None:
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.guard.spike_z = 6.0
     settings = px.read_settings(config.to_dict())
-    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
+    model = model_of(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
+    tx = optimizer_of(model)
     batch = jax.device_put(random_batch(args.rows, settings.data.seq, settings.model.vocab), model.batch_sharding)
     makers = {"without": unguarded(model, tx), "with": TrainStep(model, tx, 0, settings.guard)}
     compiled, compile_secs, states = {}, {}, {}

@@ -93,9 +93,11 @@ def prepare(settings: Any) -> tuple:
     import jax
 
     import parallax as px
-    from parallax.step.step import init_state, make_train_step, model_and_optimizer
+    from parallax.step.step import init_state, make_train_step, model_of, optimizer_of
 
-    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
+    model = model_of(settings, px.make_mesh(settings.mesh))
+
+    tx = optimizer_of(model)
     shape = settings.data.global_batch, settings.data.seq
     tokens = np.random.default_rng(0).integers(0, settings.model.vocab, shape, dtype=np.int32)
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))

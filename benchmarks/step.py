@@ -81,7 +81,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
 
     import parallax as px
     from parallax.analysis.traced.flops import flops_per_token
-    from parallax.step.step import init_state, make_train_step, model_and_optimizer
+    from parallax.step.step import init_state, make_train_step, model_of, optimizer_of
 
     pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)
@@ -90,7 +90,8 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
     config.pipeline.remat, config.data_parallel.policy = remat, policy
     config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
-    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
+    model = model_of(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
+    tx = optimizer_of(model)
     rows, seq = settings.data.global_batch, settings.data.seq
     batch = jax.device_put(random_batch(rows, seq, settings.model.vocab), model.batch_sharding)
     state = init_state(model, tx, 0)

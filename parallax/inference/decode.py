@@ -43,8 +43,8 @@ from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
-from parallax.sharding.parameter import ParameterSpec, layouts_of, map_declared
-from parallax.sharding.plan import DATA_AXES, WITHIN_STAGE, largest_entry
+from parallax.sharding.parameter import layouts_of
+from parallax.sharding.plan import DATA_AXES, WITHIN_STAGE, ParameterPlan, largest_entry
 
 RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
@@ -58,25 +58,24 @@ class Prompts(NamedTuple):
 
 
 class Decoder:
-    """Cached decoding on a mesh, for parameters with the `layouts` of a ShardedModel, whose plan's `rounded_to` says
-    which matrices are rounded to 8 bits, as in training.
+    """Cached decoding on a mesh, for parameters that lie as the `rows` of a ShardedModel's plan say. Matrices that are
+    rounded to 8 bits in training are here, too.
 
     Communication, a new token: per layer two all_reduce over tp of `batch/dp seq d_model` (mla: also one number for
     the latent's norm and an all_gather of the latent); per stage one permute over pp; once the embedding's
     all_reduce and an all_gather of the logits over tp, and the chosen ids over tp and pp.
     """
 
-    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh, rounded_to: Any):
+    def __init__(self, model: ModelConfig, rows: Any, mesh: Mesh):
         # Fused kernels are made for many queries and narrow heads: one query has no large matrix of scores, and heads
         # in MLA's latent space are wider than cudnn supports.
         model = dataclasses.replace(model, kernel="xla")
         # One token cannot be sharded over seq, so context ranks shard rows, like data ranks.
         self.mesh = mesh = context_as_data(mesh)
-        self.model, self.rounded_to = model, rounded_to
-        self.layouts = jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
+        self.model, self.rows = model, rows
+        self.layouts = jax.tree.map(lambda row: row.at_rest.without(CONTEXT_AXIS), rows)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
-        declared = self.parts.declared()
-        self.wanted, self.specs = layouts_of(declared), map_declared(lambda one: one.spec, declared)
+        self.wanted = layouts_of(self.parts.declared())
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.kinds)
         self.orders = list(arrangements(placement, model.kinds).values())
@@ -198,13 +197,13 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
         sent."""
 
-        def moved(stored: Layout, wanted: Layout, weight: Array, kind: str, spec: ParameterSpec) -> Array:
+        def moved(row: ParameterPlan, stored: Layout, wanted: Layout, weight: Array) -> Array:
             # Tables are sharded over pp, too; layers stay on their ranks.
             whole = stored.without(*(axis for axis in (*DATA_AXES, "pp") if axis not in wanted.used_axes()))
-            if kind:
+            if row.rounded_to:
                 weight = weight.astype(self.model.dtype)
-                scale = scale_of(max_over(largest_entry(spec, stored, weight), WITHIN_STAGE), kind)
-                weight = gather_rounded(f"{stored} -> {whole}", kind, lambda axes: 1, weight, scale)
+                scale = scale_of(max_over(largest_entry(row.spec, stored, weight), WITHIN_STAGE), row.rounded_to)
+                weight = gather_rounded(f"{stored} -> {whole}", row.rounded_to, lambda axes: 1, weight, scale)
             elif whole != stored:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
             return reshard(f"{whole} -> {wanted}", weight)
@@ -221,7 +220,7 @@ class Decoder:
             return layout.without("pp").with_cut("layers", ("pp",))
 
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to, self.specs)
+        return jax.tree.map(moved, self.rows, layouts, self.wanted, {**params, BLOCKS: staged})
 
 
 class DecodeState(NamedTuple):

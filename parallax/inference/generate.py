@@ -148,7 +148,7 @@ def _write_ids(
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.config.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
-    decoder = Decoder(model.config, model.layouts, model.mesh, model.plan.rounded_to)
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
     ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, ends=ends)
     # Every process of a job gets all rows.
     return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))

@@ -137,13 +137,13 @@ class GQA(nn.Module):
     out_scale: float
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of q, k and v; attention itself saves the input of `out`
-    dense: Callable[..., Dense] = Dense  # makes its projections
+    dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
         wide = activation(f"{self.kv} d_head")
-        dense = partial(self.dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
+        dense = partial(self.dense or Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
         how = dict(bias=self.bias, matmul_residuals=self.matmul_residuals)
         self.q = dense(q, x, out, **how)
         self.k = dense(kv, x, wide, **how)

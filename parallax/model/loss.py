@@ -1,7 +1,5 @@
 """Cross-entropy in float32 over chunks of tokens, with or without a sharded vocab; only one chunk of logits exists."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -47,20 +45,16 @@ def cross_entropy(
     return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
 
 
-def losses_of(config: LossConfig) -> Callable[..., Array]:
-    """`cross_entropy`, or the function of a user's own in its place."""
-    return named("loss.name", config.name, {"cross_entropy": cross_entropy})
-
-
 def chunked_loss(
     config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, *, entries: int | None = None
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
+    losses_of = named("loss.name", config.name, {"cross_entropy": cross_entropy})
 
     def step(_, chunk):
         hidden_CD, labels_C = chunk
         logits_CV = _logits(hidden_CD, table_VD)
-        return None, losses_of(config)(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+        return None, losses_of(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
 
     return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
 
@@ -87,13 +81,16 @@ def chunked_loss_and_grads(
     every bound axis: its gradient is this device's share, which the caller sums once.
     """
 
+    losses_of = named("loss.name", config.name, {"cross_entropy": cross_entropy})
     wide = dict(preferred_element_type=jnp.float32)
 
     def step(grad_VD, chunk):
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
-        how = dict(table=table, z_coefficient=config.z_coefficient, entries=entries)
-        loss_of = lambda logits_CV: losses_of(config)(logits_CV, labels_C, **how).sum(axis=1)  # noqa: E731
+
+        def loss_of(logits_CV):
+            return losses_of(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+
         loss, pull = jax.vjp(loss_of, _logits(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.

@@ -35,7 +35,7 @@ class GatedMLP(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"
     part: str = MLP  # of the layer: see ParameterSpec
-    dense: Callable[..., Dense] = Dense  # makes its projections
+    dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -43,7 +43,7 @@ class GatedMLP(nn.Module):
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
         how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals, part=self.part)
-        dense = partial(self.dense, sizes=self.sizes, dtype=self.dtype, **how)
+        dense = partial(self.dense or Dense, sizes=self.sizes, dtype=self.dtype, **how)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         x = gate.input(x, part="norm", before=self.residual)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,8 +44,6 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
 from parallax.user_code import codes_by_name, named
 
-RESIDUAL_NORMS, MLPS = {"rms": RMSNorm}, {"gated": GatedMLP}
-
 
 class Block(nn.Module):
     """One pre-norm transformer layer: attention and a gated MLP, or a mixture of experts, each added to the residual
@@ -66,11 +64,27 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        norm = partial(_made, "model.norm", self.model.norm, RESIDUAL_NORMS, layout=residual, sizes=sizes, eps=eps)
+        norm = partial(_made, "model.norm", self.model.norm, {"rms": RMSNorm}, layout=residual, sizes=sizes, eps=eps)
         self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
         self.mlp_norm = norm(part=MLP)
-        self.mlp = self._mlp()
+        self.mlp = (
+            self._mixture()
+            if self.kind == "moe"
+            else _made(
+                "model.mlp",
+                self.model.mlp,
+                {"gated": GatedMLP},
+                residual=residual,
+                family=self.family,
+                sizes=sizes,
+                dtype=self.model.dtype,
+                out_scale=self._out_scale,
+                matmul=self._matmul(MLP),
+                matmul_residuals=self.model.matmul_residuals,
+                dense=self._dense,
+            )
+        )
         self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
 
@@ -100,25 +114,10 @@ class Block(nn.Module):
         """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""
         return (context.row_weight,) if self.kind == "moe" else ()
 
-    def _mlp(self) -> nn.Module:
-        model, loss = self.model, self.loss
-        if self.kind == "moe":
-            auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul(EXPERTS)
-            return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
-        return _made(
-            "model.mlp",
-            model.mlp,
-            MLPS,
-            residual=self.residual,
-            family=self.family,
-            sizes=model.sizes,
-            dtype=model.dtype,
-            out_scale=self._out_scale,
-            matmul=self._matmul(MLP),
-            matmul_residuals=model.matmul_residuals,
-            dense=self._dense,
-        )
+    def _mixture(self) -> nn.Module:
+        auxiliary = self.loss.balance_coefficient, self.loss.router_z_coefficient
+        tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul(EXPERTS)
+        return MoE(self.model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
 
     def _matmul(self, part: str) -> str:
         """The dtype of the products of a part of the layer."""
@@ -137,9 +136,19 @@ class Block(nn.Module):
         return _made("model.attention", m.attention, {"gqa": GQA}, **shared)
 
     @property
-    def _dense(self) -> Callable[..., Dense]:
-        """What makes the projections of GQA and of the MLP."""
-        return named("model.dense", self.model.dense, {"dense": Dense})
+    def _dense(self) -> Callable[..., Dense] | None:
+        """What makes the projections of GQA and of the MLP in place of Dense."""
+        return named("model.dense", self.model.dense, {"dense": None})
+
+
+def stacks_of(kinds: Sequence[str]) -> dict[str, str]:
+    """The name of the stack of each kind of layers in the tree of parameters, in order.
+
+    >>> stacks_of(("moe", "dense", "moe")), stacks_of(("moe",))
+    ({'dense': 'blocks/dense', 'moe': 'blocks/moe'}, {'moe': 'blocks'})
+    """
+    names = sorted(set(kinds))
+    return {kind: f"{BLOCKS}/{kind}" if len(names) > 1 else BLOCKS for kind in names}
 
 
 class Parts(NamedTuple):
@@ -166,7 +175,7 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
-        norm = named("model.norm", model.norm, RESIDUAL_NORMS)
+        norm = named("model.norm", model.norm, {"rms": RMSNorm})
         head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
         own = codes_by_name(model.block_kinds)
         block = dict(model=model, residual=residual, family=family, kv=kv, measures=measures)
@@ -230,7 +239,7 @@ class Parts(NamedTuple):
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         keys = jax.random.split(blocks, model.layers)
-        names = {kind: f"{BLOCKS}/{kind}" if len(self.blocks) > 1 else BLOCKS for kind in self.blocks}
+        names = stacks_of(model.kinds)
         of_kind = {kind: keys[np.equal(model.kinds, kind)] for kind in self.blocks}
         stacks = {kind: _stacked(block, of_kind[kind], names[kind]) for kind, block in self.blocks.items()}
         return {

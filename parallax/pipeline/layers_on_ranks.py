@@ -12,7 +12,7 @@ import numpy as np
 from einops import pack, unpack
 from jax import Array, lax
 
-from parallax.config.sections import BLOCKS
+from parallax.model.transformer import stacks_of
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
 
@@ -233,10 +233,7 @@ def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str
     >>> list(arrangements((0, 1), ("dense", "moe", "moe")))
     ['blocks/dense', 'blocks/moe']
     """
-    names = sorted(set(kinds))
-    if len(names) == 1:
-        return {BLOCKS: Arrangement(placement, kinds)}
-    return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
+    return {stack: Arrangement(placement, kinds, kind) for kind, stack in stacks_of(kinds).items()}
 
 
 def exchanged_together(stored: Sequence[Layout], leaves: Sequence[Array]) -> list[tuple[list[int], list[int]]]:

@@ -59,19 +59,13 @@ class ModelOnMesh:
         self.config, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, settings.loss
         self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
-        checks.check_divides(model, self.axis_sizes)
-        checks.check_context(model, layout.context, self.axis_sizes)
-        checks.check_kernel(model, mesh)
-        checks.check_matmul(model, layout, self.axis_sizes)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
-        checks.check_schedule_is_used(pipeline, self.axis_sizes)
-        checks.check_stages(model, self.schedule)
-        checks.check_remat(model, pipeline.remat)
-        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
-        check_residuals_on(pipeline.residuals_on, pipeline.remat)
-        checks.check_masters(model, optimizer.masters_on)
+        self._check()
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
-        self.parts = self._parts()
+        family = FAMILIES[layout.tensor_parallel]._replace(context=CONTEXTS[layout.context])
+        form, kv = EMBEDDINGS[layout.embedding], model.kv(self.axis_sizes["tp"])
+        of_mixtures = settings.loss, self._exchange_form, layout.expert_chunk_tokens
+        self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, *of_mixtures, measures=measures)
         self.orders = arrangements(self.schedule.placement, model.kinds)
         declared = freeze(stored_as(self.parts.declared(), optimizer.weights_dtype), optimizer.frozen)
         self.plan = ShardingPlan(
@@ -95,6 +89,20 @@ class ModelOnMesh:
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+
+    def _check(self) -> None:
+        """Raise ConfigError if settings do not fit each other or the mesh."""
+        model, layout, pipeline, sizes = self.config, self.layout, self.pipeline, self.axis_sizes
+        checks.check_divides(model, sizes)
+        checks.check_context(model, layout.context, sizes)
+        checks.check_kernel(model, self.mesh)
+        checks.check_matmul(model, layout, sizes)
+        checks.check_schedule_is_used(pipeline, sizes)
+        checks.check_stages(model, self.schedule)
+        checks.check_remat(model, pipeline.remat)
+        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+        check_residuals_on(pipeline.residuals_on, pipeline.remat)
+        checks.check_masters(model, self.settings.optimizer.masters_on)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
@@ -157,24 +165,21 @@ class ModelOnMesh:
 
     # ---- parameters
 
-    def _parts(self) -> Parts:
-        family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
-        form = EMBEDDINGS[self.layout.embedding]
-        kv = self.config.kv(self.axis_sizes["tp"])
-        residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
-        recomputed = recomputed_parts(self.pipeline.remat) or ()
-        # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
-        # tokens, sends only gradients.
-        again = "dispatch" in recomputed and "experts" not in recomputed and not chunk and not self.schedule.split
-        exchange = SENT_AGAIN if again and self.exchange == "ragged" else self.exchange
-        of_mixtures = self.loss_config, exchange, chunk
-        return Parts.build(self.config, residual, family, form, kv, ROWS, *of_mixtures, measures=self.measures)
-
     @property
     def exchange(self) -> str:
         """How tokens are sent to experts of other ranks: "gather" or "ragged"."""
         ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
         return exchange_of(self.layout.exchange, self.config, ranks, on_cpus=self.is_simulated)
+
+    @property
+    def _exchange_form(self) -> str:
+        """The same, or SENT_AGAIN if the backward pass sends tokens once more."""
+        recomputed = recomputed_parts(self.pipeline.remat) or ()
+        # If gate and up or chunks are recomputed, so are the messages for them; and W, which has the products that read
+        # tokens, sends only gradients.
+        of_experts = "experts" in recomputed or self.layout.expert_chunk_tokens > 0 or self.schedule.split
+        again = self.exchange == "ragged" and "dispatch" in recomputed and not of_experts
+        return SENT_AGAIN if again else self.exchange
 
     @property
     def load(self) -> float:

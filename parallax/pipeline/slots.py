@@ -28,9 +28,8 @@ def read_slot(stacked: Any, *numbers: Array | int) -> Any:
     """The entry at these indices of the leading dims, on the device; nothing else is copied."""
 
     def read(leaf: Array) -> Array:
-        at = _indices(leaf, numbers)
-        rest = leaf.shape[len(numbers) :]
-        piece = lax.dynamic_slice(leaf, at, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
+        start, rest = _indices(leaf, numbers), leaf.shape[len(numbers) :]
+        piece = lax.dynamic_slice(leaf, start, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
         return to_device(piece).reshape(rest)
 
     return jax.tree.map(read, stacked)
@@ -57,10 +56,11 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     returns what was written."""
     known = [0 if size == 1 else number for size, number in zip(leaf.shape, numbers)] + [0] * (leaf.ndim - len(numbers))
     # Of one dtype: with 64-bit types enabled, counters of loops are wider.
-    as_int32 = lambda number: lax.convert_element_type(number, jnp.int32)  # noqa: E731
-    return tuple(np.int32(number) if isinstance(number, int) else as_int32(number) for number in known)
+    return tuple(
+        np.int32(number) if isinstance(number, int) else lax.convert_element_type(number, jnp.int32) for number in known
+    )
 
 
-def index(stacked: Array, at: Array) -> Array:
-    """The entry at this index of the first dim."""
-    return lax.dynamic_index_in_dim(stacked, at, keepdims=False)
+def index(stacked: Array, number: Array) -> Array:
+    """The entry with this number in the first dim."""
+    return lax.dynamic_index_in_dim(stacked, number, keepdims=False)

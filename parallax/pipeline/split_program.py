@@ -1,11 +1,21 @@
 """Divides a traced program in two: what is computed now, and what is computed later from saved values.
 
-In front, `select` and `split_backward`: each takes a program and returns two, which together compute what the whole one
-does, with each equation as it was. `parallax/pipeline/layer_passes.py` is their one user.
+Two functions are in front; `parallax/pipeline/layer_passes.py` is their one user. Each takes a program, as
+`jax.make_jaxpr` gives it, and returns two that together have its results. Every equation is in one of the two, as it
+was; where `select` recomputes, in both.
+
+    split_backward   in: the backward pass of a layer, (weights, context, residuals, dy) -> (*dw, dx)
+                     out: B, which gives dx, gradients without a product, and b_residuals; and W, which gives the other
+                     gradients from residuals that it may read and b_residuals
+    select           in: the forward pass with its residuals, (weights, x, context) -> (y, *residuals)
+                     out: one program for y and the values with some names; and one for the residuals, from the
+                     arguments and those values
+
+The simple form is `jax.vjp`: tests/pipeline/test_split_program.py compares both with it.
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -41,29 +51,26 @@ def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Ite
     """
     whole = inlined(program)
     jaxpr = whole.jaxpr
-    wanted, readable = set(wanted), set(readable)
-    first = ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
-    deferred = []
-    for at, out in enumerate(jaxpr.outvars):
-        if at in wanted:
-            continue
-        own = ancestors(jaxpr, [out]) - first
-        if any(_multiplies(jaxpr.eqns[number]) for number in own):
-            deferred.append(at)
+    readable = set(readable)
+    first, deferred = ancestors(jaxpr, [jaxpr.outvars[place] for place in wanted]), []
+    for place, out in enumerate(jaxpr.outvars):
+        further = ancestors(jaxpr, [out]) - first
+        if any(_multiplies(jaxpr.eqns[number]) for number in further):
+            deferred.append(place)
         else:
-            first |= own
-    second = ancestors(jaxpr, [jaxpr.outvars[at] for at in deferred]) - first
-    crossing = _crossing(jaxpr, second, [jaxpr.outvars[at] for at in deferred])
-    place = {var: at for at, var in enumerate(jaxpr.invars)}
-    reads = [var for var in crossing if place.get(var) in readable]
-    b_residuals = [var for var in crossing if place.get(var) not in readable and var not in set(jaxpr.constvars)]
-    now = [out for at, out in enumerate(jaxpr.outvars) if at not in deferred]
-    later = [jaxpr.outvars[at] for at in deferred]
+            first |= further
+    later = [jaxpr.outvars[place] for place in deferred]
+    second = ancestors(jaxpr, later) - first
+    crossing = _crossing(jaxpr, second, later)
+    place_of = {var: place for place, var in enumerate(jaxpr.invars)}
+    reads = [var for var in crossing if place_of.get(var) in readable]
+    b_residuals = [var for var in crossing if place_of.get(var) not in readable and var not in set(jaxpr.constvars)]
+    now = [out for place, out in enumerate(jaxpr.outvars) if place not in deferred]
     return BackwardSplit(
         _numbered(whole, first, jaxpr.invars, [*now, *b_residuals]),
         _numbered(whole, second, [*reads, *b_residuals], later),
         tuple(deferred),
-        tuple(place[var] for var in reads),
+        tuple(place_of[var] for var in reads),
     )
 
 
@@ -75,7 +82,7 @@ class Selection(NamedTuple):
     names: tuple[str, ...]  # of saved values
 
 
-def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) -> Selection:
+def select(program: ClosedJaxpr, *, now: Collection[int], names: Collection[str]) -> Selection:
     """Divide a traced program: the outputs at `now` are computed first, the others later, from the arguments and from
     values with these names, which are saved if the other outputs need them.
 
@@ -89,9 +96,8 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
             f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat has no such part; {nearest(name, REMAT_PARTS)}"
         )
     named = {var: name for var, name in named.items() if name in names}
-    first, later = [], []
-    for at, out in enumerate(jaxpr.outvars):
-        (first if at in now else later).append(out)
+    first = [jaxpr.outvars[place] for place in now]
+    later = [out for place, out in enumerate(jaxpr.outvars) if place not in now]
     recomputed = ancestors(jaxpr, later, given=named)
     kept = [var for var in _crossing(jaxpr, recomputed, later) if var in named]
     first += kept
@@ -107,7 +113,10 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     def run(jaxpr: Jaxpr, consts: list, args: list) -> list:
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else value_of[atom]
+
         for equation in jaxpr.eqns:
             values = [read(atom) for atom in equation.invars]
             inner = called(equation) if equation.primitive.name in CALLS else None

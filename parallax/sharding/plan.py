@@ -28,7 +28,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import pack, unpack
-from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
 from parallax.config.sections import PARTS
@@ -288,11 +287,6 @@ class ShardingPlan:
         """The tree of layouts at rest."""
         return jax.tree.map(lambda row: row.at_rest, self.rows)
 
-    @property
-    def rounded_to(self) -> Any:
-        """The tree of 8-bit dtypes to which layers' matrices are rounded wherever they are used; "" for the others."""
-        return jax.tree.map(lambda row: row.rounded_to or "", self.rows)
-
     def scales(self, part: str) -> Any:
         """For each leaf of a part, the name of its 8-bit product's scales; "" if there is no such product."""
         return jax.tree.map(lambda row: row.spec.scales, entry(self.rows, part))
@@ -400,7 +394,7 @@ class ShardingPlan:
                 moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept]) if kept else ()
                 leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
                 stored[stack] = jax.tree.unflatten(structure, leaves)
-            stored = self._sum(unflatten_dict(stored, sep="/"))
+            stored = self._sum(nested(stored))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
         by_name = named_leaves(stored)
         return grads, {name: by_name[name] for name in self.statistics}
@@ -409,10 +403,11 @@ class ShardingPlan:
         """Zero gradients in the summed layout, which may differ from the layout of the weights."""
 
         def zeros(row: ParameterPlan, weight: Array, whole: Any) -> Array:
-            places = weight.shape[: bool(row.spec.stack)]
-            shape = row.summed.local_shape(dict(zip(row.summed.names, whole.shape)), self.axis_sizes)[len(places) :]
-            shape = (0,) * len(shape) if row.spec.is_constant else shape
-            return collectives.as_varying(jnp.zeros((*places, *shape), jnp.float32))
+            stacked, sizes = int(bool(row.spec.stack)), dict(zip(row.summed.names, whole.shape))
+            # Of a stack, whose layers may not divide over pp, there are as many as the rank has places.
+            one = Layout(row.summed.names[stacked:], row.summed.axes[stacked:])
+            shape = (0,) * len(one.names) if row.spec.is_constant else one.local_shape(sizes, self.axis_sizes)
+            return collectives.as_varying(jnp.zeros((*weight.shape[:stacked], *shape), jnp.float32))
 
         return jax.tree.map(zeros, entry(self.rows, stack), weights, entry(self.shapes, stack))
 
@@ -572,6 +567,19 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
 def entry(tree: Any, path: str) -> Any:
     """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
     return functools.reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
+
+
+def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree that has these entries.
+
+    >>> nested({"head": 1, "blocks/dense": 2, "blocks/moe": 3})
+    {'head': 1, 'blocks': {'dense': 2, 'moe': 3}}
+    """
+    tree: dict[str, Any] = {}
+    for path, value in entries.items():
+        part, _, kind = path.partition("/")
+        tree[part] = tree.get(part, {}) | {kind: value} if kind else value
+    return tree
 
 
 def empty_like(x: Array) -> Array:

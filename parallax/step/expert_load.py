@@ -69,7 +69,7 @@ def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> d
     return {
         "experts/load": float(loads.max()),
         "experts/entropy": float(entropies.min()),
-        "experts/layers": [at for at, kind in enumerate(kinds) if kind == "moe"],
+        "experts/layers": [layer for layer, kind in enumerate(kinds) if kind == "moe"],
         "experts/load_by_layer": rounded(loads),
         "experts/entropy_by_layer": rounded(entropies),
         **({"experts/shares": rounded(shares)} if table else {}),

@@ -134,7 +134,10 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
 def in_their_memory(tree: Any, shardings: Any) -> Any:
     """Traced arrays with the host memory type where these shardings have it: arguments of a program that is compiled
     ahead are in host memory, but their types do not say so."""
-    move = lambda x, sharding: to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x  # noqa: E731
+
+    def move(x: Array, sharding: NamedSharding) -> Array:
+        return to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x
+
     return jax.tree.map(move, tree, shardings)
 
 
@@ -294,21 +297,17 @@ def model_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = 
     return ShardedModel(settings, mesh)
 
 
-def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:
-    """Model and optimizer; a ParallaxError if they do not fit the mesh, the batch or the steps."""
-    model = model_of(settings, mesh)
-    model.check_batch(settings.data.global_batch, settings.data.seq)
-    return model, make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
+def optimizer_of(model: ShardedModel) -> optax.GradientTransformation:
+    """The optimizer of a model's settings; ConfigError if it does not fit the steps."""
+    return make_optimizer(model.settings.optimizer, model.settings.train.steps, model.plan.rows)
 
 
 def step_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO_CODE) -> TrainStep:
     """The training step of these settings, with its guard: `(state, batch) -> (state, metrics)`.
 
-    Without a mesh, on that of the settings, over all devices that are here. For `code` see `model_of`. Errors as of
-    `model_and_optimizer`.
+    Without a mesh, on that of the settings, over all devices that are here. For `code` see `model_of`. Raises a
+    ParallaxError if the settings do not fit the mesh, the batch or the steps.
     """
-    check_settings(settings)
-    settings = with_code(settings, code)
-    model, tx = model_and_optimizer(settings, mesh)
-    shape = settings.data.global_batch, settings.data.seq
-    return make_train_step(model, tx, settings.train.seed, settings.guard, shape)
+    model, shape = model_of(settings, mesh, code=code), (settings.data.global_batch, settings.data.seq)
+    model.check_batch(*shape)
+    return make_train_step(model, optimizer_of(model), settings.train.seed, settings.guard, shape)

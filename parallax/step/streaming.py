@@ -34,8 +34,12 @@ def map_kept(function: Callable, other: Callable[[Any], Any], opt_state: Any, *t
     A state is an array, or blocks with their scales, or nothing if another optimizer in optax.partition updates the
     parameter.
     """
-    is_per_param = lambda part: isinstance(part, dict) and part.keys() == trees[0].keys()  # noqa: E731
-    is_kept = lambda leaf: isinstance(leaf, (optax.MaskedNode, Blocks))  # noqa: E731
+
+    def is_per_param(part: Any) -> bool:
+        return isinstance(part, dict) and part.keys() == trees[0].keys()
+
+    def is_kept(leaf: Any) -> bool:
+        return isinstance(leaf, (optax.MaskedNode, Blocks))
 
     def of_param(kept: Any, *leaves: Any) -> Any:
         return kept if isinstance(kept, optax.MaskedNode) else function(kept, *leaves)
@@ -69,7 +73,10 @@ def update_by_layer(
     `shardings` are those of the parameters, and so of the gradients, and of the optimizer's state.
     """
     of_params = jax.tree.map(lambda row: row.spec.stack if row.spec.is_trained else FROZEN, model.plan.rows)
-    labelled = lambda kept, stack: jax.tree.map(lambda _: stack, kept)  # noqa: E731
+
+    def labelled(kept: Any, stack: str) -> Any:
+        return jax.tree.map(lambda _: stack, kept)
+
     labels = of_params, map_kept(labelled, lambda _: WITHOUT_PARAMETER, opt_state, of_params), of_params
     labels = dict(enumerate(jax.tree.leaves(labels)))
     specs = [sharding.spec for sharding in jax.tree.leaves((*shardings, shardings[0]))]

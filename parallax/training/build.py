@@ -21,7 +21,7 @@ from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split, own_part, put_on
 from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
-from parallax.step.step import abstract_state, model_and_optimizer
+from parallax.step.step import abstract_state, model_of, optimizer_of
 from parallax.training.folder import RunFolder
 from parallax.training.resume import check_source, files_of_import
 from parallax.version import code_versions
@@ -47,13 +47,16 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         check_source(settings.train.init_from)
     settings = with_vocab_of_weights(settings, folder.path)
     # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
-    model_and_optimizer(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
+    model = model_of(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    optimizer_of(model)
     with waiting("preparing the data"):
         train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     job.set_phase("planning the run", compiling=True)
     settings = resolve(settings, tokenizer=train_data.tokenizer, run=folder.path)
     with waiting("planning the run"):
-        model, tx = model_and_optimizer(settings, mesh)
+        model = model_of(settings, mesh)
+        tx = optimizer_of(model)
         check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
         check_length(settings.model, [encode_sample(settings, train_data.tokenizer)], settings.sample)

@@ -17,7 +17,7 @@ from parallax.errors import ConfigError
 from parallax.model.checks import check_divides, check_layouts
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import resolve_sizes
-from parallax.step.step import model_and_optimizer
+from parallax.step.step import model_of, optimizer_of
 
 BASE = get_config().to_dict()
 KEYS = [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
@@ -197,7 +197,11 @@ def on(sizes, *changes, **more):
     for change in (*changes, more):
         config = {section: config.get(section, {}) | change.get(section, {}) for section in config | change}
     sizes = {axis: sizes.get(axis, 1) for axis in ALL_AXES if axis in AXES or axis in sizes}
-    return model_and_optimizer(read_settings(BASE, **config), AbstractMesh(tuple(sizes.values()), tuple(sizes)))[0]
+    settings = read_settings(BASE, **config)
+    model = model_of(settings, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    optimizer_of(model)
+    return model
 
 
 @pytest.mark.parametrize(

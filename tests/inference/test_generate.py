@@ -209,7 +209,7 @@ def unflatten(tree, value):
 def test_a_prompt_has_no_square_of_scores(name):
     """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
     model, prompt = model_on(name), 4 * LONGEST_SIDE["cpu"]
-    decoder = Decoder(model.config, model.layouts, model.mesh, model.plan.rounded_to)
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
     shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
     pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
     write = functools.partial(decoder.write, pick=pick, tokens=3, ends=())
@@ -220,9 +220,7 @@ def test_a_prompt_has_no_square_of_scores(name):
 
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
-    narrow = Decoder(
-        dataclasses.replace(model.config, dtype="bfloat16"), model.layouts, model.mesh, model.plan.rounded_to
-    )
+    narrow = Decoder(dataclasses.replace(model.config, dtype="bfloat16"), model.plan.rows, model.mesh)
     caches = jax.eval_shape(
         lambda: jax.shard_map(
             lambda: narrow.caches(2, 5),

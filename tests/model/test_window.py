@@ -18,7 +18,7 @@ from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.errors import ConfigError
 from parallax.inference.generate import generate
-from parallax.step.step import model_and_optimizer
+from parallax.step.step import model_of
 from parallax.training.resume import is_fixed
 
 MISTRAL = "MistralForCausalLM"
@@ -41,12 +41,12 @@ def test_an_import_keeps_the_window_and_a_longer_seq_is_refused_there_and_later(
         config = load_config(tmp_path / "short" / "run" / "config.json")[0]
         config.data.seq = seq
         if seq == WINDOW:
-            model_and_optimizer(read_settings(config), mesh)
+            model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
             continue
         with pytest.raises(ConfigError, match=f"data.seq={seq} is longer than model.sliding_window={WINDOW}"):
-            model_and_optimizer(read_settings(config), mesh)
+            model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
         config.model.sliding_window = 0  # what somebody says who wants another model
-        model_and_optimizer(read_settings(config), mesh)
+        model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
 
 
 @pytest.mark.slow

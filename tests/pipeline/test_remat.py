@@ -193,7 +193,7 @@ def test_parts_and_the_last_product_are_all_products_of_a_forward_pass(changes):
 
 
 def test_sets_to_try_get_smaller_as_they_take_more():
-    for exchanges, model in itertools.product([False, True], [model_config(**WIDE), mixture((1, 1, 1), "late").model]):
+    for exchanges, model in itertools.product([False, True], [model_config(**WIDE), mixture((1, 1, 1), "late").config]):
         found = sets_to_try(model, seq=SEQ, exchanges=exchanges)
         assert len(found) == len(set(found)) and len(found) < 24
         for remat in found:
@@ -269,5 +269,5 @@ def test_a_name_that_no_set_can_have_is_refused(monkeypatch):
 
 
 def test_every_part_is_of_some_model():
-    models = mixture((1, 1, 1), "in turn").model, model_config(attention="gqa", qk_norm=True), model_config()
+    models = mixture((1, 1, 1), "in turn").config, model_config(attention="gqa", qk_norm=True), model_config()
     assert set().union(*(model.remat_parts for model in models)) == set(REMAT_PARTS)

@@ -55,6 +55,12 @@ def test_a_plan_says_how_arrays_lie(policy, mesh):
             assert found[held][name].shape == layout.local_shape(sizes, dict(model.mesh.shape)), (held, name)
 
 
+def test_gradients_have_the_shapes_of_parameters_where_pp_does_not_divide_the_layers():
+    model = build((2, 2, 1), layers=3, schedule="one_f_one_b", policy="zero2")
+    _, grads = jax.eval_shape(model.loss_and_grad, model.shapes, make_batch())
+    assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, model.shapes)
+
+
 def test_a_table_that_is_gathered_over_two_axes_at_once_is_whole():
     model = build((2, 2, 2), policy="zero1", vocab=128)
     row = model.plan.rows["embedding"]["table"]

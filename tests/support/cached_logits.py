@@ -12,7 +12,7 @@ from parallax.sharding.layout import Layout
 
 def decoded_logits(model, params, prompts, *, prefill):
     """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
-    decoder = Decoder(model.config, model.layouts, model.mesh, model.plan.rounded_to)
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
 
     def local(params, prompts):
         weights, (ids_BS, empty_B) = decoder.weights(params), prompts

@@ -92,8 +92,8 @@ def plain_mlp(x, gate, up, down):
 class PlainBlock(Block):
     """A layer whose mixture is the plain one."""
 
-    def _mlp(self):
-        return PlainMixture(self.model, self.loss) if self.kind == "moe" else super()._mlp()
+    def _mixture(self):
+        return PlainMixture(self.model, self.loss)
 
 
 def plain_parts(model, loss=None):

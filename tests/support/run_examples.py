@@ -81,7 +81,7 @@ def sharing():
 
 
 def settings_of_model(settings, mesh):
-    """All that `model_and_optimizer` reads."""
+    """All of the settings that a model and its optimizer read."""
     sections = (settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, settings.optimizer)
     return *sections, settings.train.steps, settings.data.global_batch, settings.data.seq, mesh
 
@@ -101,7 +101,8 @@ def cached(function, key):
 
 
 SHARED = {
-    (build, "model_and_optimizer"): cached(build.model_and_optimizer, settings_of_model),
+    (build, "model_of"): cached(build.model_of, settings_of_model),
+    (build, "optimizer_of"): functools.cache(build.optimizer_of),
     # The optimizer's state follows from the model, which no other optimizer has.
     (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
     (run, "make_train_step"): functools.cache(run.make_train_step),

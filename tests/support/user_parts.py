@@ -33,7 +33,7 @@ class SquaredMLP(GatedMLP):
     def __call__(self, x):
         whole, wide = self.family.input("d_model"), activation("d_ff/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
-        dense = partial(self.dense, sizes=self.sizes, dtype=self.dtype, part=self.part)
+        dense = partial(self.dense or Dense, sizes=self.sizes, dtype=self.dtype, part=self.part)
         up = dense(self.family.into("d_model", "d_ff/tp"), whole, wide, name="up")
         down = dense(self.family.back("d_ff/tp"), wide, self.residual, scale=self.out_scale, name="down")
         shift = parameter(self, "shift", "d_ff/tp", self.sizes, nn.initializers.zeros, role="bias", part=self.part)

@@ -12,7 +12,7 @@ from parallax.cli import evaluate, generate
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.sharding.mesh import make_mesh
 from parallax.step.low_precision import random_bits
-from parallax.step.step import abstract_state, model_and_optimizer
+from parallax.step.step import abstract_state, model_of, optimizer_of
 from parallax.training.run import train
 
 
@@ -37,7 +37,8 @@ def test_a_step_computes_nothing_in_float64_but_constants(name):
     sizes = settings.mesh.sizes.values()
     with jax.enable_x64(True):
         mesh = make_mesh(settings.mesh, jax.devices()[: np.prod([*sizes])])
-        model, tx = model_and_optimizer(settings, mesh)
+        model = model_of(settings, mesh)
+        tx = optimizer_of(model)
         ids = jax.ShapeDtypeStruct((traced_settings.ROWS, traced_settings.SEQ), jnp.int32)
         batch = dict.fromkeys(BATCH_ARRAYS, ids)
         traced = jax.make_jaxpr(model.loss_and_grad)(abstract_state(model, tx).params, batch, jnp.zeros(2, jnp.int32))

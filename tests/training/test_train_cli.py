@@ -1,7 +1,6 @@
 """The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
 
 import contextlib
-import functools
 import itertools
 import os
 import pathlib
@@ -18,7 +17,6 @@ from support.stand_ins import ClientStandIn
 import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.config.settings import read_settings
-from parallax.errors import ConfigError
 from parallax.training.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
@@ -94,30 +92,38 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_losses(flags, tmp_path
     assert len(losses(tmp_path / "run")) == 8 and losses(tmp_path / "run")[: len(before)] == before
 
 
+def asked(monkeypatch, *arguments):
+    """The config and the folder with which the command line trains."""
+    given = []
+    train = lambda *config_and_folder, **more: given.append(config_and_folder) or Outcome("finished", 3)  # noqa: E731
+    monkeypatch.setattr(command_line, "train", train)
+    assert command_line.main(["train.py", *arguments]) == 0
+    return given.pop()
+
+
 def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs" / "tiny_gqa.py")
-    command = command_line.parse(["train.py", f"--config={config}", "--config.mesh.tp=4", "--run_name=mine"])
-    assert read_settings(command.config).mesh.tp == 4 and command.workdir == pathlib.Path("runs/mine")
-    assert command_line.parse(["train.py", f"--config={config}", "--run-name=m_1"]).workdir == pathlib.Path("runs/m_1")
-    command = command_line.parse(["train.py", "--config", config, "--config.train.steps", "7"])
-    assert read_settings(command.config).train.steps == 7 and command.workdir.name.startswith("tiny_gqa-20")
+    read, folder = asked(monkeypatch, f"--config={config}", "--config.mesh.tp=4", "--run_name=mine")
+    assert read_settings(read).mesh.tp == 4 and folder == pathlib.Path("runs/mine")
+    assert asked(monkeypatch, f"--config={config}", "--run-name=m_1")[1] == pathlib.Path("runs/m_1")
+    read, folder = asked(monkeypatch, "--config", config, "--config.train.steps", "7")
+    assert read_settings(read).train.steps == 7 and folder.name.startswith("tiny_gqa-20")
     monkeypatch.setenv("JOBSET_NAME", "job-7")
-    assert command_line.parse(["train.py", f"--config={config}"]).workdir == pathlib.Path("runs/job-7")
-    assert command_line.parse(["train.py", f"--config={config}", "--workdir=x"]).workdir == pathlib.Path("x")
+    assert asked(monkeypatch, f"--config={config}")[1] == pathlib.Path("runs/job-7")
+    assert asked(monkeypatch, f"--config={config}", "--workdir=x")[1] == pathlib.Path("x")
 
 
 def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
     in_job(ClientStandIn(values={"text": "20260102-030405"}))
-    parse = functools.partial(command_line.parse, ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"])
-    assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
+    assert command_line.default_workdir("configs/tiny_gqa.py") == pathlib.Path("runs/tiny_gqa-20260102-030405")
 
 
 @pytest.mark.parametrize("written", ["soon", "-3h", "0", "1d"])
-def test_a_runtime_that_is_no_time_is_refused(written):
-    command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", f"--max-runtime={written}"]
-    with pytest.raises(ConfigError, match=f"--max-runtime='{written}' is not a time; write it as 3h, 90m"):
-        command_line.parse(command)
+def test_a_runtime_that_is_no_time_is_refused(written, capsys):
+    config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
+    assert command_line.main(["train.py", config, f"--max-runtime={written}"]) == 2
+    assert f"--max-runtime='{written}' is not a time; write it as 3h, 90m" in capsys.readouterr().err
 
 
 def test_half_a_place_among_processes_is_refused(capsys):

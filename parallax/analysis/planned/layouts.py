@@ -18,7 +18,7 @@ from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.step.step import abstract_state, model_and_optimizer
+from parallax.step.step import abstract_state, model_of, optimizer_of
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages per rank that are tried with "interleaved"; more stages send more and gain little.
@@ -181,8 +181,9 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
             "use kernel='xla', or --topology for chips that have it."
         )
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
-    model, tx = model_and_optimizer(settings, mesh)
-    abstract_state(model, tx)  # for its checks
+    model = model_of(settings, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    abstract_state(model, optimizer_of(model))  # for its checks
     return model
 
 
