@@ -96,7 +96,10 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> 
     It replaces optax.contrib.muon, whose Adam would also use Muon's Nesterov momentum, and whose products the compiler
     would shard on its own. States are the same as there.
     """
-    by_muon = lambda row: row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None  # noqa: E731
+
+    def by_muon(row: ParameterPlan) -> bool:
+        return row.spec.is_trained and muon_dims(row.spec, row.at_rest) is not None
+
     matrices = jax.tree.map(lambda row: row if by_muon(row) else optax.MaskedNode(), rows)
     kinds = jax.tree.map(lambda row: "muon" if by_muon(row) else "adam", rows)
 
@@ -165,7 +168,10 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 
     def update(grads, state, params=None, *, grad_norm=None, **others):
         norm = global_norm(grads) if grad_norm is None else grad_norm
-        clip = lambda grad: jnp.where(norm < largest, grad, grad / norm.astype(grad.dtype) * largest)  # noqa: E731
+
+        def clip(grad: Array) -> Array:
+            return jnp.where(norm < largest, grad, grad / norm.astype(grad.dtype) * largest)
+
         return jax.tree.map(clip, grads), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

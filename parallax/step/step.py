@@ -131,7 +131,10 @@ def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array],
 def in_their_memory(tree: Any, shardings: Any) -> Any:
     """Traced arrays with the host memory type where these shardings have it: arguments of a program that is compiled
     ahead are in host memory, but their types do not say so."""
-    move = lambda x, sharding: to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x  # noqa: E731
+
+    def move(x: Array, sharding: Any) -> Array:
+        return to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x
+
     return jax.tree.map(move, tree, shardings)
 
 

@@ -34,8 +34,12 @@ def map_kept(function: Callable, other: Callable[[Any], Any], opt_state: Any, *t
     A state is an array, or blocks with their scales, or nothing if another optimizer in optax.partition updates the
     parameter.
     """
-    is_per_param = lambda part: isinstance(part, dict) and part.keys() == trees[0].keys()  # noqa: E731
-    is_kept = lambda leaf: isinstance(leaf, (optax.MaskedNode, Blocks))  # noqa: E731
+
+    def is_per_param(part: Any) -> bool:
+        return isinstance(part, dict) and part.keys() == trees[0].keys()
+
+    def is_kept(leaf: Any) -> bool:
+        return isinstance(leaf, (optax.MaskedNode, Blocks))
 
     def of_param(kept: Any, *leaves: Any) -> Any:
         return kept if isinstance(kept, optax.MaskedNode) else function(kept, *leaves)
