@@ -149,7 +149,10 @@ def kind_of(path: str, field: str) -> str:
             return "prepared"
         files = [file for file in _below(at) if not _why_not(file, "text", field)] if at.is_dir() else []
         said = [file for file in files if _ending(file) != ".json"] or files
-        fits = lambda kind: any(not _why_not(file, kind, field) for file in said)  # noqa: E731
+
+        def fits(kind: str) -> bool:
+            return any(not _why_not(file, kind, field) for file in said)
+
         return next((kind for kind in ("jsonl", "parquet") if _ending(at) in SUFFIXES[kind] or fits(kind)), "text")
 
 

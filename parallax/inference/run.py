@@ -233,8 +233,11 @@ def sizes_of(model: ShardedModel) -> str:
 
 def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
     """The step (None: the newest intact one) and its parameters on the model's mesh."""
-    like = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    wanted = {"params": jax.tree.map(like, model.shapes, model.shardings)}
+
+    def on_mesh(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    wanted = {"params": jax.tree.map(on_mesh, model.shapes, model.shardings)}
     if step is not None:
         return step, restore(checkpoints, step, wanted)["params"]
     found = restore_newest(checkpoints, wanted)

@@ -257,13 +257,13 @@ def to_float8(x: Array, bits: Array, block: tuple[int, ...], *, root: bool = Fal
     above = (largest & MANTISSA) > E4M3_MANTISSA
     exponent = jnp.maximum((largest >> MANTISSA_BITS).astype(jnp.int32) - E4M3_EXPONENT + above, 1)
 
-    def power(exponent: Array) -> Array:
+    def power_of_two(exponent: Array) -> Array:
         return lax.bitcast_convert_type(exponent << MANTISSA_BITS, jnp.float32)
 
-    values = to_e4m3(parts * power(254 - exponent), _in_blocks(bits, block))
+    values = to_e4m3(parts * power_of_two(254 - exponent), _in_blocks(bits, block))
     if root:
         values = jnp.where((parts > 0) & (values == 0), jnp.asarray(E4M3_STEP, E4M3), values)
-    return Blocks(values.reshape(x.shape), power(exponent).squeeze(_of_block(x.ndim)))
+    return Blocks(values.reshape(x.shape), power_of_two(exponent).squeeze(_of_block(x.ndim)))
 
 
 def from_float8(x: Blocks, *, root: bool = False) -> Array:
