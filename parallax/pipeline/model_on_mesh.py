@@ -167,8 +167,8 @@ class ModelOnMesh:
         # tokens, sends only gradients.
         again = "dispatch" in recomputed and "experts" not in recomputed and not chunk and not self.schedule.split
         exchange = SENT_AGAIN if again and self.exchange == "ragged" else self.exchange
-        of_mixtures = self.loss_config, exchange, chunk
-        return Parts.build(self.config, residual, family, form, kv, ROWS, *of_mixtures, measures=self.measures)
+        options = dict(loss=self.loss_config, exchange=exchange, expert_chunk_tokens=chunk, measures=self.measures)
+        return Parts.build(self.config, residual, family, form, kv, ROWS, **options)
 
     @property
     def exchange(self) -> str:

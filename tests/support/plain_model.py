@@ -99,7 +99,7 @@ class PlainBlock(Block):
 def plain_parts(model, loss=None):
     """The model's modules for one device; with no axis bound, the strings cut nothing."""
     family, form = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
-    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss or LossConfig())
+    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss=loss or LossConfig())
     plain = {
         kind: PlainBlock(model, block.residual, block.family, block.kv, kind, block.loss)
         for kind, block in parts.blocks.items()
