@@ -693,8 +693,8 @@ def test_auto_is_decided_before_anything_reads_it():
     assert auto.model.kernel == "auto"
     found = [resolve(auto, read_topology(name).as_devices).model.kernel for name in ("v5e:2x2", "H100:1x8")]
     assert found == ["splash", "cudnn"]
-    assert model_of(auto, mesh_of(1, 1, 1)).model.kernel == "xla"  # of CPUs
-    assert build((1, 1, 1), kernel="auto").model.kernel == "xla"  # of rows of any length
+    assert model_of(auto, mesh_of(1, 1, 1)).config.kernel == "xla"  # of CPUs
+    assert build((1, 1, 1), kernel="auto").config.kernel == "xla"  # of rows of any length
 
 
 # ---- the compiler for TPU
