@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
     config.model.norm = "rms"  # "rms" | code: norms of the residual stream
     config.model.dense = "dense"  # "dense" | code: projections of gqa and of MLPs
-    config.model.block_kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
+    config.model.kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
     # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
     config.model.layers_of = ""
     config.model.experts = 8  # moe: number of experts in a layer

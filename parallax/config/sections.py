@@ -98,7 +98,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
     norm: str = key("rms", "norms of the residual stream", choices=("rms",), code=("layout", "sizes", "eps", "part"))
     dense: str = key("dense", "projections of gqa and of MLPs", choices=("dense",), code=DENSE_ARGS)
-    block_kinds: str = key(
+    kinds: str = key(
         "",
         'classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"',
         saved=True,
@@ -216,13 +216,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
                 f"use kv_heads in {listed(divisors(self.heads))}."
             )
-        if "moe" in self.kinds:
+        if "moe" in self.layer_kinds:
             self._check_experts()
-        if unused := [kind for kind in codes_by_name(self.block_kinds) if kind not in self.kinds]:
+        if unused := [kind for kind in codes_by_name(self.kinds) if kind not in self.layer_kinds]:
             raise ConfigError(
-                f"model.block_kinds={quoted(self.block_kinds)} has a class for {unused[0]!r}, but "
+                f"model.kinds={quoted(self.kinds)} has a class for {unused[0]!r}, but "
                 f"model.layers_of={quoted(self.layers_of)} has no such layer; its kinds are "
-                f"{', '.join(dict.fromkeys(self.kinds))}."
+                f"{', '.join(dict.fromkeys(self.layer_kinds))}."
             )
 
     def _check_matmul(self) -> None:
@@ -280,7 +280,7 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     @property
     def _parts_with_products(self) -> list[str]:
-        has = {"mlp": self.has_dense or self.shared_experts > 0, "experts": "moe" in self.kinds}
+        has = {"mlp": self.has_dense or self.shared_experts > 0, "experts": "moe" in self.layer_kinds}
         return [part for part in MATMUL_PARTS if has.get(part, True)]
 
     def _check_experts(self) -> None:
@@ -303,10 +303,10 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer, in order; ConfigError if `layers_of` is invalid or its length is not `layers`.
 
-        >>> ModelConfig(layers=5, layers_of="dense (dense moe)*2").kinds
+        >>> ModelConfig(layers=5, layers_of="dense (dense moe)*2").layer_kinds
         ('dense', 'dense', 'moe', 'dense', 'moe')
         """
         if not self.layers_of.strip():
@@ -319,7 +319,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             found += run * (int(times or 1) if len(run) <= self.layers else 1)
             if len(found) > self.layers:
                 break
-        known = (*LAYER_KINDS, *(name for name in codes_by_name(self.block_kinds) if name not in LAYER_KINDS))
+        known = (*LAYER_KINDS, *(name for name in codes_by_name(self.kinds) if name not in LAYER_KINDS))
         wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(known)
         if wrong or left_over.strip():
             raise ConfigError(
@@ -343,7 +343,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     @property
     def has_dense(self) -> bool:
         """Whether it has layers that are not mixtures."""
-        return any(kind != "moe" for kind in self.kinds)
+        return any(kind != "moe" for kind in self.layer_kinds)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -360,7 +360,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         >>> ModelConfig(layers=2, attention="gqa").remat_parts, "experts" in ModelConfig(layers_of="moe*4").remat_parts
         (('norm', 'q', 'kv', 'core', 'out', 'ffn', 'swiglu'), True)
         """
-        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in self.kinds)
+        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in self.layer_kinds)
         has |= dict.fromkeys(("ffn", "swiglu"), self.has_dense or self.shared_experts > 0)
         has |= {"latent": self.attention == "mla", "qk": self.attention == "gqa" and self.qk_norm}
         return tuple(part for part in REMAT_PARTS if has.get(part, True))

@@ -98,7 +98,7 @@ def _run(model: ModelConfig):
             x, sown = block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
             return x, sown[INTERMEDIATES]["attention"]["seen"]
 
-        x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.kinds).kinds_in_places[:, 0])
+        x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
         hidden = parts.head.apply({"params": params[HEAD]}, x)
         table = params[EMBEDDING if model.tied else HEAD]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]

@@ -77,8 +77,8 @@ class Decoder:
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(self.parts.declared())
         placement = tuple(range(mesh.shape["pp"]))
-        self.arrangement = Arrangement(placement, model.kinds)
-        self.orders = list(arrangements(placement, model.kinds).values())
+        self.arrangement = Arrangement(placement, model.layer_kinds)
+        self.orders = list(arrangements(placement, model.layer_kinds).values())
 
     def write(
         self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, ends: tuple[int, ...]

@@ -50,7 +50,7 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     """
     source = open_step(workdir, step)
     settings = read_settings(load_saved(source.folder / "config.json")[0])
-    kinds = settings.model.kinds
+    kinds = settings.model.layer_kinds
     with new_folder(out) as unfinished:
         params = SavedParams(source)
         plain = plain_names(params.stored, kinds)
@@ -72,7 +72,7 @@ def import_params(source: Path, workdir: Path) -> None:
     """
     settings = read_settings(load_saved(source / "config.json")[0])
     tokenizer = load_tokenizer(source)
-    tensors, wanted = read_model(source), plain_names(param_shapes(settings), settings.model.kinds)
+    tensors, wanted = read_model(source), plain_names(param_shapes(settings), settings.model.layer_kinds)
     differences = []
     for name in wanted.keys() & tensors.keys():
         there, here = (f"{np.dtype(about.dtype)}{list(about.shape)}" for about in (tensors[name], wanted[name]))
@@ -260,7 +260,7 @@ def make_run(
             name: ArrayWriter(step / "params", name, about, stacked=stacked[name])
             for name, about in flatten(plan.shapes).items()
         }
-        for name, here in plain_names(arrays, settings.model.kinds).items():
+        for name, here in plain_names(arrays, settings.model.layer_kinds).items():
             for index, pieces in parts(name, here):
                 arrays[here.name].write(index, _finite(name, pieces))
         for name, content in carried.items():

@@ -599,7 +599,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
     content |= _mixture_fields(name, model)
     if model.attention == "gqa":
         return content
-    dense = {"first_k_dense_replace": (*model.kinds, "moe").index("moe"), "attention_bias": False}
+    dense = {"first_k_dense_replace": (*model.layer_kinds, "moe").index("moe"), "attention_bias": False}
     dense |= {"rope_interleave": True} if name == "DeepseekV3ForCausalLM" else {}
     return content | dense | {"q_lora_rank": model.d_latent_q or None}
 
@@ -614,7 +614,7 @@ def _plainest(model: ModelConfig) -> str:
         "Qwen3 has norms and no biases, Qwen2 biases and no norms, DeepSeek no biases, no window and "
         f"norm_eps={MLA_KEYS['norm_eps']}"
     )
-    if "moe" in model.kinds:
+    if "moe" in model.layer_kinds:
         keys += ["layers_of", *PLAIN_ROUTER, "router_normalized"]
         why += (
             "; Mixtral and Qwen3-MoE have softmax alone, no scale, no groups and no shared experts, Mixtral normalised "
@@ -626,7 +626,7 @@ def _plainest(model: ModelConfig) -> str:
 
 def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
     """Whether an architecture with this mixture (or None) can have the kinds of a model's layers."""
-    kinds = model.kinds
+    kinds = model.layer_kinds
     if "moe" not in kinds:
         return mixture is None or mixture.dense == "first"
     if mixture is None or any(getattr(model, key) != value for key, value in mixture.keys.items()):
@@ -637,13 +637,13 @@ def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
 def _mixture_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json for a model's layers of experts."""
     mixture = ARCHITECTURES[architecture].mixture
-    if mixture is None or "moe" not in model.kinds:
+    if mixture is None or "moe" not in model.layer_kinds:
         return {}
     content = {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
     if mixture is MIXTRAL:
         return content | {"intermediate_size": model.d_expert}
     if mixture is QWEN3_MOE:
-        dense = [layer for layer, kind in enumerate(model.kinds) if kind == "dense"]
+        dense = [layer for layer, kind in enumerate(model.layer_kinds) if kind == "dense"]
         return content | {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if mixture is DEEPSEEK_V2:
         method = "group_limited_greedy" if model.router_groups > 1 else "greedy"
@@ -674,7 +674,7 @@ def _window_fields(architecture: str, window: int) -> dict[str, Any]:
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """Differences between a model and a config.json, in words; keys of context extension may differ."""
     fixed = {key: value for key, value in config.model.items() if not key.startswith(("rope_", "sliding_window"))}
-    here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.kinds)}
+    here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.layer_kinds)}
     return ", ".join(f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v)
 
 

@@ -111,7 +111,7 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
         ),
         **{f"attention.{name}": view for name, view in of_attention.items()},
     }
-    for kind, stack in stack_names(model.kinds).items():
+    for kind, stack in stack_names(model.layer_kinds).items():
         mlp = _mixture(model, names) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
         views |= {f"{stack}{name}": view for name, view in layer.items()}
         views |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
@@ -279,7 +279,7 @@ def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTenso
     """The tensors of mixtures by name, as `transformers` 5 holds them in memory and saves them with
     save_original_format=False: two for all experts of a layer; the first has the gate of each before its up."""
     names, fused = MIXTURES.get(architecture, USUAL_NAMES), {}
-    for layer, kind in enumerate(model.kinds):
+    for layer, kind in enumerate(model.layer_kinds):
         if kind == "moe":
             fused |= _fused_layer(model, names, LAYER.format(layer=layer))
     return fused

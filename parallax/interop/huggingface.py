@@ -168,7 +168,7 @@ def _stored_dtype(dtypes: Mapping[str, str], tensors: Mapping[str, Weight]) -> s
 
 def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor that `transformers` has of a model."""
-    plain = export.plain_names(export.param_shapes(settings), settings.model.kinds).values()
+    plain = export.plain_names(export.param_shapes(settings), settings.model.layer_kinds).values()
     of_view = ((view, here) for here in plain if (view := views[here.name]))
     return {name: view.shape for view, here in of_view for _, name in view.tensors(here)}
 
@@ -284,7 +284,7 @@ def to_hf(
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
-        for here in export.plain_names(params.stored, model.kinds).values():
+        for here in export.plain_names(params.stored, model.layer_kinds).values():
             if rows[here.name].spec.role == Role.MAXIMA:
                 collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` requires that all are read
                 continue

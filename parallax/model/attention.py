@@ -144,14 +144,13 @@ class GQA(nn.Module):
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
         wide = activation(f"{self.kv} d_head")
         dense = partial(self.dense or Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
-        how = dict(bias=self.bias, matmul_residuals=self.matmul_residuals)
-        self.q = dense(q, x, out, **how)
-        self.k = dense(kv, x, wide, **how)
-        self.v = dense(kv, x, wide, **how)
+        into_heads = partial(dense, bias=self.bias, matmul_residuals=self.matmul_residuals)
+        self.q = into_heads(q, x, out)
+        self.k = into_heads(kv, x, wide)
+        self.v = into_heads(kv, x, wide)
         self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
-        of_norm = self.sizes, self.norm_eps, ATTENTION
-        norm = lambda layout: RMSNorm(layout, *of_norm) if self.qk_norm else _as_it_is  # noqa: E731
-        self.q_norm, self.k_norm = norm(out), norm(wide)
+        norm = partial(RMSNorm, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
+        self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (_as_it_is, _as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is
 

@@ -26,10 +26,10 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    widths = ["d_ff"] * model.has_dense + ["d_expert"] * ("moe" in model.kinds)
+    widths = ["d_ff"] * model.has_dense + ["d_expert"] * ("moe" in model.layer_kinds)
     for dim in ("heads", *widths, "d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
-    if "moe" in model.kinds:
+    if "moe" in model.layer_kinds:
         _check_dim(model, "experts", ("ep",), axis_sizes)
     if model.attention != "mla" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
         raise ConfigError(

@@ -78,24 +78,25 @@ class Dense(nn.Module):
         saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
         return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "")
 
-    def __call__(self, x: Array | ProductInput, *, behind: int = 0) -> Array:
-        """The product, with `behind` zeros appended to the last dim."""
+    def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
+        """The product, with so many zeros appended to the last dim."""
         y_layout = Layout.parse(self.y)
         partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
-        y = self._product(f"{self.x}, {self.weight} -> {partial}", x, behind)
+        y = self._product(f"{self.x}, {self.weight} -> {partial}", x, zeros_after)
         y = reshard(f"{partial} -> {y_layout}", y)
         if not self.bias:
             return y
         shift = self.shift.astype(self.dtype)
         return y + shift.reshape((1,) * (y.ndim - shift.ndim) + shift.shape)
 
-    def _product(self, pattern: str, x: Array | ProductInput, behind: int) -> Array:
-        kernel = _padded(self.kernel.astype(self.dtype), behind)
+    def _product(self, pattern: str, x: Array | ProductInput, zeros_after: int) -> Array:
+        kernel = _padded(self.kernel.astype(self.dtype), zeros_after)
         if self.matmul == COMPUTE:
             return einsum(pattern, x, kernel)
         rounded = self.get_variable(ROUNDED, KERNEL) if self.has_variable(ROUNDED, KERNEL) else None
-        how = dict(form=self.matmul, residuals=self.matmul_residuals, rounded=_padded(rounded, behind))
-        return scaled_product(pattern, x, kernel, self.amax, **how)
+        rounded = _padded(rounded, zeros_after)
+        form, residuals = self.matmul, self.matmul_residuals
+        return scaled_product(pattern, x, kernel, self.amax, form=form, residuals=residuals, rounded=rounded)
 
 
 def unrounded(x: Array | ProductInput) -> Array:
@@ -103,8 +104,8 @@ def unrounded(x: Array | ProductInput) -> Array:
     return x.x if isinstance(x, ProductInput) else x
 
 
-def _padded(kernel: Array | None, behind: int) -> Array | None:
-    """The kernel with `behind` zeros appended to the last dim."""
-    if kernel is None or not behind:
+def _padded(kernel: Array | None, zeros: int) -> Array | None:
+    """The kernel with `zeros` appended to the last dim."""
+    if kernel is None or not zeros:
         return kernel
-    return jnp.pad(kernel, [*((0, 0) for _ in kernel.shape[:-1]), (0, behind)])
+    return jnp.pad(kernel, [*((0, 0) for _ in kernel.shape[:-1]), (0, zeros)])

@@ -94,12 +94,12 @@ class Embedding(nn.Module):
         ids = cut(f"{self.rows} {SEQ} -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.table, "vocab", table.shape[0])
         # Cast after the lookup, whose gradient is a sum over all occurrences of a token: see `embed_grads`.
-        found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
+        rows = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
         # A factor, so that the backward pass needs only this factor and not the table.
-        found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
+        rows *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
-        x = reshard(f"{partial} -> {residual}", found)
+        x = reshard(f"{partial} -> {residual}", rows)
         return Dropout(str(residual), self.sizes, self.dropout, site=0)(x, rows_B, key)
 
 
@@ -139,5 +139,5 @@ def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int
     """Logits in float32, sharded over the vocab or over the tokens as the form says; -inf for rows of padding."""
     names = ("batch", "seq", "vocab")
     out = einsum_layout([form.hidden(rows), form.table], names)
-    found = einsum(f"{form.hidden(rows)}, {form.table} -> {out}", hidden, table, dtype=jnp.float32)
-    return without_padding(found, form.table, entries)
+    padded = einsum(f"{form.hidden(rows)}, {form.table} -> {out}", hidden, table, dtype=jnp.float32)
+    return without_padding(padded, form.table, entries)

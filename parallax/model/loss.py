@@ -88,10 +88,10 @@ def chunked_loss_and_grads(
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
 
-        def loss_of(logits_CV):
+        def summed_losses(logits_CV: Array) -> Array:
             return losses_of(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
 
-        loss, pull = jax.vjp(loss_of, _logits(hidden_CD, table_VD))
+        loss, pull = jax.vjp(summed_losses, _logits(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)

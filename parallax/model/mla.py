@@ -184,7 +184,7 @@ class MLA(nn.Module):
         head, width = self.sizes["d_head"], k_rope.shape[-1]
         if joins_by_adding():
             # In another memory layout it would be copied before the sum, and again where it is read from a slot.
-            k = with_layout_constraint(self.up_k(latent, behind=width), HEADS_BEFORE_SEQ)
+            k = with_layout_constraint(self.up_k(latent, zeros_after=width), HEADS_BEFORE_SEQ)
             k = checkpoint_name(k, "kv")
             return k + jnp.pad(k_rope[:, :, None], ((0, 0), (0, 0), (0, 0), (head, 0)))
         k = checkpoint_name(self.up_k(latent), "kv")

@@ -42,8 +42,14 @@ class GatedMLP(nn.Module):
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
-        how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals, part=self.part)
-        dense = partial(self.dense or Dense, sizes=self.sizes, dtype=self.dtype, **how)
+        dense = partial(
+            self.dense or Dense,
+            sizes=self.sizes,
+            dtype=self.dtype,
+            matmul=self.matmul,
+            matmul_residuals=self.matmul_residuals,
+            part=self.part,
+        )
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         x = gate.input(x, part="norm", before=self.residual)

@@ -115,9 +115,18 @@ class Block(nn.Module):
         return (context.row_weight,) if self.kind == "moe" else ()
 
     def _mixture(self) -> nn.Module:
-        auxiliary = self.loss.balance_coefficient, self.loss.router_z_coefficient
-        tokens = self.exchange, self.expert_chunk_tokens, self._matmul(MLP), self._matmul(EXPERTS)
-        return MoE(self.model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
+        return MoE(
+            self.model,
+            self.residual,
+            self.family,
+            self._out_scale,
+            balance_coefficient=self.loss.balance_coefficient,
+            router_z_coefficient=self.loss.router_z_coefficient,
+            exchange=self.exchange,
+            chunk_tokens=self.expert_chunk_tokens,
+            matmul=self._matmul(MLP),
+            matmul_of_experts=self._matmul(EXPERTS),
+        )
 
     def _matmul(self, part: str) -> str:
         """The dtype of the products of a part of the layer."""
@@ -169,20 +178,19 @@ class Parts(NamedTuple):
         form: TableForm,
         kv: str,
         rows: str,
-        *of_mixtures: Any,
-        measures: bool = False,
+        **options: Any,
     ) -> "Parts":
-        """`rows` is the layout of the batch dim in embedding and head; for the other arguments see Block."""
+        """`rows` is the layout of the batch dim in embedding and head; for the other arguments and `options` see
+        Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
         norm = named("model.norm", model.norm, {"rms": RMSNorm})
         head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
-        own = codes_by_name(model.block_kinds)
-        block = dict(model=model, residual=residual, family=family, kv=kv, measures=measures)
-        block |= dict(zip(("loss", "exchange", "expert_chunk_tokens"), of_mixtures, strict=False))
+        code = codes_by_name(model.kinds)
+        block = dict(model=model, residual=residual, family=family, kv=kv, **options)
         blocks = {
-            kind: _made("model.block_kinds", own.get(kind, "block"), {"block": Block}, kind=kind, **block)
-            for kind in sorted({*model.kinds})
+            kind: _made("model.kinds", code.get(kind, "block"), {"block": Block}, kind=kind, **block)
+            for kind in sorted({*model.layer_kinds})
         }
         return Parts(embedding, blocks, head)
 
@@ -203,17 +211,18 @@ class Parts(NamedTuple):
         """
         stacks, modules = self.by_kind(blocks), list(self.blocks.values())
         if len(stacks) == 1:
-            return jax.lax.scan(lambda x, own: layer(modules[0], own[0], x, own[1]), x, (stacks[0], others))
+            return jax.lax.scan(lambda x, given: layer(modules[0], given[0], x, given[1]), x, (stacks[0], others))
 
-        def turn(x: Array, own: Any) -> tuple[Array, Any]:
-            kind, at, other = own
-            runs = [
-                lambda x, other, block=block, stack=stack: layer(block, jax.tree.map(lambda w: w[at], stack), x, other)
-                for block, stack in zip(modules, stacks, strict=True)
-            ]
+        def run_layer(x: Array, given: Any) -> tuple[Array, Any]:
+            kind, index, other = given
+
+            def of_kind(block: Block, stack: Any, x: Array, other: Any) -> tuple[Array, Any]:
+                return layer(block, jax.tree.map(lambda w: w[index], stack), x, other)
+
+            runs = [partial(of_kind, *pair) for pair in zip(modules, stacks, strict=True)]
             return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
 
-        return jax.lax.scan(turn, x, (*kinds, others))
+        return jax.lax.scan(run_layer, x, (*kinds, others))
 
     def declared(self) -> dict[str, Any]:
         """The shapes of `declare`."""
@@ -239,8 +248,8 @@ class Parts(NamedTuple):
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         keys = jax.random.split(blocks, model.layers)
-        names = stacks_of(model.kinds)
-        of_kind = {kind: keys[np.equal(model.kinds, kind)] for kind in self.blocks}
+        names = stacks_of(model.layer_kinds)
+        of_kind = {kind: keys[np.equal(model.layer_kinds, kind)] for kind in self.blocks}
         stacks = {kind: _stacked(block, of_kind[kind], names[kind]) for kind, block in self.blocks.items()}
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],

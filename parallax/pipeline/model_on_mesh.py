@@ -61,12 +61,13 @@ class ModelOnMesh:
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         self._check()
-        self.arrangement = Arrangement(self.schedule.placement, model.kinds)
+        self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
         family = FAMILIES[layout.tensor_parallel]._replace(context=CONTEXTS[layout.context])
         form, kv = EMBEDDINGS[layout.embedding], model.kv(self.axis_sizes["tp"])
-        of_mixtures = settings.loss, self._exchange_form, layout.expert_chunk_tokens
-        self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, *of_mixtures, measures=measures)
-        self.orders = arrangements(self.schedule.placement, model.kinds)
+        options = dict(loss=settings.loss, exchange=self._exchange_form, measures=measures)
+        options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
+        self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, **options)
+        self.orders = arrangements(self.schedule.placement, model.layer_kinds)
         declared = freeze(stored_as(self.parts.declared(), optimizer.weights_dtype), optimizer.frozen)
         self.plan = ShardingPlan(
             declared,
@@ -209,7 +210,7 @@ class ModelOnMesh:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         weight = None
-        if "moe" in self.config.kinds:
+        if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
         return training_context(Rope(self.config), positions, segments, rows, tokens.key, weight)

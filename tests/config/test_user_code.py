@@ -71,8 +71,8 @@ def test_a_text_and_an_object_are_the_same_code(written, canonical):
         ("model.mlp", {"wide": user_parts.SquaredMLP}, "must be"),
         ("model.mlp", functools.partial(user_parts.SquaredMLP, 1), "give settings by name"),
         ("model.norm", "support.user_parts:eager", "eager has no parameter 'layout'; Parallax calls it with layout, "),
-        ("model.block_kinds", "support.user_parts:ParallelBlock", 'must be "NAME=module:name"'),
-        ("model.block_kinds", "side=support.user_parts:ParallelBlock", "no such layer; its kinds are dense"),
+        ("model.kinds", "support.user_parts:ParallelBlock", 'must be "NAME=module:name"'),
+        ("model.kinds", "side=support.user_parts:ParallelBlock", "no such layer; its kinds are dense"),
         ("loss.name", "math:sqrt", "sqrt has no parameter 'logits_CV'"),
         ("pipeline.schedule", "support.user_parts:numbers", "numbers has no parameter 'ranks'"),
         ("data.source", "support.user_parts:eager", "has no ranks, which eager needs; write"),
@@ -127,7 +127,7 @@ def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
 def test_a_received_config_imports_nothing(folder):
     """Reading it, and whatever a command does with it, does not run the code that it names."""
     module(folder, "planted", "open('ran', 'w').close()\n")
-    planted = {key: "a=planted:x" if key == "model.block_kinds" else "planted:x" for key in CODE}
+    planted = {key: "a=planted:x" if key == "model.kinds" else "planted:x" for key in CODE}
     saved = read_settings(get_config()).to_dict()
     for key, value in planted.items():
         section, _, name = key.partition(".")

@@ -116,7 +116,7 @@ def test_experts_are_stacked_in_the_layers_that_have_them(tmp_path):
     tensors = random_tensors(shapes_of(config))
     imported(tmp_path, config, tensors)
     ours = params_of(tmp_path / "run", 0)
-    assert load_settings(tmp_path / "run").model.kinds == ("dense", "moe", "moe")
+    assert load_settings(tmp_path / "run").model.layer_kinds == ("dense", "moe", "moe")
     norm = "post_attention_layernorm.weight"
     assert (ours["blocks.dense.mlp_norm.scale"][0] == tensors[f"model.layers.0.{norm}"]).all()
     assert (ours["blocks.dense.mlp.up.kernel"][0] == tensors["model.layers.0.mlp.up_proj.weight"].T).all()

@@ -50,7 +50,7 @@ def test_the_tensors_of_a_published_mixture_have_its_number_of_parameters(name):
     settings = read_settings(get_config(), model=found.model)
     views = weight_views(settings.model, found.architecture, interleaved=found.interleaved)
     tensors = {}
-    for here in plain_names(param_shapes(settings), settings.model.kinds).values():
+    for here in plain_names(param_shapes(settings), settings.model.layer_kinds).values():
         if view := views[here.name]:
             tensors |= {tensor: math.prod(view.shape) for _, tensor in view.tensors(here)}
     assert sum(tensors.values()) == count

@@ -74,7 +74,7 @@ def check(found, z_coefficient):
 @pytest.mark.parametrize("z_coefficient", [0.0, 1e-2])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 1000])
 def test_the_chunked_loss_is_cross_entropy_whatever_the_chunks(chunk_tokens, z_coefficient):
-    config, layout = LossConfig(z_coefficient, chunk_tokens), Layout.parse("vocab d_model")
+    config, layout = LossConfig(z_coefficient=z_coefficient, chunk_tokens=chunk_tokens), Layout.parse("vocab d_model")
     table, hidden, labels = map(jnp.asarray, arrays())
     loss = chunked_loss(config, layout, table, hidden, labels)
     check((loss, *chunked_loss_and_grads(config, layout, table, hidden, labels, jnp.float32(WEIGHT))), z_coefficient)
@@ -87,7 +87,14 @@ def test_the_vocab_can_be_cut(table):
 
 def test_the_gradient_of_the_table_is_added_to_an_earlier_one():
     table, hidden, labels = map(jnp.asarray, arrays())
-    arguments = LossConfig(1e-2, 7), Layout.parse("vocab d_model"), table, hidden, labels, jnp.float32(WEIGHT)
+    arguments = (
+        LossConfig(z_coefficient=1e-2, chunk_tokens=7),
+        Layout.parse("vocab d_model"),
+        table,
+        hidden,
+        labels,
+        jnp.float32(WEIGHT),
+    )
     (loss, apart, d_hidden), (again, total, d_again) = (
         chunked_loss_and_grads(*arguments, earlier) for earlier in (None, 3 * table)
     )
@@ -98,7 +105,7 @@ def test_the_gradient_of_the_table_is_added_to_an_earlier_one():
 
 def test_large_logits_do_not_overflow():
     table, hidden, labels = map(jnp.asarray, arrays())
-    config, layout = LossConfig(0.0, 7), Layout.parse("vocab d_model")
+    config, layout = LossConfig(z_coefficient=0.0, chunk_tokens=7), Layout.parse("vocab d_model")
     found = chunked_loss_and_grads(config, layout, 100 * table, hidden, labels, jnp.float32(1))
     assert all(np.isfinite(leaf).all() for leaf in found)
 
@@ -107,7 +114,12 @@ def test_bfloat16_activations_have_a_float32_loss():
     table, hidden, labels = arrays()
     table, hidden = jnp.asarray(table, jnp.bfloat16), jnp.asarray(hidden, jnp.bfloat16)
     loss, d_table, d_hidden = chunked_loss_and_grads(
-        LossConfig(0.0, 7), Layout.parse("vocab d_model"), table, hidden, jnp.asarray(labels), jnp.float32(1)
+        LossConfig(z_coefficient=0.0, chunk_tokens=7),
+        Layout.parse("vocab d_model"),
+        table,
+        hidden,
+        jnp.asarray(labels),
+        jnp.float32(1),
     )
     assert (loss.dtype, d_table.dtype, d_hidden.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
     logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
@@ -119,7 +131,9 @@ def test_all_products_of_the_head_are_of_operands_in_the_models_dtype_and_add_up
     """A product of two dtypes is one of the wider: on GPUs several times slower."""
     table, hidden, labels = arrays()
     operands = jnp.asarray(table, dtype), jnp.asarray(hidden, dtype), jnp.asarray(labels), jnp.float32(1)
-    run = functools.partial(chunked_loss_and_grads, LossConfig(0.0, 7), Layout.parse("vocab d_model"))
+    run = functools.partial(
+        chunked_loss_and_grads, LossConfig(z_coefficient=0.0, chunk_tokens=7), Layout.parse("vocab d_model")
+    )
     found = [e for e in equations(run, *operands) if e.primitive.name == "dot_general"]
     assert [{var.aval.dtype.name for var in e.invars} for e in found] == [{dtype}] * 3
     assert {e.outvars[0].aval.dtype.name for e in found} == {"float32"}
@@ -128,7 +142,9 @@ def test_all_products_of_the_head_are_of_operands_in_the_models_dtype_and_add_up
 def test_gradients_of_a_bfloat16_head_are_as_near_as_its_operands():
     table, hidden, labels = arrays()
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in (table, hidden)]
-    run = functools.partial(chunked_loss_and_grads, LossConfig(0.0, 7), Layout.parse("vocab d_model"))
+    run = functools.partial(
+        chunked_loss_and_grads, LossConfig(z_coefficient=0.0, chunk_tokens=7), Layout.parse("vocab d_model")
+    )
     rest = jnp.asarray(labels), jnp.float32(1)
     exact = run(*(x.astype(jnp.float32) for x in narrow), *rest)[1:]
     for actual, expected in zip(run(*narrow, *rest)[1:], exact, strict=True):

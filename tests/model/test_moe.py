@@ -20,9 +20,9 @@ from support.traced_equations import equations
 from parallax.analysis.traced.collectives import collectives
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import saved_parts
+from parallax.model.experts import exchange_costs, grouped_kernel, ragged
+from parallax.model.experts import experts as experts_module
 from parallax.model.experts.exchange import EXCHANGE_FORMS, EXCHANGES, SENT_AGAIN, plain_exchange
-from parallax.model.experts.experts import exchange_costs, grouped_kernel, ragged
-from parallax.model.experts.experts import experts as experts_module
 from parallax.model.experts.moe import MoE
 from parallax.model.experts.ragged import BufferSizes, most_received
 from parallax.model.experts.router import Router

@@ -81,7 +81,7 @@ def is_empty(case):
 @functools.cache
 def can_prefetch(model, stages):
     """Whether, of some consecutive places of all stages, each has a layer of one kind; or a stage has one layer."""
-    kinds = np.array(ModelConfig(**{"layers": 8} | MODELS[model]).kinds)
+    kinds = np.array(ModelConfig(**{"layers": 8} | MODELS[model]).layer_kinds)
     columns = [{*column} for column in itertools.zip_longest(*np.array_split(kinds, stages))]
     alike = [column - {None} for column in columns]
     return len(columns) == 1 or any(len(one) == 1 and one == other for one, other in itertools.pairwise(alike))

@@ -16,7 +16,7 @@ PARTS = {
     "model.norm": (user_parts.ScaledNorm, {}),
     "model.attention": (user_parts.CoolGQA, {}),
     "model.dense": (user_parts.LoRA, {}),
-    "model.block_kinds": ({"side": user_parts.ParallelBlock}, {"layers_of": "(dense side)*4"}),
+    "model.kinds": ({"side": user_parts.ParallelBlock}, {"layers_of": "(dense side)*4"}),
     "loss.name": (user_parts.focal, {"z_coefficient": 1e-3}),
     "data_parallel.policy": (user_parts.wide_gathered, {}),
     "pipeline.schedule": (user_parts.eager, {}),
@@ -39,7 +39,7 @@ def settings_with(key, mesh, **changes):
     kept = {"schedule": "zero_bubble"} if mesh[0] > 1 and key != "pipeline.schedule" else {}
     base = settings_of(attention="gqa", **kept, **changes)
     if "layers_of" in others:  # only with the classes of its kinds
-        return read_settings(base, model={"block_kinds": code, **others})
+        return read_settings(base, model={"kinds": code, **others})
     return with_code(read_settings(base, loss=others) if others else base, {key: code})
 
 

@@ -155,8 +155,8 @@ def loss_and_grads(m, loss, form, params, batch):
 
     def total(params):
         x, extra, loads = params["embedding"]["table"][batch["tokens"]], 0.0, []
-        at = dict.fromkeys(m.kinds, 0)
-        for kind in m.kinds:
+        at = dict.fromkeys(m.layer_kinds, 0)
+        for kind in m.layer_kinds:
             stack = params["blocks"] if len(at) == 1 else params["blocks"][kind]
             weights = jax.tree.map(lambda leaf, row=at[kind]: leaf[row], stack)
             at[kind] += 1
@@ -179,7 +179,7 @@ def loss_and_grads(m, loss, form, params, batch):
 
     (_, (entropy, loads)), grads = jax.value_and_grad(total, has_aux=True)(params)
     if loads:
-        stack = grads["blocks"] if len({*m.kinds}) == 1 else grads["blocks"]["moe"]
+        stack = grads["blocks"] if len({*m.layer_kinds}) == 1 else grads["blocks"]["moe"]
         stack["mlp"]["router"]["bias"] = jnp.stack(loads).reshape(stack["mlp"]["router"]["bias"].shape)
     return entropy, grads
 

@@ -99,7 +99,7 @@ class PlainBlock(Block):
 def plain_parts(model, loss=None):
     """The model's modules for one device; with no axis bound, the strings cut nothing."""
     family, form = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
-    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss or LossConfig())
+    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss=loss or LossConfig())
     plain = {
         kind: PlainBlock(model, block.residual, block.family, block.kv, kind, block.loss)
         for kind, block in parts.blocks.items()
@@ -124,7 +124,7 @@ def plain_forward(model, params, batch, loss=None):
         none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
         return x, notes["notes"]["mlp"]["mixture"][0] if block.kind == "moe" else none
 
-    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).kinds_in_places[:, 0])
+    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32), notes
@@ -163,7 +163,7 @@ def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None):
         (_, (losses, load)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves((losses, grads))} == {np.dtype("float64")}
         losses, load, grads = jax.tree.map(np.asarray, (losses, load, grads))
-    is_moe = np.equal(model.kinds, "moe")
+    is_moe = np.equal(model.layer_kinds, "moe")
     if is_moe.any():
         mixtures = grads["blocks"] if is_moe.all() else grads["blocks"]["moe"]
         assert not mixtures["mlp"]["router"]["bias"].any()

@@ -60,7 +60,7 @@ class Step:
         self.fsdp = " ".join(["dp", *(axis for axis in ("cp", "ep") if getattr(self, axis) > 1)])
         self.data = f"replica {self.fsdp}" if self.replica > 1 else self.fsdp
         # Layers of a rank; all ranks have as many of a kind.
-        self.moe, self.dense = (self.model.kinds.count(kind) // self.pp for kind in ("moe", "dense"))
+        self.moe, self.dense = (self.model.layer_kinds.count(kind) // self.pp for kind in ("moe", "dense"))
 
     # ---- sizes
 

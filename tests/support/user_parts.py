@@ -76,14 +76,14 @@ class LoRA(Dense):
         self.a = parameter(self, "a", self.narrow, sizes, nn.initializers.normal(0.1), inputs=names, **of_adapter)
         self.b = parameter(self, "b", self.wide, sizes, nn.initializers.normal(0.1), inputs="rank", **of_adapter)
 
-    def __call__(self, x, *, behind=0):
+    def __call__(self, x, *, zeros_after=0):
         y, tokens = Layout.parse(self.y), Layout.parse(self.y).names[:2]
         partial_sums = einsum_layout([Layout.parse(self.x), Layout.parse(self.narrow)], (*tokens, "rank"))
         whole = Layout((*tokens, "rank"), (*(y.cut_of(name) for name in tokens), ()))
         narrow = einsum(f"{self.x}, {self.narrow} -> {partial_sums}", unrounded(x), self.a.astype(self.dtype))
         narrow = reshard(f"{partial_sums} -> {whole}", narrow)
         added = einsum(f"{whole}, {self.wide} -> {self.y}", narrow, self.b.astype(self.dtype))
-        return super().__call__(x, behind=behind) + added
+        return super().__call__(x, zeros_after=zeros_after) + added
 
 
 class ParallelBlock(Block):

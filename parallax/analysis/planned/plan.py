@@ -275,7 +275,7 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str
     """Settings that differ in one key, legal or not, with the flags for them. Attention kernels are those that the
     topology's chips run, not those that they interpret."""
     layout = Choice.of(settings)
-    further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.kinds)
+    further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.layer_kinds)
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
     for choice in layout.variations(further, sets):
         yield shlex.join(layout.flags_to(choice)), choice.applied(settings)
@@ -340,7 +340,7 @@ def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
 def _exchange(settings: Settings, topology: Topology) -> str:
     """How tokens are sent to experts of other ranks; "" if none are."""
     model, ranks = settings.model, settings.mesh.ep
-    if "moe" not in model.kinds or ranks == 1:
+    if "moe" not in model.layer_kinds or ranks == 1:
         return ""
     return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
 
@@ -402,7 +402,7 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
 def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
     """For a mixture, the number of experts of a token, and how it is sent to those of other ranks."""
     model, chunk, exchange = settings.model, settings.layout.expert_chunk_tokens, _exchange(settings, topology)
-    if "moe" not in model.kinds:
+    if "moe" not in model.layer_kinds:
         return
     line = f"a token goes to {model.experts_per_token} of {model.experts} experts"
     if exchange:

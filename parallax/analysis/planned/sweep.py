@@ -96,7 +96,7 @@ class LeastWork:
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
-        self.hidden = 2 * settings.model.kinds.count("dense") * settings.model.d_ff
+        self.hidden = 2 * settings.model.layer_kinds.count("dense") * settings.model.d_ff
         kept = predicted_state(model, settings)
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
         self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))
@@ -167,7 +167,7 @@ class LeastWork:
             passed = (1 - 1 / choice.tp) * tokens * model.d_model
             sent.append(Sent("all-gather", ("tp",), passed, 8 * many, "forward", LAYERS, ""))
         if choice.ep > 1:
-            mixtures = tokens * model.kinds.count("moe") / model.layers * model.d_model
+            mixtures = tokens * model.layer_kinds.count("moe") / model.layers * model.d_model
             form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
             rows = exchanged_rows(model, choice.ep)[form]
             sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, ""))

@@ -36,7 +36,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     >>> costs["ffn"], costs["swiglu"]
     (PartCost(width=32.0, flops=512.0), PartCost(width=16.0, flops=0.0))
     """
-    kinds = Counter(model.kinds)
+    kinds = Counter(model.layer_kinds)
     d, heads, sizes = model.d_model, model.heads * model.d_head, model.sizes
     itemsize = jnp.dtype(model.dtype).itemsize
     of_float32 = FLOAT32_BYTES / itemsize
@@ -78,7 +78,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
 def down_flops(model: ModelConfig) -> float:
     """FLOPs per token of the last products of MLPs, in all layers. Nothing in a layer reads their result, so the
     backward pass recomputes it only with remat="stage"."""
-    kinds = Counter(model.kinds)
+    kinds = Counter(model.layer_kinds)
     moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
     return 2.0 * model.d_model * (kinds["dense"] * model.d_ff + kinds["moe"] * moe)
 
