@@ -338,7 +338,7 @@ def test_it_does_not_matter_which_of_two_near_ties_is_chosen(mesh):
     near = 1 + 1e-7 * np.random.default_rng(0).normal(size=mlp["router"]["kernel"][..., 4:].shape)
     mlp["router"]["kernel"][..., 4:] = mlp["router"]["kernel"][..., :4] * near
     mlp["router"]["bias"][:, 4:] = mlp["router"]["bias"][:, :4]
-    (closest,) = closest_choices(mixture((1, 1, 1), "twins").model, params, [batch])
+    (closest,) = closest_choices(mixture((1, 1, 1), "twins").config, params, [batch])
     assert closest < 1e-10
     found = step_on(mixture(mesh, "twins", microbatches=4))(params, batch)
     losses, grads, _ = expected_of("twins", params, batch)
