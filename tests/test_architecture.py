@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from parallax.config.sections import ALL_AXES
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "parallax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -268,7 +270,7 @@ def data_axes_named(tree: ast.AST) -> set[str]:
     """Strings that are a data axis or a layout with one; those of docstrings are left out."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    axis = re.compile(r"/(dp|replica|cp|ep)\b|^(dp|replica|cp|ep)$")
+    axis = re.compile(r"/({0})\b|^({0})$".format("|".join({*ALL_AXES} - {"pp", "tp"})))
     return {node.value for node in strings if id(node) not in docstrings and axis.search(node.value)}
 
 

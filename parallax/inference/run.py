@@ -216,8 +216,8 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     """The run's mesh with the given axes changed, and as many simulated devices as it needs.
 
-    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1, cp=1, ep=1)
+    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1}).simulate
+    2
     """
     mesh = dataclasses.replace(saved, **given)
     sizes = mesh.sizes.values()

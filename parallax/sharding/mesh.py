@@ -51,13 +51,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(place_devices(config, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of the first pp * replica * dp * cp * ep * tp devices; ConfigError if there are fewer.
+def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, **further: int) -> Mesh:
+    """The mesh of the first pp * dp * tp devices, times the sizes of `further` axes, as cp=2; ConfigError if there are
+    fewer.
 
     >>> dict(mesh_of(dp=1).shape)
     {'pp': 1, 'dp': 1, 'tp': 1}
     """
-    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica, cp=cp, ep=ep)
+    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, **further)
     devices = start_devices()
     whole = INFERRED in config.sizes.values()
     return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])

@@ -15,7 +15,7 @@ from support.run_examples import TEXT, tiny_config
 
 from parallax.cli.command import load_config
 from parallax.cli.evaluate import evaluate, main, open_text
-from parallax.config.sections import DataConfig, MeshConfig
+from parallax.config.sections import ALL_AXES, DataConfig, MeshConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
 from parallax.data.reader import documents_of_split
@@ -28,7 +28,7 @@ from parallax.training.build import build
 from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
-ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}
+ONE = {**dict.fromkeys(ALL_AXES, 1), "simulate": 0}
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
@@ -142,7 +142,7 @@ def test_bytes_that_a_tokenizer_does_not_give_back_are_estimated_and_said(observ
         (["--workdir=nowhere"], 3, "--workdir=nowhere is not the folder of a run: it has no config.json"),
         (["--workdir={run}", "--data=nowhere.txt"], 5, "data.path='nowhere.txt': a match of this file, folder or glob"),
         (["--workdir={run}", "--step=5"], 3, "there is no checkpoint of step 5 in"),
-        (["--workdir={run}", "--config.mesh.tp=3"], 2, "choose with --config.mesh.pp, --config.mesh.replica"),
+        (["--workdir={run}", "--config.mesh.tp=3"], 2, "choose with --config.mesh.pp, --config.mesh."),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(observed_run, capsys, arguments, status, words):

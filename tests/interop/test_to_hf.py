@@ -15,7 +15,7 @@ from parallax.checkpoint.steps import complete_steps, read_manifest, write_manif
 from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
-from parallax.config.sections import SampleConfig
+from parallax.config.sections import ALL_AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
@@ -214,7 +214,7 @@ def test_behind_a_bos_every_token_of_a_text_is_evaluated(tmp_path):
     imported(tmp_path)
     texts = ["It is a truth.", "It is small."]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    mesh = {"mesh": {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}}
+    mesh = {"mesh": {**dict.fromkeys(ALL_AXES, 1), "simulate": 0}}
     settings = read_settings(load_settings(tmp_path / "run").to_dict() | mesh)
     found = evaluate(tmp_path / "run", settings, data=str(tmp_path / "texts.jsonl"))
     assert found.tokens == sum(len(BPE.encode(text)) + 1 for text in texts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from parallax.analysis.planned.topology import Topology
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.remat import REMAT
-from parallax.config.sections import AUTO, POLICY_NAMES, ModelConfig
+from parallax.config.sections import ALL_AXES, AUTO, POLICY_NAMES, MeshConfig, ModelConfig
 from parallax.config.settings import Settings
 from parallax.errors import ConfigError, ParallaxError, divisors
 from parallax.model.checks import check_context, check_kernel_on
@@ -31,6 +32,20 @@ SECTION_OF = dict.fromkeys(CHOSEN_AXES, "mesh") | {"prefetch": "fsdp"}
 SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
+
+
+def unchosen_sizes(mesh: MeshConfig) -> dict[str, int]:
+    """The sizes of axes that no sweep varies. They shard the batch, and each of their ranks does the same work."""
+    return {axis: getattr(mesh, axis) for axis in ALL_AXES if axis not in CHOSEN_AXES}
+
+
+def ranks_beside(mesh: MeshConfig) -> int:
+    """Number of ranks along these axes together.
+
+    >>> ranks_beside(MeshConfig(dp=4, replica=2))
+    2
+    """
+    return math.prod(unchosen_sizes(mesh).values())
 
 
 class Choice(NamedTuple):
@@ -123,19 +138,20 @@ def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """Every combination worth trying on this number of devices, with the settings' replicas; some may not be legal."""
-    replicas = settings.mesh.replica
-    for cp, context in contexts(settings, devices // replicas):
-        for ep in expert_ranks(settings.model, devices // replicas // cp):
-            for pp, dp, tp in factorisations(devices // replicas // cp // ep):
-                rows_fit = settings.data.global_batch % (replicas * dp * ep) == 0
+    """Every combination worth trying on this number of devices, with the settings' sizes of axes that no sweep varies;
+    some may not be legal."""
+    beside = ranks_beside(settings.mesh)
+    for cp, context in contexts(settings, devices // beside):
+        for ep in expert_ranks(settings.model, devices // beside // cp):
+            for pp, dp, tp in factorisations(devices // beside // cp // ep):
+                rows_fit = settings.data.global_batch % (beside * dp * ep) == 0
                 if rows_fit and _context_fits(settings.model, cp, tp, context):
                     yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 
 
 def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
-    for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp * ep)):
+    for microbatches in divisors(settings.data.global_batch // (ranks_beside(settings.mesh) * dp * ep)):
         for schedule, virtual in SEVERAL if pp > 1 else SEVERAL[:1]:  # without a pipeline it is gradient accumulation
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
@@ -147,7 +163,7 @@ def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
     """Sizes of cp worth trying on this number of devices, each with the forms of context parallelism. Sizes above 1 are
     tried only if the settings have context ranks, or fewer rows than there are devices."""
     tried = [(1, settings.layout.context)]
-    if settings.mesh.cp > 1 or settings.data.global_batch < settings.mesh.replica * devices:
+    if settings.mesh.cp > 1 or settings.data.global_batch < ranks_beside(settings.mesh) * devices:
         sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
         tried += itertools.product(sizes, CONTEXTS)
     return tried

@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from parallax.analysis.compiled.program import costs_of
-from parallax.analysis.planned.layouts import CHOSEN_AXES, Choice, build_if_legal, choices, model_on_topology
+from parallax.analysis.planned.layouts import (
+    CHOSEN_AXES,
+    Choice,
+    build_if_legal,
+    choices,
+    model_on_topology,
+    ranks_beside,
+    unchosen_sizes,
+)
 from parallax.analysis.planned.moves import Move, SentPerUse, bytes_in_step, most_pieces, moves
 from parallax.analysis.planned.step_time import (
     CompiledStep,
@@ -87,9 +95,10 @@ class LeastWork:
         """`model` may be on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.plan = settings, topology, model.plan
         self.layers_of = functools.cache(self._layers_of)
-        # For one replica; all do the same.
-        self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
-        self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
+        # For one rank of the axes that no sweep varies; all do the same.
+        ranks = ranks_beside(settings.mesh)
+        self.devices, self.seq = topology.devices // ranks, settings.data.seq
+        self.tokens = settings.data.global_batch * settings.data.seq // ranks
         declared = model.plan.declared
         self.head_flops = flops_per_head_weight(declared) * settings.model.vocab * settings.model.d_model
         kernels = matmul_parameters_by_stack(settings.model, declared, trained=True)
@@ -124,7 +133,7 @@ class LeastWork:
     def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str) -> "LayersOnMesh":
         """What the plan of this mesh and policy says of the layers' parameters."""
         policies = Policies(policy, DataParallelConfig(policy, exceptions).by_name)
-        axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | {"replica": self.settings.mesh.replica}
+        axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | unchosen_sizes(self.settings.mesh)
         plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={})
         return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
 
