@@ -552,6 +552,7 @@ CHANGES = [
     "A schedule",
     "A sharding policy",
     "A data source",
+    "A mesh axis",
     "In a notebook",
 ]
 
