@@ -16,7 +16,7 @@ from typing import Any
 
 from parallax.errors import ConfigError, nearest, quoted, shown
 from parallax.storage.files import read_bytes
-from parallax.version import version_of
+from parallax.version import PACKAGE, version_of
 
 WRITTEN = re.compile(r"\s*([A-Za-z_][\w.]*):([A-Za-z_][\w.]*\s*(?:\(.*\))?)\s*", re.DOTALL)
 CODE_FORM = '"module:name" or "module:name(setting=1)"'
@@ -306,12 +306,12 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def _source_of(module: Any) -> str:
-    """The SHA-256 of a module's file, and of the files that it imports from its own folder or below; of an installed
-    package its name and version."""
+    """The SHA-256 of a module's file, and of the files that it imports from its own folder or below, but not of
+    Parallax, whose version is compared by itself; of an installed package its name and version."""
     file = getattr(module, "__file__", None)
     if not file:
         return ""
-    if INSTALLED & {*Path(file).parts}:
+    if _is_installed(Path(file)):
         package = module.__name__.partition(".")[0]
         return f"{package} {version_of(package)}"
     folder, files, left = Path(file).resolve().parent, {}, [module]
@@ -320,11 +320,17 @@ def _source_of(module: Any) -> str:
         path = Path(getattr(each, "__file__", None) or os.devnull).resolve()
         if path in files or not path.is_relative_to(folder) or not path.is_file():
             continue
+        if path.is_relative_to(PACKAGE) or _is_installed(path):
+            continue
         files[path] = hashlib.sha256(read_bytes(path)).hexdigest()
         owners = (getattr(value, "__module__", None) for value in vars(each).values() if callable(value))
         left += [value for value in vars(each).values() if inspect.ismodule(value)]
         left += [sys.modules[owner] for owner in {*owners} if isinstance(owner, str) and owner in sys.modules]
     return _hash(*(files[path] for path in sorted(files)))
+
+
+def _is_installed(path: Path) -> bool:
+    return bool(INSTALLED & {*path.parts})
 
 
 def _hash(*texts: str) -> str:

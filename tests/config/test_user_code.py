@@ -14,6 +14,7 @@ from support import user_parts
 from support.tiny_model import build, mesh_of, settings_of
 
 from configs.base import get_config
+from parallax import user_code
 from parallax.cli.command import read_line
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import CODE, code_of, load_settings, read_settings, with_code
@@ -122,6 +123,17 @@ def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
     module(folder, "inner_part", "POWER = 3\n")
     assert changed("data.source", "outer_part:step").data.source.source != first
     assert changed("optimizer.name", "optax:scale_by_lion").optimizer.name.source == f"optax {optax.__version__}"
+
+
+def test_the_source_is_not_that_of_parallax_beside_it(folder, monkeypatch):
+    """A checkout has the package and somebody's module in one folder; another version of the package is said as such."""
+    monkeypatch.setattr(user_code, "PACKAGE", folder / "the_package")
+    (folder / "the_package").mkdir()
+    module(folder / "the_package", "__init__", "VALUE = 1\n")
+    module(folder, "beside_it", "import the_package\n\ndef step(file=None):\n    yield 'a'\n")
+    first = changed("data.source", "beside_it:step").data.source.source
+    module(folder / "the_package", "__init__", "VALUE = 2\n")
+    assert changed("data.source", "beside_it:step").data.source.source == first
 
 
 def test_a_received_config_imports_nothing(folder):
