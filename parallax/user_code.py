@@ -320,7 +320,7 @@ def _source_of(module: Any) -> str:
         path = Path(getattr(each, "__file__", None) or os.devnull).resolve()
         if path in files or not path.is_relative_to(folder) or not path.is_file():
             continue
-        if path.is_relative_to(PACKAGE) or _is_installed(path):
+        if path.is_relative_to(PACKAGE.resolve()) or _is_installed(path):
             continue
         files[path] = hashlib.sha256(read_bytes(path)).hexdigest()
         owners = (getattr(value, "__module__", None) for value in vars(each).values() if callable(value))

@@ -294,9 +294,10 @@ def difference_text(changed: Mapping[str, tuple[Any, Any]], between: str = ", ")
     >>> difference_text({"model.layers": (4, 6), "corpus.fingerprint": ("0" * 64, "1" * 64)})
     "model.layers=4 there, 6 here, corpus.fingerprint='000000000000' there, '111111111111' here"
     """
-    fingerprint = lambda key, value: isinstance(value, str) and key.startswith(("corpus.", "user_code."))  # noqa: E731
-    short = {
-        key: [value[:FINGERPRINT_DIGITS] if fingerprint(key, value) else value for value in values]
-        for key, values in changed.items()
-    }
-    return between.join(f"{key}={there!r} there, {here!r} here" for key, (there, here) in short.items())
+
+    def short(key: str, value: Any) -> Any:
+        is_hash = isinstance(value, str) and key.startswith(("corpus.", "user_code."))
+        return value[:FINGERPRINT_DIGITS] if is_hash else value
+
+    shortened = {key: [short(key, value) for value in values] for key, values in changed.items()}
+    return between.join(f"{key}={there!r} there, {here!r} here" for key, (there, here) in shortened.items())

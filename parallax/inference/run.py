@@ -129,7 +129,10 @@ class Run:
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
-        sizes = lambda axes: " ".join(f"{axis}={size}" for axis, size in axes.items())  # noqa: E731
+
+        def sizes(axes: Mapping[str, int]) -> str:
+            return " ".join(f"{axis}={size}" for axis, size in axes.items())
+
         trained_on = sizes(self.settings.mesh.sizes)
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""

@@ -126,7 +126,7 @@ def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
 
 
 def test_the_source_is_not_that_of_parallax_beside_it(folder, monkeypatch):
-    """A checkout has the package and somebody's module in one folder; another version of the package is said as such."""
+    """A checkout has the package and somebody's module in one folder; its version is compared by itself."""
     monkeypatch.setattr(user_code, "PACKAGE", folder / "the_package")
     (folder / "the_package").mkdir()
     module(folder / "the_package", "__init__", "VALUE = 1\n")
