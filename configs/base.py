@@ -28,8 +28,8 @@ def get_config() -> ConfigDict:
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the MLP
     config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
-    config.model.norm = "rms"  # "rms" | code: norms of the residual stream
-    config.model.dense = "dense"  # "dense" | code: projections of gqa and of MLPs
+    config.model.norm = "rms"  # "rms" | code: norms of the residual stream: two in a block, one in the head
+    config.model.dense = "dense"  # "dense" | code: projections, but for experts' and mla's up-projections of latents
     config.model.kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
     # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
     config.model.layers_of = ""

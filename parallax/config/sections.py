@@ -96,8 +96,18 @@ class ModelConfig(Section, most=2**24, saved=True):
     d_model: int = key(256, "width of the residual stream", least=1)
     d_ff: int = key(704, "width of the MLP", least=1)
     mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
-    norm: str = key("rms", "norms of the residual stream", choices=("rms",), code=("layout", "sizes", "eps", "part"))
-    dense: str = key("dense", "projections of gqa and of MLPs", choices=("dense",), code=DENSE_ARGS)
+    norm: str = key(
+        "rms",
+        "norms of the residual stream: two in a block, one in the head",
+        choices=("rms",),
+        code=("layout", "sizes", "eps", "part"),
+    )
+    dense: str = key(
+        "dense",
+        "projections, but for experts' and mla's up-projections of latents",
+        choices=("dense",),
+        code=DENSE_ARGS,
+    )
     kinds: str = key(
         "",
         'classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"',

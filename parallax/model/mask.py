@@ -15,7 +15,8 @@ class Mask(struct.PyTreeNode):
 
     Keys are those of whole rows, in order. Queries are, too, unless there are fewer: then they are those of this
     context rank, see parallax/sharding/zigzag.py; or, with a `cursor`, new tokens from this place of the row on. With a
-    `window` over 0 a token attends only to the last `window` of those tokens, itself included.
+    `window` over 0 a token attends only to the last `window` of those tokens, itself included; no model sets it yet,
+    so `check_window` refuses rows that a window would cut.
     """
 
     segments_BN: Array  # the document of each token of whole rows, in order

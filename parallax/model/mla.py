@@ -3,7 +3,7 @@
 Symbols of the paper: c_KV latent, W_DKV down, W_UK up_k, W_UV up_v, W_KR k_rope, W_DQ down_q, W_UQ and W_QR q.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import flax.linen as nn
@@ -71,6 +71,7 @@ class MLA(nn.Module):
     out_scale: float
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of products that read latents; that of rotated keys saves x
+    dense: Callable[..., Dense] | None = None  # makes its other projections than `Up`, if they are not Dense
 
     def setup(self):
         self.queries = self._query_layers()
@@ -86,7 +87,7 @@ class MLA(nn.Module):
         self.up_k = of_latent()
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
-        self.out = Dense(kernel, heads, self.residual, **settings, scale=self.out_scale)
+        self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings, scale=self.out_scale)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
@@ -154,7 +155,7 @@ class MLA(nn.Module):
         kernel, x = self.family.into(dim, out), self.family.input(dim)
         bias = self.bias and "heads" in out
         settings = dict(at_rest=dim, matmul=self.matmul, part=ATTENTION) | changes
-        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, **settings)
+        return (self.dense or Dense)(kernel, x, activation(out), self.sizes, self.dtype, bias, **settings)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""

@@ -126,6 +126,7 @@ class Block(nn.Module):
             chunk_tokens=self.expert_chunk_tokens,
             matmul=self._matmul(MLP),
             matmul_of_experts=self._matmul(EXPERTS),
+            dense=self._dense,
         )
 
     def _matmul(self, part: str) -> str:
@@ -138,15 +139,15 @@ class Block(nn.Module):
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
-        shared |= {"matmul_residuals": m.matmul_residuals}
+        shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
         if m.attention == "mla":
             return MLA(**shared)
-        shared |= {"kv": self.kv, "qk_norm": m.qk_norm, "dense": self._dense}
+        shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
         return _made("model.attention", m.attention, {"gqa": GQA}, **shared)
 
     @property
     def _dense(self) -> Callable[..., Dense] | None:
-        """What makes the projections of GQA and of the MLP in place of Dense."""
+        """What makes projections in place of Dense."""
         return named("model.dense", self.model.dense, {"dense": None})
 
 

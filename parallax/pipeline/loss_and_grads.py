@@ -94,6 +94,7 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     tokens = microbatches(model, batch, noise, schedule.microbatches)
     if use == "train":
         weight = 1 / jnp.maximum(tokens.count(), 1)
+    # As varying: else the vjp of each use would sum its gradient over the ranks, where the plan sums it once.
     weights = model.plan.load(jax.tree.map(as_varying, params))
     batched = model.schedule.head == "between" if use == "train" else use == "logits"
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)

@@ -58,7 +58,8 @@ def vary_alike(tree: Any) -> Any:
 
 
 def vary_all(tree: Any) -> Any:
-    """Mark results of a cond's branches as varying over all axes, since the branches must agree on them."""
+    """Mark results of a cond's branches as varying over pp, whose ranks take different branches: the branches must
+    agree on the axes of their results."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
 
 

@@ -73,3 +73,15 @@ def test_a_part_of_ones_own_is_used(key, whole):
     plain = build((1, 1, 1), attention="gqa")
     loss = jax.jit(plain.loss)(params_of(plain), make_batch())["loss"]
     assert abs(whole(key)[0]["loss"] - float(loss)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "model", [{"attention": "mla"}, {"attention": "gqa", "layers_of": "moe*8", "shared_experts": 1}]
+)
+def test_a_dense_of_ones_own_is_in_every_projection_that_may_be_one(model):
+    settings = with_code(settings_of(**model, layers=8), {"model.dense": user_parts.LoRA})
+    blocks = model_of(settings, mesh_of(1, 1, 1)).plan.rows["blocks"]
+    lacking = {"up_k", "up_v"} if model["attention"] == "mla" else set()
+    assert {name for name, rows in blocks["attention"].items() if "kernel" in rows and "a" not in rows} == lacking
+    if "layers_of" in model:
+        assert all("a" in rows for rows in blocks["mlp"]["shared"].values())

@@ -1,11 +1,14 @@
 """A mixture of experts instead of the MLP: each token is sent to a few experts, and none is ever dropped."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
+from parallax.model.dense import Dense
 from parallax.model.experts.exchange import EXCHANGE_FORMS, SharedExperts
 from parallax.model.experts.experts import Experts, HeldExperts
 from parallax.model.experts.ragged import ordered
@@ -43,6 +46,7 @@ class MoE(nn.Module):
     chunk_tokens: int = 0  # 0: all tokens at once
     matmul: str = "compute"  # of the shared experts
     matmul_of_experts: str = "compute"
+    dense: Callable[..., Dense] | None = None  # makes the shared experts' projections, if they are not Dense
 
     def setup(self):
         model = self.model
@@ -58,6 +62,7 @@ class MoE(nn.Module):
                 width="d_shared",
                 name="shared",
                 part="shared",
+                dense=self.dense,
                 matmul=self.matmul,
             )
 
