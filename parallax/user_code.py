@@ -110,8 +110,13 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
     return _of_object(key, value, given) if callable(value) else value
 
 
-def saved_code(value: Any) -> Any:
-    """The same of a saved config: a text that names code, which is not imported."""
+def saved_code(key: str, value: Any) -> Any:
+    """The same of a saved config: a text that names code, which is not imported.
+
+    Raises ConfigError for a value that no run writes, as an object of texts, in which code could be named, too.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={quoted(value)} is {type(value).__name__}, but it must be a text in quotes")
     return UserCode(value) if names_code(value) else value
 
 

@@ -146,6 +146,20 @@ def test_a_received_config_imports_nothing(folder):
     assert not (folder / "ran").exists() and "planted" not in sys.modules
 
 
+@pytest.mark.parametrize("written", [{"a": "planted:x"}, {"a": {"b": "planted:x"}}, ["planted:x"], 3])
+@pytest.mark.parametrize("key", CODE)
+def test_a_received_config_with_an_object_in_place_of_a_text_imports_nothing(folder, key, written):
+    module(folder, "planted", "def x():\n    pass\n")
+    saved = read_settings(get_config(), train={"tensorboard": True}).to_dict()
+    section, _, name = key.partition(".")
+    saved[section][name] = written
+    (folder / "config.json").write_text(json.dumps(saved))
+    for read in (load_settings, lambda run: read_line(["train.py", f"--config={run / 'config.json'}"], {})):
+        with pytest.raises(ConfigError, match=f"{key}=.* must be a text in quotes"):
+            read(folder)
+    assert "planted" not in sys.modules
+
+
 def test_a_command_line_says_which_code_of_a_run_is_imported(folder):
     saved = changed("model.mlp", MLP).to_dict()
     (folder / "config.json").write_text(json.dumps(saved))
@@ -220,7 +234,7 @@ def test_a_schedule_of_another_size_is_refused():
 
 
 def test_a_saved_text_is_no_code_until_somebody_imports_it():
-    code = saved_code(MLP)
+    code = saved_code("model.mlp", MLP)
     assert code == MLP and code.target is None and isinstance(code, UserCode)
     assert ModelConfig(mlp=code).has_user_code
     assert imported_code("model.mlp", str(code)).target is user_parts.SquaredMLP
