@@ -5,12 +5,13 @@ import functools
 import hashlib
 import importlib
 import inspect
+import math
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from parallax.errors import ConfigError, nearest, quoted, shown
 from parallax.storage.files import read_bytes
 from parallax.version import PACKAGE, version_of
 
-WRITTEN = re.compile(r"\s*([A-Za-z_][\w.]*):([A-Za-z_][\w.]*\s*(?:\(.*\))?)\s*", re.DOTALL)
+WRITTEN = re.compile(r"\s*([^\W\d][\w.]*):([^\W\d][\w.]*\s*(?:\(.*\))?)\s*", re.DOTALL)
+# A name with its code; a parenthesis in quotes does not end the settings.
+WRITTEN_SETTINGS = r"""\((?:[^()'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*\)"""
+BY_NAME = re.compile(rf"([^\W\d]\w*)=([^\W\d][\w.]*:[^\W\d][\w.]*(?:{WRITTEN_SETTINGS})?)(?:\s+|$)", re.DOTALL)
+ALL_BY_NAME = re.compile(rf"\s*(?:{BY_NAME.pattern})+", re.DOTALL)
 CODE_FORM = '"module:name" or "module:name(setting=1)"'
 INSTALLED = {"site-packages", "dist-packages"}
 LITERALS = (bool, int, float, str)
+IMPORT_ERROR_LETTERS = 400  # most characters of another program's error
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -78,16 +84,8 @@ def codes_by_name(value: str) -> dict[str, str]:
     """
     if isinstance(value, UserCode) and isinstance(value.target, Mapping):
         return dict(value.target)
-    words, ended = [""], True
-    for letter in value:
-        # A settings text may hold spaces, so a word ends only where its parentheses are closed.
-        if letter.isspace() and words[-1].count("(") == words[-1].count(")"):
-            ended = True
-        else:
-            words += [""] if ended and words[-1] else []
-            words[-1], ended = words[-1] + letter, False
-    pairs = [word.partition("=")[::2] for word in words]
-    return dict(pairs) if all(name.isidentifier() and WRITTEN.fullmatch(code) for name, code in pairs) else {}
+    pairs = BY_NAME.findall(value) if ALL_BY_NAME.fullmatch(value) else []
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else {}
 
 
 def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
@@ -101,6 +99,8 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
     if isinstance(value, UserCode):
         return value
     by_name = value if isinstance(value, Mapping) else codes_by_name(value) if isinstance(value, str) else {}
+    if wrong := [name for name in by_name if not (isinstance(name, str) and name.isidentifier())]:
+        raise ConfigError(f"{key}: {quoted(wrong[0])} is not a name; use letters, digits and _")
     codes = {name: imported_code(f"{key}: {name}", code, given) for name, code in by_name.items()}
     if codes and all(isinstance(code, UserCode) for code in codes.values()):
         text = " ".join(f"{name}={code}" for name, code in codes.items())
@@ -110,8 +110,13 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
     return _of_object(key, value, given) if callable(value) else value
 
 
-def saved_code(value: Any) -> Any:
-    """The same of a saved config: a text that names code, which is not imported."""
+def saved_code(key: str, value: Any) -> Any:
+    """The same of a saved config: a text that names code, which is not imported.
+
+    Raises ConfigError for a value that no run writes, as an object of texts, in which code could be named, too.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={quoted(value)} is {type(value).__name__}, but it must be a text in quotes")
     return UserCode(value) if names_code(value) else value
 
 
@@ -143,8 +148,8 @@ def refuse_saved(codes: Mapping[str, UserCode]) -> None:
 
 
 def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
-    """Raise ConfigError unless code can be called with the arguments `given`, by position or name, besides its
-    settings. Those that end in "?" are given only if the code has them."""
+    """Raise ConfigError unless code can be called with the arguments `given`, by name, besides its settings. Those that
+    end in "?" are given only if the code has them."""
     if isinstance(code.target, Mapping):
         for name, one in code.target.items():
             check_call(f"{key}: {name}", one, given)
@@ -152,9 +157,9 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
     parameters = _parameters(code.target)
     if parameters is None:
         return
-    name, names = code.target.__name__, [argument.removesuffix("?") for argument in given]
+    name, names = name_in_module(code), [argument.removesuffix("?") for argument in given]
     needed = [argument for argument in given if not argument.endswith("?")]
-    several = {kind for parameter in parameters.values() if (kind := parameter.kind) in VARIADIC}
+    several = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     for setting in code.settings:
         if setting in names:
             raise ConfigError(f"{key}={quoted(code)}: {setting} is not a setting of {name}, since Parallax gives it.")
@@ -170,6 +175,15 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
     if missing := [own for own in open_ if own not in (*names, *code.settings)]:
         example = _text(code, {**code.settings, missing[0]: ...})
         raise ConfigError(f"{key}={quoted(code)} has no {missing[0]}, which {name} needs; write {example!r}.")
+
+
+def name_in_module(code: UserCode) -> str:
+    """The name of a function or class in its module.
+
+    >>> name_in_module(UserCode("lion:make(b1=0.9)"))
+    'make'
+    """
+    return code.partition("(")[0].partition(":")[2]
 
 
 def takes(code: UserCode, name: str) -> bool:
@@ -224,14 +238,15 @@ def _module(key: str, text: str, name: str) -> Any:
             f"{key}={quoted(text)}: there is no module {name!r} where Python looks, nor in {here}; start in its "
             "folder, or add the folder to PYTHONPATH."
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise _failed(key, text, name, error) from error
 
 
-def _failed(key: str, text: str, name: str, error: Exception) -> ConfigError:
+def _failed(key: str, text: str, name: str, error: BaseException) -> ConfigError:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     how = " ".join(f"{type(error).__name__}: {error}".split())
+    how = how if len(how) <= IMPORT_ERROR_LETTERS else f"{how[:IMPORT_ERROR_LETTERS]}…"
     return ConfigError(f"{key}={quoted(text)}: importing {name} failed with {how}{where}")
 
 
@@ -244,35 +259,50 @@ def _of_object(key: str, target: Any, given: Sequence[str]) -> UserCode:
         if target.args:
             raise ConfigError(f"{key}={quoted(target)}: give settings by name, as functools.partial(name, setting=1).")
         target, settings = target.func, {**target.keywords, **settings}
-    name = getattr(target, "__qualname__", None)
-    if name is None:
+    name, of = (getattr(target, about, None) for about in ("__qualname__", "__module__"))
+    if name is None or of is None:
         raise ConfigError(f"{key}={quoted(target)} is not a function or a class; give one, or {CODE_FORM}.")
     try:
         source = inspect.getsource(target)
     except (OSError, TypeError):  # typed into an interpreter
         source = ""
-    module = sys.modules.get(target.__module__)
+    module = sys.modules.get(of)
     file = getattr(module, "__file__", None)
     source = _source_of(module) if file else _hash(source) if source else ""
-    return _made(key, f"{target.__module__}:{name.replace('<locals>.', '')}", target, settings, source, given)
+    text = f"{of}:{name.replace('<locals>.', '').replace('<lambda>', 'lambda')}"
+    if not WRITTEN.fullmatch(text):  # a saved config could not be read
+        raise ConfigError(f"{key} has a name that no config can hold, {quoted(text)}; define it in a module.")
+    return _made(key, text, target, settings, source, given)
 
 
 def _made(key: str, name: str, target: Any, settings: Mapping[str, Any], source: str, given: Sequence[str]) -> UserCode:
     if not callable(target):
         raise ConfigError(f"{key}={quoted(name)} is a {type(target).__name__}, not a function or a class.")
     parameters = _parameters(target)
+    settings = {setting: _plain(value) for setting, value in settings.items()}
     for setting, value in settings.items():
         if not isinstance(value, LITERALS):
             kind = type(value).__name__
             wrong = f"{name} has {setting}={quoted(value)}, a {kind}"
             raise ConfigError(f"{key}: {wrong}; use a number, a text, True or False.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}: {name} has {setting}={value!r}, which no config holds; use a finite number.")
         if parameters is None or any(parameter.kind in VARIADIC for parameter in parameters.values()):
             continue
-        if setting not in parameters:
-            own = [known for known in parameters if known not in given and f"{known}?" not in given]
+        if setting not in parameters or parameters[setting].kind == inspect.Parameter.POSITIONAL_ONLY:
+            own = [
+                known
+                for known, parameter in parameters.items()
+                if parameter.kind != parameter.POSITIONAL_ONLY and not {known, f"{known}?"} & {*given}
+            ]
             raise ConfigError(f"{key}: {name} has no setting {setting!r}; {nearest(setting, own)}")
         _check_type(key, name, setting, value, parameters[setting].annotation)
     return UserCode(_text(name, settings), target, settings, source)
+
+
+def _plain(value: Any) -> Any:
+    """A number or text without its subclass, as NumPy's of float, which Python prints in another way."""
+    return next((kind(value) for kind in LITERALS if isinstance(value, kind)), value)
 
 
 def _text(name: str, settings: Mapping[str, Any]) -> str:
@@ -314,19 +344,42 @@ def _source_of(module: Any) -> str:
     if _is_installed(Path(file)):
         package = module.__name__.partition(".")[0]
         return f"{package} {version_of(package)}"
-    folder, files, left = Path(file).resolve().parent, {}, [module]
+    first = Path(file).resolve()
+    package = [*filter(None, (module.__package__ or "").split("."))]
+    roots = {first.parent, first.parents[len(package)]}  # where a script and a package find their modules
+    files: dict[Path, str] = {}
+    left = [first]
     while left:
-        each = left.pop()
-        path = Path(getattr(each, "__file__", None) or os.devnull).resolve()
-        if path in files or not path.is_relative_to(folder) or not path.is_file():
-            continue
-        if path.is_relative_to(PACKAGE.resolve()) or _is_installed(path):
-            continue
-        files[path] = hashlib.sha256(read_bytes(path)).hexdigest()
-        owners = (getattr(value, "__module__", None) for value in vars(each).values() if callable(value))
-        left += [value for value in vars(each).values() if inspect.ismodule(value)]
-        left += [sys.modules[owner] for owner in {*owners} if isinstance(owner, str) and owner in sys.modules]
+        path = left.pop()
+        outside = not path.is_relative_to(first.parent) or path.is_relative_to(PACKAGE.resolve()) or _is_installed(path)
+        if path not in files and not outside and path.is_file():
+            content = read_bytes(path)
+            files[path] = hashlib.sha256(content).hexdigest()
+            left += _imported_by(path, content, roots)
     return _hash(*(files[path] for path in sorted(files)))
+
+
+def _imported_by(path: Path, content: bytes, roots: Iterable[Path]) -> Iterator[Path]:
+    """Files that may be those of a file's imports, wherever in it they are: its statements say which, since a module
+    does not show from where a number came."""
+    try:
+        statements = [*ast.walk(ast.parse(content))]
+    except (SyntaxError, ValueError):  # not Python, or changed since
+        return
+    for each in statements:
+        if isinstance(each, ast.Import):
+            names, above = [alias.name for alias in each.names], roots
+        elif isinstance(each, ast.ImportFrom):
+            start = f"{each.module}." if each.module else ""
+            names = [f"{start}{alias.name}" for alias in each.names]
+            above = [path.parents[each.level - 1]] if each.level else roots
+        else:
+            continue
+        for root in above:
+            for parts in (name.split(".") for name in names):
+                inner = (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+                for place in inner:
+                    yield from (place / "__init__.py", place.with_suffix(".py"))
 
 
 def _is_installed(path: Path) -> bool:

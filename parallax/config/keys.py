@@ -13,6 +13,7 @@ LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
 # Limits of POSIX file systems. With a longer name, even checking whether the file exists is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
+BY_NAME_FORM = '"NAME=module:name" or "NAME=module:name(setting=1)", each name once'
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -64,8 +65,7 @@ class Key:
 
     def _check_code(self, name: str, value: str) -> None:
         if bool(codes_by_name(value)) != self.by_name:
-            form = '"NAME=module:name"' if self.by_name else CODE_FORM
-            raise ConfigError(f"{name}={quoted(value)} must be {form}.")
+            raise ConfigError(f"{name}={quoted(value)} must be {BY_NAME_FORM if self.by_name else CODE_FORM}.")
         if getattr(value, "target", None) is not None:
             check_call(name, value, self.code)
 
@@ -76,6 +76,8 @@ class Key:
             raise ConfigError(f"{name}={quoted(value)} {wrong}")
         if self.code and names_code(value):
             return
+        if self.by_name and value.strip():
+            raise ConfigError(f"{name}={quoted(value)} must be {BY_NAME_FORM}.")
         if self.path:
             _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:

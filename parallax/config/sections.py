@@ -228,6 +228,11 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         if "moe" in self.layer_kinds:
             self._check_experts()
+        if names_code(self.mlp) and not self.has_dense and not self.kinds:
+            raise ConfigError(
+                f"model.mlp={quoted(self.mlp)} does nothing with model.layers_of={quoted(self.layers_of)}, which has "
+                "only mixtures; use mlp='gated', or some dense layers."
+            )
         if unused := [kind for kind in codes_by_name(self.kinds) if kind not in self.layer_kinds]:
             raise ConfigError(
                 f"model.kinds={quoted(self.kinds)} has a class for {unused[0]!r}, but "

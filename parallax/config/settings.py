@@ -178,10 +178,10 @@ def load_saved(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if said:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
     left_out = {name: value for name, value in _values(saved, NOT_SAVED) if value != _default(name)}
-    new = {name: _default(name) for name in left_out}
-    for name, value in {**dict(_values(saved, CODE)), **new}.items():
+    codes = {name: saved_code(name, value) for name, value in _values(saved, CODE)}
+    for name, value in {**codes, **{name: _default(name) for name in left_out}}.items():
         section, _, key = name.partition(".")
-        saved[section] = {**saved[section], key: saved_code(value)}
+        saved[section] = {**saved[section], key: value}
     return saved, left_out
 
 

@@ -10,7 +10,7 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -88,7 +88,11 @@ def _users(code: str, path: str) -> Source:
 def _checked(code: str, read: Callable[..., Iterator[str]], **file: Path) -> Iterator[str]:
     """The documents that code yields; DataError for anything else."""
     where = "".join(f" of {path}" for path in file.values())
-    for number, text in enumerate(read(**file), start=1):
+    texts = read(**file)
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        kind = type(texts).__name__
+        raise DataError(f"data.source={quoted(code)} returns a {kind}{where}, not documents; yield a text for each")
+    for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
             raise DataError(
                 f"data.source={quoted(code)}: document {number}{where} is a {type(text).__name__}; yield texts"

@@ -1,11 +1,14 @@
 """Cross-entropy in float32 over chunks of tokens, with or without a sharded vocab; only one chunk of logits exists."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import LossConfig
+from parallax.errors import ConfigError, quoted
 from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
 from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
@@ -49,12 +52,12 @@ def chunked_loss(
     config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, *, entries: int | None = None
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
-    losses_of = named("loss.name", config.name, {"cross_entropy": cross_entropy})
+    losses_of = partial(_losses, config, table, entries)
 
     def step(_, chunk):
         hidden_CD, labels_C = chunk
         logits_CV = _logits(hidden_CD, table_VD)
-        return None, losses_of(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+        return None, losses_of(logits_CV, labels_C).sum(axis=1)
 
     return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
 
@@ -81,7 +84,7 @@ def chunked_loss_and_grads(
     every bound axis: its gradient is this device's share, which the caller sums once.
     """
 
-    losses_of = named("loss.name", config.name, {"cross_entropy": cross_entropy})
+    losses_of = partial(_losses, config, table, entries)
     wide = dict(preferred_element_type=jnp.float32)
 
     def step(grad_VD, chunk):
@@ -89,7 +92,7 @@ def chunked_loss_and_grads(
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
 
         def summed_losses(logits_CV: Array) -> Array:
-            return losses_of(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+            return losses_of(logits_CV, labels_C).sum(axis=1)
 
         loss, pull = jax.vjp(summed_losses, _logits(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
@@ -103,6 +106,20 @@ def chunked_loss_and_grads(
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None and trained else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
     return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
+
+
+def _losses(config: LossConfig, table: Layout, entries: int | None, logits_CV: Array, labels_C: Array) -> Array:
+    """Both losses of each token, [2, C], as loss.name says. Raises ConfigError if a user's own have another shape."""
+    loss = named("loss.name", config.name, {"cross_entropy": cross_entropy})
+    of_chunk = dict(logits_CV=logits_CV, labels_C=labels_C, table=table)
+    losses = loss(**of_chunk, z_coefficient=config.z_coefficient, entries=entries)
+    shape = getattr(losses, "shape", None)
+    if shape != (2, len(labels_C)):
+        raise ConfigError(
+            f"loss.name={quoted(config.name)} returns {quoted(losses) if shape is None else f'the shape {shape}'} for "
+            f"{len(labels_C)} tokens; return [2, {len(labels_C)}], as cross_entropy: the loss and the z-loss of each."
+        )
+    return losses
 
 
 def _logits(hidden_CD: Array, table_VD: Array) -> Array:

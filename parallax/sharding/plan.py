@@ -34,7 +34,7 @@ from parallax.config.sections import PARTS
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
-from parallax.errors import ConfigError, check_choice, nearest
+from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
@@ -57,19 +57,25 @@ class PolicyLayouts(NamedTuple):
     summed: Layout
 
 
-# `c` is the layout that a layer computes with; `r` is the same layout, also sharded over data axes.
+# `compute` is the layout that a layer computes with; `cut` is the same layout, also sharded over data axes.
 POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Layout]]] = {
-    "ddp": lambda c, r: (c, c, c, c),
-    "zero1": lambda c, r: (r, c, c, c),
-    "zero2": lambda c, r: (r, c, c, r),
-    "lean": lambda c, r: (r, r, c, c),
-    "zero3": lambda c, r: (r, r, c, r),
+    "ddp": lambda compute, cut: (compute, compute, compute, compute),
+    "zero1": lambda compute, cut: (cut, compute, compute, compute),
+    "zero2": lambda compute, cut: (cut, compute, compute, cut),
+    "lean": lambda compute, cut: (cut, cut, compute, compute),
+    "zero3": lambda compute, cut: (cut, cut, compute, cut),
 }
 
 
-def policy_of(policy: str) -> Callable[[Any, Any], Sequence[Any]]:
-    """The function of a policy, one of POLICIES or of a user's own."""
-    return named("data_parallel.policy", policy, POLICIES)
+def layouts_under(policy: str, compute: Layout, cut: Layout) -> PolicyLayouts:
+    """The layouts under a policy, one of POLICIES or of a user's own; ConfigError if that returns something else."""
+    found = named("data_parallel.policy", policy, POLICIES)(compute=compute, cut=cut)
+    if not (isinstance(found, Sequence) and len(found) == 4 and all(isinstance(each, Layout) for each in found)):
+        raise ConfigError(
+            f"data_parallel.policy={quoted(policy)} returns {quoted(found)}; return four layouts: at rest, resident, "
+            "compute and summed."
+        )
+    return PolicyLayouts(*found)
 
 
 class Policies(NamedTuple):
@@ -306,7 +312,7 @@ class ShardingPlan:
         order, ranks = self.orders.get(spec.stack), self.axis_sizes.get("pp", 1) if self.orders else 1
         sizes = {**self.sizes, **dict(zip(compute.names, jnp.shape(declared.value), strict=True))}
         cut = cut_over_data(compute, declared.at_rest, sizes, self.axis_sizes)
-        stay = PolicyLayouts(*policy_of(self.policies.of(name))(compute, cut))
+        stay = layouts_under(self.policies.of(name), compute, cut)
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
             at_rest = cut_over_pp(staged.without("pp"), sizes, self.axis_sizes, names=staged.names[1:])

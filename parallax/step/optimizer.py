@@ -20,7 +20,7 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
-from parallax.user_code import named, names_code, takes
+from parallax.user_code import name_in_module, named, names_code, takes
 
 DECAYED = (Role.WEIGHT, Role.TABLE)  # roles of parameters with weight decay
 # Root mean square of the entries of Muon's direction, matched to AdamW's so that one learning rate serves both
@@ -101,7 +101,7 @@ def users_update(config: OptimizerConfig, steps: int, rows: Any, decayed: Any) -
         if getattr(config, key) != getattr(OptimizerConfig, key):
             raise ConfigError(
                 f"optimizer.{key}={getattr(config, key)} does nothing with optimizer.name={quoted(config.name)}; leave "
-                f"it out, and write the settings of {config.name.target.__name__} in the name, as NAME(b1=0.9)."
+                f"it out, and write the settings of {name_in_module(config.name)} in the name, as NAME(b1=0.9)."
             )
     given = {"rows": rows} if has("rows") else {}
     if not has("learning_rate"):

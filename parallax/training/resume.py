@@ -89,6 +89,8 @@ def step_to_resume(
     changed = compare_settings(saved, settings)
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
+    # Other code has other files, too.
+    changed = {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
     fixed = {key: values for key, values in changed.items() if is_fixed(key)}
     if fixed and all(key.startswith(USER_CODE) for key in fixed):
         if not changed_code:

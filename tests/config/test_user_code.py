@@ -8,6 +8,9 @@ import sys
 import textwrap
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from support import user_parts
@@ -19,11 +22,13 @@ from parallax.cli.command import read_line
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import CODE, code_of, load_settings, read_settings, with_code
 from parallax.errors import ConfigError
+from parallax.model.loss import chunked_loss, cross_entropy
 from parallax.schedules import by_name
+from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import model_of
-from parallax.user_code import UserCode, imported_code, saved_code
+from parallax.user_code import UserCode, codes_by_name, imported_code, saved_code
 
 MLP = "support.user_parts:SquaredMLP"
 
@@ -78,6 +83,13 @@ def test_a_text_and_an_object_are_the_same_code(written, canonical):
         ("pipeline.schedule", "support.user_parts:numbers", "numbers has no parameter 'ranks'"),
         ("data.source", "support.user_parts:eager", "has no ranks, which eager needs; write"),
         ("optimizer.name", "optax:lion(learning_rate=1.0)", "learning_rate is not a setting of lion"),
+        ("model.kinds", "side = blocks:Side", 'must be "NAME=module:name"'),
+        ("model.kinds", f"a={MLP} a={MLP}", "each name once"),
+        ("model.kinds", {"a b": user_parts.ParallelBlock}, "model.kinds: 'a b' is not a name"),
+        ("optimizer.name", str.upper, "is not a function or a class"),
+        ("optimizer.name", type("no name", (), {}), "has a name that no config can hold, 'test_user_code:no name'"),
+        ("optimizer.name", "support.user_parts:signs(b1=1e999)", "has b1=inf, which no config holds"),
+        ("loss.name", lambda *given: given, "has no parameter 'logits_CV'"),
         ("optimizer.name", "optax:scale_by_lion(b3=1)", "has no setting 'b3'; known: b1, b2"),
     ],
     ids=str,
@@ -113,6 +125,87 @@ def test_a_module_that_fails_is_named_with_file_and_line(folder):
     module(folder, "needing", "import not_there_at_all\n")
     with pytest.raises(ConfigError, match="importing needing failed with ModuleNotFoundError: .*'not_there_at_all'"):
         changed("model.mlp", "needing:X")
+
+
+def test_a_script_that_ends_itself_and_a_long_error_are_one_line(folder):
+    module(folder, "ending", "raise SystemExit('bye')\n")
+    with pytest.raises(ConfigError, match=r"importing ending failed with SystemExit: bye \(.*ending.py, line 1\)"):
+        changed("model.mlp", "ending:X")
+    module(folder, "talking", "raise ValueError('a' * 10_000)\n")
+    with pytest.raises(ConfigError, match="ValueError: aaa") as error:
+        changed("model.mlp", "talking:X")
+    assert len(str(error.value)) < 700
+
+
+def test_a_partial_and_an_object_that_is_called_may_be_named(folder):
+    module(
+        folder,
+        "made_parts",
+        """
+        import functools, optax
+        cool = functools.partial(optax.scale_by_lion, b1=0.5)
+        class Warm:
+            def __call__(self, b1: float = 0.9):
+                return optax.scale_by_lion(b1)
+        warm = Warm()
+        """,
+    )
+    for name in ("cool", "warm", "warm(b1=0.5)"):
+        assert changed("optimizer.name", f"made_parts:{name}").optimizer.name == f"made_parts:{name}"
+
+
+def scale(factor: float = 1.0):
+    return optax.scale(factor)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.name", lambda: optax.scale(1.0)),
+        ("optimizer.name", functools.partial(scale, factor=np.float64(2.0))),
+        ("optimizer.name", type("Übung", (), {})),
+        ("model.kinds", {"dense": functools.partial(user_parts.SquaredMLP, part="a) ('b")}),
+    ],
+)
+def test_what_a_run_saves_of_an_object_is_read_as_code_again(key, value):
+    """So a run of it is loaded with the object as `code`."""
+    code = imported_code(key, value)
+    again = saved_code(key, json.loads(json.dumps(code)))
+    assert isinstance(again, UserCode) and again == str(code) and again.target is None
+    assert {*codes_by_name(again)} == ({"dense"} if key == "model.kinds" else set())
+    if isinstance(value, functools.partial):
+        assert again == f"{__name__}:scale(factor=2.0)"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from inner_part import POWER",
+        "import below.inner_part",
+        "from below import inner_part",
+        "def late():\n    from below.inner_part import POWER",
+    ],
+)
+def test_the_source_covers_numbers_and_folders_that_a_module_imports(folder, statement):
+    (folder / "below").mkdir()
+    for place in (folder, folder / "below"):
+        module(place, "inner_part", "POWER = 2\n")
+    module(folder, "outer_part", f"{statement}\ndef step(file=None):\n    yield 'a'\n")
+    first = changed("data.source", "outer_part:step").data.source.source
+    assert changed("data.source", "outer_part:step").data.source.source == first
+    module(folder / "below" if "below" in statement else folder, "inner_part", "POWER = 3\n")
+    assert changed("data.source", "outer_part:step").data.source.source != first
+
+
+def test_the_source_covers_a_package(folder):
+    package = folder / "own_package"
+    package.mkdir()
+    module(package, "__init__", "")
+    module(package, "inner_part", "POWER = 2\n")
+    module(package, "outer_part", "from .inner_part import POWER\ndef step(file=None):\n    yield 'a'\n")
+    first = changed("data.source", "own_package.outer_part:step").data.source.source
+    module(package, "inner_part", "POWER = 3\n")
+    assert changed("data.source", "own_package.outer_part:step").data.source.source != first
 
 
 def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
@@ -158,6 +251,20 @@ def test_a_received_config_imports_nothing(folder):
     assert not (folder / "ran").exists() and "planted" not in sys.modules
 
 
+@pytest.mark.parametrize("written", [{"a": "planted:x"}, {"a": {"b": "planted:x"}}, ["planted:x"], 3])
+@pytest.mark.parametrize("key", CODE)
+def test_a_received_config_with_an_object_in_place_of_a_text_imports_nothing(folder, key, written):
+    module(folder, "planted", "def x():\n    pass\n")
+    saved = read_settings(get_config(), train={"tensorboard": True}).to_dict()
+    section, _, name = key.partition(".")
+    saved[section][name] = written
+    (folder / "config.json").write_text(json.dumps(saved))
+    for read in (load_settings, lambda run: read_line(["train.py", f"--config={run / 'config.json'}"], {})):
+        with pytest.raises(ConfigError, match=f"{key}=.* must be a text in quotes"):
+            read(folder)
+    assert "planted" not in sys.modules
+
+
 def test_a_command_line_says_which_code_of_a_run_is_imported(folder):
     saved = changed("model.mlp", MLP).to_dict()
     (folder / "config.json").write_text(json.dumps(saved))
@@ -191,6 +298,11 @@ def test_a_class_that_a_notebook_defines_anew_is_used():
         assert model_of(settings, mesh).shapes["blocks"]["mlp"]["extra"].shape == (2, 3)
 
 
+def test_an_mlp_in_a_model_without_dense_layers_is_refused():
+    with pytest.raises(ConfigError, match="model.mlp=.* does nothing with model.layers_of='moe.4', which has"):
+        read_settings(get_config(), model={"mlp": user_parts.SquaredMLP, "layers_of": "moe*4"})
+
+
 def test_only_keys_that_may_be_code_take_some():
     with pytest.raises(ConfigError, match=r"code=\{'model.layers': ...\} is not a key that may be code; "):
         with_code(settings_of(), {"model.layers": int})
@@ -220,6 +332,48 @@ def test_settings_that_an_optimizer_does_not_read_are_refused(name, changes, mes
         optimizer(name, **changes)
 
 
+def test_code_is_called_by_name_whatever_the_order_of_its_parameters():
+    def turned(cut, compute):
+        return user_parts.wide_gathered(compute, cut)
+
+    def late(labels_C, logits_CV, entries, z_coefficient, table):
+        return cross_entropy(logits_CV, labels_C, table, z_coefficient, entries)
+
+    small, mesh = settings_of(layers=2, attention="gqa"), mesh_of(1, 2, 1)
+    plans = [
+        model_of(with_code(small, {"data_parallel.policy": policy}), mesh).plan
+        for policy in (turned, user_parts.wide_gathered)
+    ]
+    assert layouts_in(plans[0]) == layouts_in(plans[1])
+    table, logits, labels = Layout.parse("vocab d_model"), jnp.eye(4), jnp.arange(4)
+    config = dataclasses.replace(small.loss, name=imported_code("loss.name", late))
+    sums = [chunked_loss(each, table, logits, logits, labels) for each in (config, small.loss)]
+    np.testing.assert_array_equal(*sums)
+
+
+def layouts_in(plan):
+    return [(row.at_rest, row.resident, row.compute, row.summed) for row in jax.tree.leaves(plan.rows)]
+
+
+@pytest.mark.parametrize("returned", [lambda losses: losses[0], lambda losses: losses.T, lambda losses: None])
+def test_a_loss_of_another_shape_is_refused(returned):
+    def loss(logits_CV, labels_C, table, z_coefficient, entries):
+        return returned(cross_entropy(logits_CV, labels_C, table, z_coefficient, entries))
+
+    config = dataclasses.replace(settings_of().loss, name=imported_code("loss.name", loss))
+    table, logits, labels = Layout.parse("vocab d_model"), jnp.eye(4), jnp.arange(4)
+    with pytest.raises(ConfigError, match=r"returns .* for 4 tokens; return \[2, 4\], as cross_entropy"):
+        chunked_loss(config, table, logits, logits, labels)
+
+
+@pytest.mark.parametrize("returned", [None, lambda compute, cut: (cut, cut, compute), lambda compute, cut: "zero1"])
+def test_a_policy_that_returns_other_than_four_layouts_is_refused(returned):
+    policy = returned or (lambda compute, cut: None)
+    settings = with_code(settings_of(layers=2), {"data_parallel.policy": policy})
+    with pytest.raises(ConfigError, match="data_parallel.policy=.* returns .*; return four layouts"):
+        model_of(settings, mesh_of(1, 1, 1))
+
+
 def test_a_schedule_of_another_size_is_refused():
     code = imported_code("pipeline.schedule", lambda ranks, microbatches: user_parts.eager(ranks, 2 * microbatches))
     with pytest.raises(
@@ -232,7 +386,7 @@ def test_a_schedule_of_another_size_is_refused():
 
 
 def test_a_saved_text_is_no_code_until_somebody_imports_it():
-    code = saved_code(MLP)
+    code = saved_code("model.mlp", MLP)
     assert code == MLP and code.target is None and isinstance(code, UserCode)
     assert ModelConfig(mlp=code).has_user_code
     assert imported_code("model.mlp", str(code)).target is user_parts.SquaredMLP

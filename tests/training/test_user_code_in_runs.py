@@ -81,6 +81,19 @@ def test_a_run_goes_on_only_with_the_same_files(corpus, tmp_path, monkeypatch):
     del sys.modules["steps_of_mine"]
 
 
+def test_code_of_keys_that_may_change_is_changed_without_a_flag(corpus, tmp_path):
+    """Of a policy, of which no number of a run is another one; only the same text with other files is not accepted."""
+    config = tiny_config(corpus, **{"train.steps": 1, "train.eval_batches": 0, "optimizer.warmup_steps": 0})
+    train(config, tmp_path, code={"data_parallel.policy": user_parts.wide_gathered})
+    config.train.steps = 2
+    assert train(config, tmp_path).step == 2
+    config.train.steps = 3
+    assert train(config, tmp_path, code={"data_parallel.policy": user_parts.wide_gathered}).step == 3
+    assert "data_parallel.policy='support.user_parts:wide_gathered' there, 'zero3' here" in (
+        (tmp_path / "log.txt").read_text()
+    )
+
+
 def test_adapters_begin_on_the_weights_of_another_run_and_train_alone(corpus, whole_run, tmp_path):
     config = tiny_config(corpus, **{"train.init_from": str(whole_run), "train.steps": 3})
     config.optimizer.frozen = "embedding head blocks/*/kernel blocks/*_norm"
@@ -100,6 +113,16 @@ def documents(**data):
     """The data of a tiny run, with other keys."""
     config = tiny_config(pathlib.Path("."))
     return read_settings(config, data={"cache": "", "path": "", "seq": 8, "global_batch": 2, **data})
+
+
+@pytest.mark.parametrize("returned", ["a whole text", None, 3])
+def test_a_source_that_returns_no_documents_is_named(tmp_path, returned):
+    def source():
+        return returned
+
+    kind = type(returned).__name__
+    with pytest.raises(DataError, match=f"returns a {kind}, not documents; yield a text for each"):
+        open_split(documents(source=source, tokenizer="bytes"), RunFiles(tmp_path), "train")
 
 
 @pytest.mark.parametrize("code", ["support.user_parts:read_lines(least=4)", "support.user_parts:numbers(most=40)"])
