@@ -14,6 +14,7 @@ from support.run_examples import tiny_config
 import train as command_line
 from configs.base import get_config
 from parallax.analysis.planned.devices import check_fits, device_memory
+from parallax.cli.command import read_line
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer
@@ -84,8 +85,8 @@ def test_any_two_values_are_refused_or_read(first, value, second, other):
 def test_any_text_for_a_number_on_the_command_line_is_refused_or_read(number, text):
     argument = f"--config.{'.'.join(number)}={text}"
     try:
-        command = command_line.parse(["train.py", "--config=configs/tiny_gqa.py", argument, "--workdir=x"])
-        read_settings(command.config.to_dict())
+        line = read_line(["train.py", "--config=configs/tiny_gqa.py", argument, "--workdir=x"], command_line.FLAGS)
+        read_settings(line.config.to_dict())
     except ConfigError as error:
         assert str(error)
 
@@ -198,9 +199,8 @@ def test_a_run_name_that_is_no_name_is_refused_and_nothing_is_written(name, tmp_
 def test_a_launcher_that_sets_a_bad_name_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARALLAX_RUN_NAME", "../../x")
-    config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
     with pytest.raises(ConfigError, match="is not a valid name of a run"):
-        command_line.parse(["train.py", f"--config={config}"])
+        command_line.choose_workdir(None, None)
 
 
 @pytest.mark.parametrize("workdir", ["x" * 300, "file/below", "/proc/none"])

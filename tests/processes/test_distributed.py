@@ -327,8 +327,10 @@ def test_a_stranger_who_talks_nonsense_does_no_harm():
 
 def test_a_lost_process_ends_the_others_with_75(ended, capsys):
     job = Job(3)
-    for client in job.join_all(0, 1, 2):
+    clients = job.join_all(0, 1, 2)
+    for client in clients:
         set_phase(client, "step 7", 20)
+    at_once(*(functools.partial(client.barrier, "all", {}, "compile_secs") for client in clients))
     job.networks[1].cut()
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}

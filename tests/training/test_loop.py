@@ -22,7 +22,7 @@ from support.stand_ins import full_disk, on_write
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli import generate, watch
-from parallax.cli.command import load_config
+from parallax.cli.command import load_config, read_line
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
 from parallax.display import progress
@@ -174,6 +174,10 @@ def test_metrics_have_the_agreed_names_and_losses_fall(whole_run):
     assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
 
 
+def line_of_run(argv):
+    return read_line(argv, command_line.FLAGS, config=command_line.config_of_run(argv))
+
+
 def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(corpus, whole_run):
     log = (whole_run / "log.txt").read_text()
     says, commands = log[log.index("what to do next:") :].split("\n\n")[:2]
@@ -181,9 +185,9 @@ def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(cor
     assert generates[1:3] == ["-m", "parallax.generate"] and watches[1:3] == ["-m", "parallax.watch"]
     assert generate.parse(generates[3:]).prompt == ["The "] and generate.parse(generates[3:]).workdir == whole_run
     assert watch.parse(watches[3:]).workdir == [whole_run]
-    parsed = command_line.parse(trains[1:])
-    assert (parsed.workdir, parsed.config.train.steps) == (whole_run, 16)
-    assert parsed.config.data.cache == str(corpus / "cache")  # which its config.json does not decide
+    line = line_of_run(trains[1:])
+    assert (line.values["workdir"], line.config.train.steps) == (str(whole_run), 16)
+    assert line.config.data.cache == str(corpus / "cache")  # which its config.json does not decide
 
 
 def test_what_to_do_next_has_every_key_that_the_saved_config_does_not_decide(corpus, whole_run, capsys):
@@ -191,7 +195,7 @@ def test_what_to_do_next_has_every_key_that_the_saved_config_does_not_decide(cor
     settings = read_settings(tiny_config(corpus), train=values, data={"cache": "/c"})
     generates, _, trains = (shlex.split(line.partition("   ")[2]) for line in next_commands(whole_run, settings))
     assert generates[-1] == "--config.train.compile_cache=/a b"
-    config = command_line.parse(trains[1:]).config
+    config = line_of_run(trains[1:]).config
     assert {name: config.train[name] for name in values} == values and config.data.cache == "/c"
     assert "does not decide" not in capsys.readouterr().err
 

@@ -130,8 +130,9 @@ def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monk
     config = tiny_config(corpus, **changes, **{"data.cache": ""}).to_dict()
 
     def run(folder, *words):
-        command = command_line.parse(["train.py", f"--workdir={tmp_path / folder}", *words])
-        return train(command.config, command.workdir, resume=command.resume, warnings=command.warnings)
+        argv = ["train.py", f"--workdir={tmp_path / folder}", *words]
+        line = read_line(argv, command_line.FLAGS, config=command_line.config_of_run(argv))
+        return train(line.config, line.values["workdir"], resume=line.values["resume"], warnings=line.warnings)
 
     short = [as_a_file(config, tmp_path / "long.py"), *as_flags({"train.steps": 8, "checkpoint.every_steps": 0})]
     assert run("whole", *short).step == 8
