@@ -305,7 +305,7 @@ def plan_of(settings: Settings) -> ShardingPlan:
             f"{' and '.join(codes)}: a conversion imports no code, so it does not know these parameters; "
             "px.load(run, code=...) reads them, and `export` copies them as they are."
         )
-    settings = read_settings(settings, loss={"name": LossConfig.name}, data_parallel={"policy": "zero3"})
+    settings = read_settings(settings, loss={"name": LossConfig.name})
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), start_devices()[:1])
     return model_of(for_inference(settings), mesh).plan
 

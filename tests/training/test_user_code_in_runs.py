@@ -58,6 +58,12 @@ def test_a_run_of_own_code_is_loaded_only_with_it(own_run):
     assert run.generate("It is", tokens=2).startswith("It is")
 
 
+def test_a_run_is_loaded_without_its_own_policy_and_optimizer(own_run):
+    of_training = ("optimizer.name", "data_parallel.policy")
+    run = px.load(own_run, tp=2, code={key: part for key, part in PARTS.items() if key not in of_training})
+    assert run.generate("It is", tokens=2).startswith("It is")
+
+
 def test_a_conversion_needs_no_code_but_that_of_layers(corpus, own_run, tmp_path):
     config = tiny_config(corpus, **{"train.steps": 1, "train.eval_batches": 0, "optimizer.warmup_steps": 0})
     others = {key: part for key, part in PARTS.items() if not key.startswith("model.")}
