@@ -19,10 +19,10 @@ from parallax.checkpoint.steps import (
     write_manifest,
     wrong_files,
 )
-from parallax.config.sections import MeshConfig
-from parallax.config.settings import Settings, load_saved, read_settings
+from parallax.config.sections import LossConfig, MeshConfig
+from parallax.config.settings import Settings, code_of, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from parallax.errors import CheckpointError, first_few, shown, writing
+from parallax.errors import CheckpointError, ConfigError, first_few, quoted, shown, writing
 from parallax.hardware.devices import start_devices
 from parallax.inference.ends import ends_of_step
 from parallax.interop.safetensors import read_model, write_model
@@ -295,7 +295,17 @@ def param_shapes(settings: Settings) -> dict[str, Any]:
 
 
 def plan_of(settings: Settings) -> ShardingPlan:
-    """The plan of the model's parameters on one device: their shapes, dtypes, and what they are."""
+    """The plan of the model's parameters on one device: their shapes, dtypes, and what they are. Neither a loss nor a
+    sharding policy decides them.
+
+    Raises ConfigError for a model with code of a user's own, which only the user can import.
+    """
+    if codes := [f"{key}={quoted(code)}" for key, code in code_of(settings).items() if key.startswith("model.")]:
+        raise ConfigError(
+            f"{' and '.join(codes)}: a conversion imports no code, so it does not know these parameters; "
+            "px.load(run, code=...) reads them, and `export` copies them as they are."
+        )
+    settings = read_settings(settings, loss={"name": LossConfig.name})
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), start_devices()[:1])
     return model_of(for_inference(settings), mesh).plan
 

@@ -9,7 +9,7 @@ import jax
 
 from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
-from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
+from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig, DataParallelConfig
 from parallax.config.settings import Settings, read_settings
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError, DataError, quoted
@@ -19,6 +19,7 @@ from parallax.model.kernels.platforms import FASTEST_KERNEL
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import resolve_sizes
 from parallax.storage.run_files import RunFiles
+from parallax.user_code import names_code
 
 # Matrix units work on multiples of 128, and such a vocab divides over any usual number of devices.
 VOCAB_MULTIPLE = 128
@@ -102,10 +103,12 @@ def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: 
 
 def for_inference(settings: Settings) -> Settings:
     """The settings with which a trained model is read: without a schedule of training, which may need a certain number
-    of stages, and for rows of any length, which of the kernels only "xla" takes."""
+    of stages, for rows of any length, which of the kernels only "xla" takes, and without a sharding policy of a user's
+    own: it changes no number."""
     kernel = "xla" if settings.model.kernel == AUTO else settings.model.kernel
     pipeline = {"schedule": "gpipe", "virtual": 1, "microbatches": 1}
-    return read_settings(settings, pipeline=pipeline, model={"kernel": kernel})
+    policy = DataParallelConfig.policy if names_code(settings.data_parallel.policy) else settings.data_parallel.policy
+    return read_settings(settings, pipeline=pipeline, model={"kernel": kernel}, data_parallel={"policy": policy})
 
 
 # ---- what weights and tokenizers decide

@@ -15,6 +15,8 @@ import parallax as px
 from parallax.checkpoint.steps import complete_steps, read_manifest
 from parallax.config.settings import read_settings
 from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.interop.export import export_params, import_params
+from parallax.interop.huggingface import to_hf
 from parallax.step.batches import open_split
 from parallax.storage.run_files import RunFiles
 from parallax.training.run import Outcome
@@ -54,6 +56,27 @@ def test_a_run_of_own_code_is_loaded_only_with_it(own_run):
         px.load(own_run)
     run = px.load(own_run, tp=2, code={key: part for key, part in PARTS.items() if key != "optimizer.name"})
     assert run.generate("It is", tokens=2).startswith("It is")
+
+
+def test_a_run_is_loaded_without_its_own_policy_and_optimizer(own_run):
+    of_training = ("optimizer.name", "data_parallel.policy")
+    run = px.load(own_run, tp=2, code={key: part for key, part in PARTS.items() if key not in of_training})
+    assert run.generate("It is", tokens=2).startswith("It is")
+
+
+def test_a_conversion_needs_no_code_but_that_of_layers(corpus, own_run, tmp_path):
+    config = tiny_config(corpus, **{"train.steps": 1, "train.eval_batches": 0, "optimizer.warmup_steps": 0})
+    others = {key: part for key, part in PARTS.items() if not key.startswith("model.")}
+    train(config, tmp_path / "run", code=others)
+    export_params(tmp_path / "run", tmp_path / "exported", step=None, shard_bytes=1 << 30)
+    import_params(tmp_path / "exported", tmp_path / "imported")
+    assert complete_steps(RunFiles(tmp_path / "imported").checkpoints)
+    export_params(own_run, tmp_path / "own", step=None, shard_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="model.mlp=.* and model.dense=.*: a conversion imports no code"):
+        import_params(tmp_path / "own", tmp_path / "not_made")
+    with pytest.raises(ConfigError, match="a conversion imports no code"):
+        to_hf(own_run, tmp_path / "hf", step=None, like=None, dtype=None, shard_bytes=1 << 30)
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "not_made").exists()
 
 
 def test_a_run_goes_on_only_with_the_same_files(corpus, tmp_path, monkeypatch):
