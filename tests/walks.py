@@ -29,6 +29,7 @@ WALKS = {
         "pipeline/embed_and_head.py MicrobatchHead._share",
         "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
         "model/loss.py chunked_loss_and_grads",
+        "model/loss.py _losses",
         "model/loss.py cross_entropy",
     ],
     "weight": [
