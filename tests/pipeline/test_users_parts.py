@@ -57,6 +57,7 @@ def whole():
     return of
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize(("mesh", "changes"), FORMS, ids=str)
 @pytest.mark.parametrize("key", PARTS)
 def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):
