@@ -84,15 +84,13 @@ def eval_count(parts: RunComponents) -> int:
 def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of its data and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
-    sources = {key: code.source for key, code in code_of(parts.settings).items()}
-    installed = {source.split()[0]: source.split()[1] for source in sources.values() if " " in source}
-    of_files = {"user_code": {key: source for key, source in sources.items() if source and " " not in source}}
-    return {
-        **parts.settings.to_dict(),
-        "corpus": corpus,
-        "code": code_versions() | installed,
-        **(of_files if of_files["user_code"] else {}),
-    }
+    versions, user_code = code_versions(), {}
+    for key, code in code_of(parts.settings).items():
+        versions |= code.installed
+        if code.source and not code.installed:
+            user_code[key] = code.source
+    sections = {**parts.settings.to_dict(), "corpus": corpus, "code": versions}
+    return sections | ({"user_code": user_code} if user_code else {})
 
 
 def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:

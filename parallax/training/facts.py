@@ -105,8 +105,7 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) ->
 def code_lines(settings: Settings) -> Iterator[str]:
     """What a run uses of a user's own code, a line for each key."""
     for key, code in code_of(settings).items():
-        installed = " " in code.source
-        source = code.source if installed else f"files with SHA-256 {code.source[:FINGERPRINT_DIGITS]}…"
+        source = code.source if code.installed else f"files with SHA-256 {code.source[:FINGERPRINT_DIGITS]}…"
         yield f"{key} is code of your own: {code} ({source if code.source else 'without a file, so not compared'})"
 
 
