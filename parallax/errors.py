@@ -22,7 +22,9 @@ from typing import Any, TextIO
 # Exit statuses. 0: done, or stopped and saved; 1: a bug in Parallax, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
 EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
-EXIT_NUMBERS = 4  # loss or gradient not finite, or different bits when a step is recomputed (faulty hardware)
+# Loss or gradient not finite, other bits when a step is recomputed (faulty hardware), or others on a mesh than on one
+# device (`parallax.parity`).
+EXIT_NUMBERS = 4
 EXIT_DATA = 5  # a corpus, a shard or a tokenizer
 EXIT_RESTART = 75  # not an error of this process: start the same command again (EX_TEMPFAIL of sysexits.h)
 NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
