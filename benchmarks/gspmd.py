@@ -85,7 +85,6 @@ def step_of(row: Row, settings: Any, mesh: Any) -> Any:
     from parallax.step.step import make_train_step, model_of, optimizer_of
 
     model = model_of(settings, mesh)
-
     tx = optimizer_of(model)
     if row.annotated:
         model = Annotated(model.settings, mesh)

@@ -96,7 +96,6 @@ def prepare(settings: Any) -> tuple:
     from parallax.step.step import init_state, make_train_step, model_of, optimizer_of
 
     model = model_of(settings, px.make_mesh(settings.mesh))
-
     tx = optimizer_of(model)
     shape = settings.data.global_batch, settings.data.seq
     tokens = np.random.default_rng(0).integers(0, settings.model.vocab, shape, dtype=np.int32)

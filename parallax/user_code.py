@@ -169,11 +169,11 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
         return
     name, names = name_in_module(code), [argument.removesuffix("?") for argument in given]
     needed = [argument for argument in given if not argument.endswith("?")]
-    several = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     for setting in code.settings:
         if setting in names:
             raise ConfigError(f"{key}={quoted(code)}: {setting} is not a setting of {name}, since Parallax gives it.")
-    if missing := [argument for argument in needed if argument not in parameters and not several]:
+    if missing := [argument for argument in needed if argument not in parameters and not takes_any]:
         raise ConfigError(
             f"{key}={quoted(code)}: {name} has no parameter {missing[0]!r}; Parallax calls it with {', '.join(needed)}."
         )
@@ -326,7 +326,7 @@ def _text(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _check_type(key: str, name: str, setting: str, value: Any, wanted: Any) -> None:
-    wanted = {str(kind.__name__): kind for kind in LITERALS}.get(wanted, wanted)  # under `from __future__ import ...`
+    wanted = {kind.__name__: kind for kind in LITERALS}.get(wanted, wanted)  # under `from __future__ import ...`
     if wanted not in LITERALS:
         return
     fits = isinstance(value, int | float if wanted is float else wanted)

@@ -144,9 +144,8 @@ CANDIDATES = {
     ],
 }
 SMALLEST = "tiny_gqa"
-MEMORY_SHARE = (
-    0.7  # share of a device's memory: JAX reserves three quarters of a GPU's, and compilers need more than the peak
-)
+# Share of a device's memory: JAX reserves three quarters of a GPU's, and compilers need more than the peak.
+MEMORY_SHARE = 0.7
 
 
 def choose(rest: Sequence[str]) -> list[str]:
@@ -423,11 +422,10 @@ def warnings(run: Found) -> Iterator[str]:
     if skipped := sum(taken.skipped for taken in steps):
         yield f"the guard skipped {skipped} of {len(steps)} steps"
     if run.topology is None or not run.topology.shared:
-        memory = ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes, beyond=MEMORY_WITHIN)
-        if memory:
+        if memory := ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes, beyond=MEMORY_WITHIN):
             yield f"memory is {memory} of what was planned: further off than {percent(MEMORY_WITHIN)}"
-        if taken := ratio(secs, run.planned and run.planned.secs, beyond=TIME_WITHIN):
-            yield f"a step takes {taken} of the planned time: further off than {percent(TIME_WITHIN)}"
+        if time_share := ratio(secs, run.planned and run.planned.secs, beyond=TIME_WITHIN):
+            yield f"a step takes {time_share} of the planned time: further off than {percent(TIME_WITHIN)}"
     slowest = max((taken.secs for taken in steps[WARM_UP:]), default=0.0)
     if secs and slowest > UNEVEN * secs:
         yield f"the slowest step takes {slowest / secs:.1f} times the median"

@@ -130,7 +130,7 @@ class LeastWork:
             held += width * self.itemsize * self.tokens / self.devices / choice.microbatches
         return held
 
-    def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str) -> "LayersOnMesh":
+    def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str) -> LayersOnMesh:
         """What the plan of this mesh and policy says of the layers' parameters."""
         policies = Policies(policy, DataParallelConfig(policy, exceptions).by_name)
         axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | unchosen_sizes(self.settings.mesh)
