@@ -46,7 +46,7 @@ from parallax.user_code import codes_by_name, named
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention and a gated MLP, or a mixture of experts, each added to the residual
+    """One pre-norm transformer layer: attention and an MLP, or a mixture of experts, each added to the residual
     stream.
 
     Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.
@@ -68,23 +68,7 @@ class Block(nn.Module):
         self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
         self.mlp_norm = norm(part=MLP)
-        self.mlp = (
-            self._mixture()
-            if self.kind == "moe"
-            else _made(
-                "model.mlp",
-                self.model.mlp,
-                {"gated": GatedMLP},
-                residual=residual,
-                family=self.family,
-                sizes=sizes,
-                dtype=self.model.dtype,
-                out_scale=self._out_scale,
-                matmul=self._matmul(MLP),
-                matmul_residuals=self.model.matmul_residuals,
-                dense=self._dense,
-            )
-        )
+        self.mlp = self._mixture() if self.kind == "moe" else self._mlp()
         self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
 
@@ -113,6 +97,21 @@ class Block(nn.Module):
     def _for_mixtures(self, context: Context) -> tuple:
         """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""
         return (context.row_weight,) if self.kind == "moe" else ()
+
+    def _mlp(self) -> nn.Module:
+        return _made(
+            "model.mlp",
+            self.model.mlp,
+            {"gated": GatedMLP},
+            residual=self.residual,
+            family=self.family,
+            sizes=self.model.sizes,
+            dtype=self.model.dtype,
+            out_scale=self._out_scale,
+            matmul=self._matmul(MLP),
+            matmul_residuals=self.model.matmul_residuals,
+            dense=self._dense,
+        )
 
     def _mixture(self) -> nn.Module:
         return MoE(
