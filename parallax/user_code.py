@@ -326,8 +326,9 @@ def _text(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _check_type(key: str, name: str, setting: str, value: Any, wanted: Any) -> None:
-    wanted = {kind.__name__: kind for kind in LITERALS}.get(wanted, wanted)  # under `from __future__ import ...`
-    if wanted not in LITERALS:
+    if isinstance(wanted, str):  # under `from __future__ import annotations`
+        wanted = {kind.__name__: kind for kind in LITERALS}.get(wanted)
+    if not any(wanted is kind for kind in LITERALS):  # other annotations may be anything, hashable or not
         return
     fits = isinstance(value, int | float if wanted is float else wanted)
     if not fits or (wanted is not bool and isinstance(value, bool)):

@@ -31,7 +31,7 @@ class Key:
     says: str = ""  # the error for a refused value, after KEY=VALUE
     too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
-    code: tuple[str, ...] = ()  # arguments with which code is called that it may name: see UserCode
+    code: tuple[str, ...] = ()  # if it may name code, the arguments with which that is called: see check_call
     by_name: bool = False  # whether it names code for several names
     saved: bool | None = None  # whether the saved config of a run decides it; None: as its section says
 

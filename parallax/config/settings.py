@@ -27,13 +27,13 @@ PATHS = {
     for field in fields(section)
     if field.metadata["key"].path
 }
-# Keys that may name code of a user's own.
-CODE = tuple(
-    f"{name}.{field.name}"
+# Keys that may name code of a user's own, with the arguments with which it is called.
+CODE = {
+    f"{name}.{field.name}": field.metadata["key"].code
     for name, section in SECTIONS.items()
     for field in fields(section)
     if field.metadata["key"].code
-)
+}
 NOT_OF_A_MODEL = ("optimizer.", "data.")  # sections whose code a model does not read
 NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
@@ -106,8 +106,7 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     _check_names("", written, SECTIONS)
     for name, value in _values(written, CODE):
         section, _, key = name.partition(".")
-        given = SECTIONS[section].__dataclass_fields__[key].metadata["key"].code
-        written[section] = {**written[section], key: imported_code(name, value, given)}
+        written[section] = {**written[section], key: imported_code(name, value, CODE[name])}
     return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
 
 

@@ -37,7 +37,7 @@ from parallax.sharding.collectives import (
     permute,
     reshard,
     sum_over,
-    vary_all,
+    vary_over_pp,
 )
 from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
@@ -190,7 +190,7 @@ class Decoder:
         zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
         if self.mesh.shape["pp"] == 1:
             return sum_over(make(), ["pp"])
-        on_first = lax.cond(lax.axis_index("pp") == 0, lambda: vary_all(make()), lambda: vary_all(zeros))
+        on_first = lax.cond(lax.axis_index("pp") == 0, lambda: vary_over_pp(make()), lambda: vary_over_pp(zeros))
         return sum_over(on_first, ["pp"])
 
     def weights(self, params: Any) -> Any:

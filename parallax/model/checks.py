@@ -93,22 +93,22 @@ def _check_dim(
     *,
     size: int | None = None,
 ) -> None:
-    """`size` is that of a dim that only one layer has."""
+    """Raise ConfigError if a dim does not divide over these axes. `size` is that of a dim that only one layer has."""
     size = model.sizes.get(dim, size)
     pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
-    if size % pieces and dim not in model.sizes:
-        over = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
+    if size % pieces == 0:
+        return
+    over = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
+    if dim not in model.sizes:
         raise ConfigError(f"{dim}={size} does not divide over {over}{why}; use a multiple of {pieces}.")
-    if size % pieces:
-        cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
-        # The vocab comes from a tokenizer or a published model, so users cannot choose it: the table is padded instead.
-        multiple = math.lcm(model.vocab_multiple, pieces)
-        larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
-        padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
-        raise ConfigError(
-            f"model.{dim}={size}{padded} does not divide over {cut}{why}; "
-            f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
-        )
+    # The vocab comes from a tokenizer or a published model, so users cannot choose it: the table is padded instead.
+    multiple = math.lcm(model.vocab_multiple, pieces)
+    larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
+    padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
+    raise ConfigError(
+        f"model.{dim}={size}{padded} does not divide over {over}{why}; "
+        f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
+    )
 
 
 def check_remat(model: ModelConfig, remat: str, key: str = "pipeline.remat") -> None:

@@ -46,7 +46,7 @@ from parallax.user_code import codes_by_name, named
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention and a gated MLP, or a mixture of experts, each added to the residual
+    """One pre-norm transformer layer: attention and an MLP, or a mixture of experts, each added to the residual
     stream.
 
     Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.

@@ -25,9 +25,9 @@ from parallax.errors import ConfigError, nearest
 from parallax.jaxprs import ancestors, apply, called, part, within
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
+INNER = ("scan", "while", "cond")
 # A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save
 # whole activations in memory, only to defer a sum.
-INNER = ("scan", "while", "cond")
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 

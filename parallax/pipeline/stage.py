@@ -21,7 +21,7 @@ from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
 from parallax.pipeline.slots import host_slots, read_slot, write_slot, zeros
-from parallax.sharding.collectives import after, vary_all
+from parallax.sharding.collectives import after, vary_over_pp
 
 
 class Layers(NamedTuple):
@@ -177,7 +177,7 @@ def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
     def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
         place = place_of(count)
         branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
-        branches.append(lambda: vary_all(state))  # where a stage has no layer
+        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
         if len(run.kinds) > 1:
             return lax.switch(_looked_up(this, run, place, 0), branches)
         return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
@@ -223,7 +223,7 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
     if gradients is not None:
         added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
-    return vary_all(((x, saved), grads))
+    return vary_over_pp(((x, saved), grads))
 
 
 def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | None = None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import after, permute, vary_all
+from parallax.sharding.collectives import after, permute, vary_over_pp
 from parallax.sharding.plan import GRADIENTS
 
 # The scopes of the passes in traces and profiles.
@@ -99,10 +99,10 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
 
         def forward() -> tuple[Array, Any]:
             x = stage_input(pipeline, state, row)
-            return vary_all(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+            return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
 
         def idle() -> tuple[Array, Any]:
-            return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
 
         with jax.named_scope(FORWARD):
             outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
@@ -110,20 +110,22 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if "F" in kinds and row.ever("exit"):
 
         def head() -> Any:
-            return vary_all(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
+            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
 
         # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-        after_head = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_all(state.ends))
+        after_head = (
+            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
+        )
         state = state._replace(ends=after_head)
     if "B" in kinds:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
             dy, this = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
             dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
-            return vary_all((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+            return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
 
         def idle() -> tuple[Array, list[Any], Any, Any]:
-            return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
+            return vary_over_pp((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
 
         with jax.named_scope(BACKWARD):
             found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
@@ -132,10 +134,12 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if "W" in kinds:
 
         def weights() -> list[Any]:
-            return vary_all(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
+            return vary_over_pp(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
 
         with jax.named_scope(WEIGHTS):
-            grads = weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_all(state.grads))
+            grads = (
+                weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
+            )
         state = state._replace(grads=grads)
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
@@ -172,8 +176,8 @@ def stage_input(pipeline: Pipeline, state: State, row: Row) -> Array:
         return pipeline.ends.first_stage_input(state.ends, row["F"])
     return lax.cond(
         row.values["message F"] < 0,
-        lambda: vary_all(pipeline.ends.first_stage_input(state.ends, row["F"])),
-        lambda: vary_all(index(state.messages["F"], row["message F"])),
+        lambda: vary_over_pp(pipeline.ends.first_stage_input(state.ends, row["F"])),
+        lambda: vary_over_pp(index(state.messages["F"], row["message F"])),
     )
 
 
@@ -183,8 +187,8 @@ def stage_output_gradient(pipeline: Pipeline, state: State, row: Row) -> Array:
         return pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])
     return lax.cond(
         row.values["message B"] < 0,
-        lambda: vary_all(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])),
-        lambda: vary_all(index(state.messages["B"], row["message B"])),
+        lambda: vary_over_pp(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])),
+        lambda: vary_over_pp(index(state.messages["B"], row["message B"])),
     )
 
 
@@ -195,8 +199,8 @@ def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) ->
     in_first = (row["chunk B"] == 0) & row.acts("B") & (lax.axis_index("pp") == pipeline.schedule.placement[0])
     return lax.cond(
         in_first,
-        lambda: vary_all(pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)),
-        lambda: vary_all(state.ends),
+        lambda: vary_over_pp(pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)),
+        lambda: vary_over_pp(state.ends),
     )
 
 

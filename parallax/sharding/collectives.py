@@ -57,7 +57,7 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(lambda x: as_varying(x, axes), tree)
 
 
-def vary_all(tree: Any) -> Any:
+def vary_over_pp(tree: Any) -> Any:
     """Mark results of a cond's branches as varying over pp, whose ranks take different branches: the branches must
     agree on the axes of their results."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)

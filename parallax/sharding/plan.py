@@ -397,8 +397,10 @@ class ShardingPlan:
                         with jax.named_scope(row.scope):
                             leaves[at] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[at])
                 kept = [at for at, row in enumerate(rows) if order and not row.spec.is_constant]
-                moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept]) if kept else ()
-                leaves = [dict(zip(kept, moved)).get(at, x) for at, x in enumerate(leaves)]
+                if kept:
+                    moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
+                    for at, x in zip(kept, moved, strict=True):
+                        leaves[at] = x
                 stored[stack] = jax.tree.unflatten(structure, leaves)
             stored = self._sum(nested(stored))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)

@@ -124,6 +124,11 @@ def folder(tmp_path, monkeypatch):
     sys.path[:] = path
 
 
+def test_an_annotation_may_be_anything(folder):
+    module(folder, "annotated", "def make(ranks, microbatches, b1: [0, 1] = 0.9): ...\n")
+    assert changed("pipeline.schedule", "annotated:make(b1=0.8)").pipeline.schedule.settings == {"b1": 0.8}
+
+
 def test_a_module_that_fails_is_named_with_file_and_line(folder):
     module(folder, "failing", "import os\n\n1 / 0\n")
     with pytest.raises(ConfigError, match=r"importing failing failed with ZeroDivisionError: .*failing.py, line 3\)"):

@@ -29,9 +29,8 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, 
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
     Of whole rows blocks after the diagonal are skipped. What else the mask hides cuDNN takes as a bias, and computes
-    these scores, too. JAX looks for a GPU when it traces the call. If there is
-    none, a call with the same operands, results and products takes its place, so that a step for GPUs can be reported,
-    planned and compiled on any machine.
+    these scores, too. JAX looks for a GPU when it traces the call. If there is none, a call with the same operands,
+    results and products takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
