@@ -12,6 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,8 @@ def _source_of(module: Any) -> str:
     if not file:
         return ""
     if _is_installed(Path(file)):
-        package = module.__name__.partition(".")[0]
+        top = module.__name__.partition(".")[0]
+        package = packages_distributions().get(top, [top])[0]  # yaml, say, is of PyYAML
         return f"{package} {version_of(package)}"
     first = Path(file).resolve()
     package = [*filter(None, (module.__package__ or "").split("."))]

@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 import textwrap
+from importlib.metadata import version
 
 import flax.linen as nn
 import jax
@@ -227,6 +228,7 @@ def test_the_source_covers_what_a_module_imports_from_its_folder(folder):
     module(folder, "inner_part", "POWER = 3\n")
     assert changed("data.source", "outer_part:step").data.source.source != first
     assert changed("optimizer.name", "optax:scale_by_lion").optimizer.name.source == f"optax {optax.__version__}"
+    assert changed("data.source", "absl.logging:get_verbosity").data.source.source == f"absl-py {version('absl-py')}"
 
 
 def test_the_source_is_not_that_of_parallax_beside_it(folder, monkeypatch):
