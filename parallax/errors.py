@@ -183,12 +183,16 @@ def discard_output(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def errors_as(kind: type[ParallaxError], before: str, after: str = "", *others: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or one of `others`, into an error of this kind, with the reason between two texts."""
+def errors_as(
+    kind: type[ParallaxError], before: str, after: str = "", *others: type[Exception], missing: str = ""
+) -> Iterator[None]:
+    """Turn an OSError, or one of `others`, into an error of this kind, with the reason between two texts; that there is
+    no file has the text `missing`, if one is given."""
     try:
         yield
     except (OSError, *others) as error:
-        raise kind(f"{before}{getattr(error, 'strerror', None) or error}{after}") from error
+        text = missing if isinstance(error, FileNotFoundError) else ""
+        raise kind(text or f"{before}{getattr(error, 'strerror', None) or error}{after}") from error
 
 
 def writing(folder: Path, advice: str = "choose another --workdir") -> AbstractContextManager[None]:

@@ -1,10 +1,12 @@
 """Code of a user's own that a config names, as "my_module:name" or "my_module:name(setting=1)"."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import math
 import os
 import re
@@ -270,17 +272,13 @@ def _of_object(key: str, target: Any, given: Sequence[str]) -> UserCode:
         if target.args:
             raise ConfigError(f"{key}={quoted(target)}: give settings by name, as functools.partial(name, setting=1).")
         target, settings = target.func, {**target.keywords, **settings}
-    name, of = (getattr(target, about, None) for about in ("__qualname__", "__module__"))
-    if name is None or of is None:
+    name, home = (getattr(target, about, None) for about in ("__qualname__", "__module__"))
+    if name is None or home is None:
         raise ConfigError(f"{key}={quoted(target)} is not a function or a class; give one, or {CODE_FORM}.")
-    try:
-        source = inspect.getsource(target)
-    except (OSError, TypeError):  # typed into an interpreter
-        source = ""
-    module = sys.modules.get(of)
-    file = getattr(module, "__file__", None)
-    source = _source_of(module) if file else _hash(source) if source else ""
-    text = f"{of}:{name.replace('<locals>.', '').replace('<lambda>', 'lambda')}"
+    source = _source_of(sys.modules.get(home))
+    with contextlib.suppress(OSError, TypeError):  # typed into an interpreter
+        source = source or _hash(inspect.getsource(target))  # of a notebook's cell
+    text = f"{home}:{name.replace('<locals>.', '').replace('<lambda>', 'lambda')}"
     if not WRITTEN.fullmatch(text):  # a saved config could not be read
         raise ConfigError(f"{key} has a name that no config can hold, {quoted(text)}; define it in a module.")
     return _made(key, text, target, settings, source, given)
@@ -380,18 +378,12 @@ def _imported_by(path: Path, content: bytes, roots: Iterable[Path]) -> Iterator[
     except (SyntaxError, ValueError):  # not Python, or changed since
         return
     for each in statements:
-        if isinstance(each, ast.Import):
-            names, above = [alias.name for alias in each.names], roots
-        elif isinstance(each, ast.ImportFrom):
-            start = f"{each.module}." if each.module else ""
-            names = [f"{start}{alias.name}" for alias in each.names]
-            above = [path.parents[each.level - 1]] if each.level else roots
-        else:
-            continue
-        for root in above:
-            for parts in (name.split(".") for name in names):
-                inner = (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
-                for place in inner:
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            above = [path.parents[each.level - 1]] if getattr(each, "level", 0) else roots
+            start = f"{module}." if (module := getattr(each, "module", None)) else ""
+            for root, alias in itertools.product(above, each.names):
+                parts = f"{start}{alias.name}".split(".")
+                for place in itertools.accumulate(parts, Path.joinpath, initial=root):
                     yield from (place / "__init__.py", place.with_suffix(".py"))
 
 

@@ -12,7 +12,7 @@ from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.display.html import facts_html
-from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, nearest, quoted, shown, tell
+from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, errors_as, nearest, quoted, shown, tell
 from parallax.storage.files import OBJECT_BYTES, read_object
 from parallax.user_code import UserCode, imported_code, saved_code
 
@@ -20,20 +20,11 @@ PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
 # Keys that the saved config of a run does not decide.
 NOT_SAVED = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in sorted(section.not_saved))
+KEYS = {f"{name}.{field.name}": field.metadata["key"] for name, kind in SECTIONS.items() for field in fields(kind)}
 # Keys that may name files, with their values that name none.
-PATHS = {
-    f"{name}.{field.name}": ("", *field.metadata["key"].choices)
-    for name, section in SECTIONS.items()
-    for field in fields(section)
-    if field.metadata["key"].path
-}
+PATHS = {name: ("", *key.choices) for name, key in KEYS.items() if key.path}
 # Keys that may name code of a user's own, with the arguments with which it is called.
-CODE = {
-    f"{name}.{field.name}": field.metadata["key"].code
-    for name, section in SECTIONS.items()
-    for field in fields(section)
-    if field.metadata["key"].code
-}
+CODE = {name: key.code for name, key in KEYS.items() if key.code}
 NOT_OF_A_MODEL = ("optimizer.", "data.")  # sections whose code a model does not read
 NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
@@ -104,10 +95,8 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     for text in said:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
-    for name, value in _values(written, CODE):
-        section, _, key = name.partition(".")
-        written[section] = {**written[section], key: imported_code(name, value, CODE[name])}
-    return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
+    codes = {name: imported_code(name, value, CODE[name]) for name, value in _values(written, CODE)}
+    return Settings(**{name: _read_section(name, keys) for name, keys in _replaced(written, codes).items()})
 
 
 def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:
@@ -118,11 +107,7 @@ def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:
     for name in code:
         if name not in CODE:
             raise ConfigError(f"code={{{name!r}: ...}} is not a key that may be code; {nearest(name, CODE)}")
-    changes: dict[str, dict[str, Any]] = {}
-    for name, value in code.items():
-        section, _, key = name.partition(".")
-        changes.setdefault(section, {})[key] = value
-    return read_settings(settings, **changes) if code else settings
+    return read_settings(_replaced(settings.to_dict(), code)) if code else settings
 
 
 def code_of(settings: Settings) -> dict[str, UserCode]:
@@ -178,10 +163,7 @@ def load_saved(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
     left_out = {name: value for name, value in _values(saved, NOT_SAVED) if value != _default(name)}
     codes = {name: saved_code(name, value) for name, value in _values(saved, CODE)}
-    for name, value in {**codes, **{name: _default(name) for name in left_out}}.items():
-        section, _, key = name.partition(".")
-        saved[section] = {**saved[section], key: value}
-    return saved, left_out
+    return _replaced(saved, {**codes, **{name: _default(name) for name in left_out}}), left_out
 
 
 def tell_saved(path: Path, saved: Mapping[str, Any], left_out: Mapping[str, Any], reads: Collection[str]) -> None:
@@ -209,16 +191,22 @@ def _values(sections: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple
             yield name, keys[key]
 
 
+def _replaced(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections with other values of keys, by name as section.key."""
+    replaced = dict(sections)
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        replaced[section] = {**replaced[section], key: value}
+    return replaced
+
+
 def load_json(path: Path, most: int = OBJECT_BYTES) -> dict[str, Any]:
     """A JSON object that a run has saved, such as its config."""
-    try:
+    missing = f"{path} is missing; is {path.parent} the folder of a run?"
+    with errors_as(
+        CheckpointError, f"{path} cannot be read: ", "; restore the run's own file", ValueError, missing=missing
+    ):
         return read_object(path, most=most)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; is {path.parent} the folder of a run?") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore the run's own file") from error
 
 
 def differences(settings: Settings) -> list[str]:

@@ -119,15 +119,9 @@ class Manifest:
             DataError: it is missing, is damaged, or names files outside of its folder.
         """
         file = folder / MANIFEST_FILE
-        try:
+        missing = f"{str(folder)!r} has no {MANIFEST_FILE}; make it with `python -m parallax.data prepare`"
+        with errors_as(DataError, f"{file} cannot be read: ", "", ValueError, missing=missing):
             content = read_object(file, odd_numbers=True, most=LARGEST_BYTES)  # fields are checked one by one
-        except FileNotFoundError:
-            advice = "make it with `python -m parallax.data prepare`"
-            raise DataError(f"{str(folder)!r} has no {MANIFEST_FILE}; {advice}") from None
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise DataError(f"{file} is damaged: {error}") from None
         if content.get("format", SHARD_FORMAT) != SHARD_FORMAT:
             written = reprlib.repr(content["format"])
             raise DataError(f"{file} has format {written}; this version reads {SHARD_FORMAT!r}")

@@ -138,10 +138,8 @@ class Bpe:
         check_growth(self._inner, origin)
         self._text, self._origin, self.config = text, origin, config
         beside = Path(origin).with_name(TOKENIZER_CONFIG)
-        try:
+        with errors_as(DataError, f"{beside} is not a configuration of a tokenizer: ", "", ValueError):
             written = object_of(config) if config else {}
-        except ValueError as error:
-            raise DataError(f"{beside} is not a configuration of a tokenizer: {error}") from error
         ids, added = self._inner.get_vocab(), self._inner.get_added_tokens_decoder()
         names = {token.content for token in added.values()}
         end = end_name(ids, names, written, model or {}, beside)
@@ -341,27 +339,19 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     """
     path = Path(path)
     path = path / TOKENIZER_FILE if path.is_dir() else path
-    try:
+    missing = f"tokenizer {str(path)!r} does not exist"
+    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError, missing=missing):
         written = read_bytes(path)
         content = object_of(written)
-    except FileNotFoundError:
-        raise DataError(f"tokenizer {str(path)!r} does not exist") from None
-    except OSError as error:
-        raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not a tokenizer: {error}") from error
     if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
         return Bytes()
+    beside = path.with_name(TOKENIZER_CONFIG)
+    with errors_as(DataError, f"{beside} cannot be read: ", "", UnicodeDecodeError):
+        config = _text(read_bytes(beside)) if beside.exists() else ""
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
-    tokenizer = Bpe(_text(written), str(path), _config_beside(path), model)
+    tokenizer = Bpe(_text(written), str(path), config, model)
     earlier = tokenizer.earlier if fingerprint else None
     return earlier if earlier is not None and earlier.fingerprint == fingerprint else tokenizer
-
-
-def _config_beside(path: Path) -> str:
-    path = path.with_name(TOKENIZER_CONFIG)
-    with errors_as(DataError, f"{path} cannot be read: ", "", UnicodeDecodeError):
-        return _text(read_bytes(path)) if path.exists() else ""
 
 
 def _text(written: bytes) -> str:

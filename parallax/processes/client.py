@@ -7,13 +7,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
-from parallax.processes.coordinator import NEVER, TIMER_SECS, Coordinator, Message, no_heartbeat
-from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, limit_exceeded, print_stacks, report_lost
+from parallax.processes.coordinator import Coordinator, Message, no_heartbeat
+from parallax.processes.deadline import TIMER_SECS, Deadline
+from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, print_stacks, report_lost
 from parallax.storage.files import object_of
 
 CONNECT_SECS = 0.2  # between two attempts to connect
@@ -26,11 +27,11 @@ LATE_REPORT_SECS = 15.0  # limit for the last messages, with the coordinator's a
 LONGEST_REASON = 4096  # characters of an error; those of compilers can have megabytes
 
 
-class CoordinatorClient:
+class CoordinatorClient(Deadline):
     """A process's connection to the coordinator.
 
-    One thread reads messages; another sends heartbeats and enforces time limits. If a process is lost or a wait takes
-    too long, they report it and end this process, whatever its main thread is doing: a collective that waits for a lost
+    One thread reads messages; others send heartbeats and enforce time limits. If a process is lost or a wait takes too
+    long, they report it and end this process, whatever its main thread is doing: a collective that waits for a lost
     process would not return.
 
     Args:
@@ -49,11 +50,9 @@ class CoordinatorClient:
         config: DistributedConfig,
         coordinator: Coordinator | None = None,
     ):
-        self.phase = "starting"
+        super().__init__(config)
         self.is_leaving = False  # the main thread has announced the end
-        self.log: Callable[[str], None] = no_log  # gets the last message in addition to stderr
-        self._rank, self._coordinator, self._config = hello["rank"], coordinator, config
-        self._limit = (NEVER, "")  # deadline, and the setting that limits the wait
+        self._rank, self._coordinator = hello["rank"], coordinator
         self._answers: queue.Queue[Message] = queue.Queue()
         self._phases: queue.Queue[Mapping[str, list]] = queue.Queue()
         self._last_message, self._is_exiting, self._is_lost_reported = time.monotonic(), False, False
@@ -61,25 +60,23 @@ class CoordinatorClient:
         self._sending = threading.Lock()
         self._socket = _connected_socket(address, config.start_secs)
         self._send(hello | {"clock": time.time()})
-        for act in (self._read_messages, self._watch_time):
+        for act in (self._read_messages, self._send_heartbeats):
             threading.Thread(target=act, name="coordinator client", daemon=True).start()
         self._answer("the other processes to start", "start_secs")
 
     def set_phase(self, phase: str, setting: str) -> None:
-        """Set the phase of this process, limited by a setting of `distributed` in seconds."""
-        self.phase, self._limit = phase, (time.monotonic() + getattr(self._config, setting), setting)
+        """The same, and the others learn of it if they have to wait."""
+        super().set_phase(phase, setting)
         self._send({"phase": phase})
 
     def barrier(self, name: str, values: Mapping[str, Any], setting: str) -> Message:
         """Wait until all processes have reached it; returns process 0's values and all differences."""
-        before, (until, limit_setting) = self.phase, self._limit
-        left = until - time.monotonic()
+        before = self._phase  # its limit does not include the barrier
         self.set_phase(name, setting)
         self._send({"barrier": name, "values": dict(values)})
         answer = self._answer(name, setting)
-        # Return to the previous phase, whose limit does not include the barrier.
-        self.phase, self._limit = before, (time.monotonic() + left, limit_setting)
-        self._send({"phase": before})
+        self._phase = before
+        self._send({"phase": before.name})
         return answer
 
     def leave(self, status: int, reason: str) -> None:
@@ -88,7 +85,7 @@ class CoordinatorClient:
         After an error process 0 waits until they have ended.
         """
         self.is_leaving = True
-        self._limit = (NEVER, "")
+        self.close()
         self._send({"exit": status, "reason": reason[:LONGEST_REASON]})
         self._may_exit.wait(ANSWER_SECS)
         if status:
@@ -141,7 +138,7 @@ class CoordinatorClient:
                 self.is_leaving = True  # the main thread reports the reason and ends
             self._answers.put(message)
 
-    def _watch_time(self) -> None:
+    def _send_heartbeats(self) -> None:
         sent, heartbeat_secs = 0.0, self._config.heartbeat_secs / HEARTBEATS_PER_LIMIT
         while True:
             now = time.monotonic()
@@ -151,8 +148,6 @@ class CoordinatorClient:
             # Process 0 does not watch itself: if it is suspended, so is the coordinator.
             if self._rank and now > self._last_message + self._config.heartbeat_secs:
                 return self._on_lost("process 0", no_heartbeat(self._config))
-            if now > self._limit[0]:
-                return self._on_limit()
             time.sleep(min(TIMER_SECS, heartbeat_secs))
 
     def _on_lost(self, process: str, reason: str, status: int | None = None, phase: str = "") -> None:
@@ -169,17 +164,15 @@ class CoordinatorClient:
         text = f"{process} ended with status {status}: {reason}; {here}"
         return self._exit(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
 
-    def _on_limit(self) -> None:
+    def _on_limit(self, text: str) -> None:
         """End this process because a wait has taken too long, and name the processes that are late."""
         exit_within(LATE_REPORT_SECS, EXIT_RESTART)
-        phase, (_, setting) = self.phase, self._limit
         self._send({"phases": True})
         try:
-            late = _late(self._phases.get(timeout=ANSWER_SECS), phase)
+            text = f"{text}; {_late(self._phases.get(timeout=ANSWER_SECS), self.phase)}"
         except queue.Empty:
-            late = "process 0 does not answer"
+            text = f"{text}; process 0 does not answer"
         print_stacks()
-        text = f"{limit_exceeded(self._config, setting, phase)}; {late}"
         self._send({"exit": EXIT_RESTART, "reason": text[:LONGEST_REASON]})
         self._exit(text, EXIT_RESTART, 0.0)
 
@@ -196,10 +189,6 @@ class CoordinatorClient:
     def _let_others_exit(self) -> None:
         if self._coordinator is not None:
             self._coordinator.wait_for_others(GRACE_SECS + ANSWER_SECS)
-
-
-def no_log(text: str) -> None:
-    """The log of a process that has none."""
 
 
 def _connected_socket(address: tuple[str, int], secs: float) -> socket.socket:

@@ -18,9 +18,9 @@ from typing import Any
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_BAD_INPUT, EXIT_RESTART, ConfigError
+from parallax.processes.deadline import NEVER, TIMER_SECS
 from parallax.storage.files import object_of
 
-TIMER_SECS = 0.2  # between two looks at the time limits
 LONGEST_BYTES = 1 << 17  # of a line; no process of the job sends more
 UNREAD_BYTES = 1 << 20  # buffered for a process that does not read
 LEAST_BACKLOG = 128  # so that connections of strangers do not block those of the job
@@ -31,7 +31,6 @@ IDENTIFY_SECS = 30.0
 LONGEST_HOST = 255
 MOST_BARRIERS = 64  # that one process has reached and others have not; a correct one waits at one
 
-NEVER = float("inf")
 
 Message = dict[str, Any]
 

@@ -1,16 +1,26 @@
-"""The time limits of a process that runs alone: nobody else would end it if a collective of its devices hangs."""
+"""The time limits of a process's phases: nobody else would end it if a collective of its devices hangs."""
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_RESTART
-from parallax.processes.client import no_log
-from parallax.processes.coordinator import NEVER, TIMER_SECS
-from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, limit_exceeded, print_stacks, report_lost
+from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, print_stacks, report_lost
 
+NEVER = float("inf")
+TIMER_SECS = 0.2  # between two looks at the time limits
 LONGEST_TICK_SECS = 5.0  # of the time between two looks no more counts: a process that was suspended has not waited
+
+
+@dataclass
+class Phase:
+    """What a process does, and the time that is left for it, limited by a setting of `distributed`."""
+
+    name: str = "starting"
+    setting: str = ""
+    left_secs: float = NEVER
 
 
 class Deadline:
@@ -19,12 +29,17 @@ class Deadline:
     def __init__(self, config: DistributedConfig):
         self.log: Callable[[str], None] = no_log  # gets the last message in addition to stderr
         self._config, self._closed = config, threading.Event()
-        self._phase = _Phase("", "", NEVER)
+        self._phase = Phase()
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
+
+    @property
+    def phase(self) -> str:
+        """What this process does."""
+        return self._phase.name
 
     def set_phase(self, phase: str, setting: str) -> None:
         """Set the phase of this process, limited by a setting of `distributed` in seconds."""
-        self._phase = _Phase(phase, setting, getattr(self._config, setting))
+        self._phase = Phase(phase, setting, getattr(self._config, setting))
 
     def close(self) -> None:
         """End all limits."""
@@ -37,15 +52,16 @@ class Deadline:
             phase.left_secs -= min(now - seen, LONGEST_TICK_SECS)
             seen = now
             if phase.left_secs < 0:
-                return self._exit(phase)
+                limit = f"{getattr(self._config, phase.setting):.0f} s (distributed.{phase.setting})"
+                return self._on_limit(f"waited {limit} for {phase.name!r}")
 
-    def _exit(self, phase: "_Phase") -> None:
+    def _on_limit(self, text: str) -> None:
+        """End this process because a wait has taken too long."""
         exit_within(EXIT_LIMIT_SECS, EXIT_RESTART)
         print_stacks()
-        report_lost(limit_exceeded(self._config, phase.setting, phase.name), EXIT_RESTART, self.log)
+        report_lost(text, EXIT_RESTART, self.log)
         exit_now(EXIT_RESTART)
 
 
-class _Phase:
-    def __init__(self, name: str, setting: str, left_secs: float):
-        self.name, self.setting, self.left_secs = name, setting, left_secs
+def no_log(text: str) -> None:
+    """The log of a process that has none."""

@@ -1,13 +1,13 @@
 """How a process of a job ends: at once, with its last message, whatever its threads or a disk are doing."""
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_RESTART, LostError, tell, thread_stacks
 
 EXIT_LIMIT_SECS = 10.0  # for the last messages and for the others to end; then the process ends anyway
@@ -38,19 +38,9 @@ def print_stacks() -> None:
 def report_lost(text: str, status: int, log: Callable[[str], None]) -> None:
     """Write a process's last line, to stderr and its log, with what to do if a restart helps."""
     hint = "; start the same command again to resume from the last checkpoint" if status == EXIT_RESTART else ""
-    for write in (print_reason, log):
+    for write in (functools.partial(print, file=sys.stderr, flush=True), log):
         with ignoring_write_errors():
             write(f"{LostError.__name__}: {text}{hint}")
-
-
-def print_reason(line: str) -> None:
-    """Print the reason for the end to stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def limit_exceeded(config: DistributedConfig, setting: str, phase: str) -> str:
-    """That a phase took longer than its limit."""
-    return f"waited {getattr(config, setting):.0f} s (distributed.{setting}) for {phase!r}"
 
 
 def ignoring_write_errors() -> contextlib.AbstractContextManager:

@@ -27,8 +27,8 @@ from parallax.hardware.devices import simulate_devices, tpu_files
 from parallax.processes.address import VARIABLES, ProcessAddress
 from parallax.processes.client import CoordinatorClient
 from parallax.processes.coordinator import Coordinator
-from parallax.processes.deadline import Deadline
-from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, ignoring_write_errors, print_reason
+from parallax.processes.deadline import Deadline, no_log
+from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, ignoring_write_errors, report_lost
 from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
 from parallax.processes.jax_settings import common_settings
 from parallax.storage import files
@@ -394,11 +394,8 @@ def _run_collective(mesh: Mesh, axes: tuple[str, ...]) -> None:
 
 def _exit_unconnected(secs: float) -> None:
     exit_within(EXIT_LIMIT_SECS, EXIT_RESTART)
-    with ignoring_write_errors():
-        print_reason(
-            f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
-            "are all of them running? Start the same command again"
-        )
+    why = f"JAX has not connected the processes in {secs:.0f} s (distributed.start_secs), as if not all were running"
+    report_lost(why, EXIT_RESTART, no_log)
     exit_now(EXIT_RESTART)
 
 
