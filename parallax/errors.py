@@ -260,6 +260,31 @@ def check_choice(key: str, written: str, known: Collection[str]) -> None:
         raise ConfigError(f"{key}={quoted(written)} is unknown; {nearest(str(written), known)}")
 
 
+def words_of(key: str, written: str, known: Collection[str], alone: Collection[str] = ()) -> list[str]:
+    """The words of a set; ConfigError unless each is one of `known`, or the only word is one of `alone`.
+
+    >>> words_of("model.matmul_parts", "mlp attention", ["attention", "mlp"])
+    ['mlp', 'attention']
+    """
+    words = written.split()
+    for word in words:
+        if word not in (*alone, *known):
+            unknown = f"has {quoted(word)}, which is unknown" if words[1:] else "is unknown"
+            raise ConfigError(f"{key}={quoted(written)} {unknown}; {nearest(word, [*alone, *known])}")
+    if not words or (words[1:] and {*words} & {*alone}):
+        single = f"one of {', '.join(alone)} alone, or " if alone else ""
+        raise ConfigError(f"{key}={quoted(written)} is not a set of parts; use {single}a set of {', '.join(known)}")
+    return words
+
+
+def check_utf8(kind: type[ParallaxError], where: str, text: str) -> None:
+    """Raise an error of this kind unless UTF-8 can hold a text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise kind(f"{where} has half a surrogate pair at character {error.start}") from None
+
+
 def check_whole(key: str, written: object, *, least: int) -> None:
     """Raise ConfigError unless `written` is a whole number of `least` or more."""
     if isinstance(written, bool) or not isinstance(written, int) or written < least:
@@ -306,12 +331,13 @@ def how_to_install(extra: str) -> str:
     return f"pip install -e '.[{extra}]' in the clone"
 
 
-def imported(package: str, needs: str) -> Any:
-    """Import a package that an extra installs; if it is missing, ConfigError says what needs it."""
+def imported(module: str, what: str, extra: str) -> Any:
+    """Import a module of a package that an extra installs; if it is missing, ConfigError says what needs it."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(needs) from None
+        package = module.partition(".")[0]
+        raise ConfigError(f"{what} needs the package {package}: {how_to_install(extra)}") from None
 
 
 def divisors(number: int) -> list[int]:

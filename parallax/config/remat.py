@@ -3,7 +3,7 @@ the parts whose residuals are in host memory."""
 
 from collections.abc import Iterable
 
-from parallax.errors import ConfigError, nearest, quoted
+from parallax.errors import ConfigError, quoted, words_of
 
 # Activation names, which layers set with `checkpoint_name`, in the order of a layer, and the activations of each.
 REMAT_PARTS = {
@@ -37,23 +37,9 @@ def canonical_remat(written: str) -> str:
     >>> canonical_remat("ffn norm"), canonical_remat("kv q ffn elementwise"), canonical_remat("layer")
     ('norm ffn', 'elementwise qkv ffn', 'layer')
     """
-    words = written.split()
-    for word in words:
-        if word not in (*REMAT, *SETS, *REMAT_PARTS):
-            which = "is unknown" if len(words) == 1 else f"has {quoted(word)}, which is unknown"
-            raise ConfigError(
-                f"pipeline.remat={quoted(written)} {which}; {nearest(word, [*REMAT, 'qkv', *REMAT_PARTS])}"
-            )
-    if not words:
-        raise ConfigError(f"pipeline.remat={quoted(written)} names no part; use 'none' to recompute nothing")
-    alone = [word for word in words if word in ALONE]
-    if alone and len(words) > 1:
-        raise ConfigError(
-            f"pipeline.remat={quoted(written)} has {alone[0]!r}, which must be the only word; use it so, or a set of "
-            f"{', '.join((*SETS, *REMAT_PARTS))}"
-        )
-    if alone:
-        return alone[0]
+    words = words_of("pipeline.remat", written, (*SETS, *REMAT_PARTS), ALONE)
+    if words[0] in ALONE:
+        return words[0]
     sets = [name for name in ("attention", "elementwise") if name in words][:1]  # the larger has the smaller
     left = _in_order(_parts_of(words) - _parts_of(sets))
     if set(OF_HEADS) <= set(left):
@@ -67,20 +53,9 @@ def canonical_residuals_on(written: str) -> str:
     >>> canonical_residuals_on("ffn input"), canonical_residuals_on("host")
     ('input ffn', 'host')
     """
-    words = written.split()
-    if len(words) == 1 and words[0] in RESIDUALS_ON:
+    words = words_of("pipeline.residuals_on", written, (LAYER_INPUT, "qkv", *REMAT_PARTS), RESIDUALS_ON)
+    if words[0] in RESIDUALS_ON:
         return words[0]
-    known = [*RESIDUALS_ON, LAYER_INPUT, "qkv", *REMAT_PARTS]
-    for word in words:
-        if word not in known:
-            raise ConfigError(
-                f"pipeline.residuals_on={quoted(written)} has {quoted(word)}, which is unknown; {nearest(word, known)}"
-            )
-    if not words or set(words) & set(RESIDUALS_ON):
-        raise ConfigError(
-            f"pipeline.residuals_on={quoted(written)} is not a set of parts; use 'device' or 'host' alone, or a set of "
-            f"{', '.join(known[len(RESIDUALS_ON) :])}"
-        )
     return " ".join([LAYER_INPUT] * (LAYER_INPUT in words) + [*_in_order(_parts_of(words))])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
-from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
+from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted, words_of
 from parallax.schedules import SCHEDULES, check_schedule
 from parallax.user_code import UserCode, codes_by_name, names_code
 
@@ -241,16 +241,9 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     def _check_matmul(self) -> None:
-        for word in self.matmul_parts.split():
-            if word not in MATMUL_PARTS:
-                raise ConfigError(
-                    f"model.matmul_parts={quoted(self.matmul_parts)}: {quoted(word)} is not a part; "
-                    f"use a set of {', '.join(MATMUL_PARTS)}."
-                )
-        if not self.matmul_parts.split():
-            raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
-        lacking = [part for part in self.matmul_parts.split() if part not in self._parts_with_products]
-        if self.matmul != "compute" and lacking and {*self.matmul_parts.split()} != {*MATMUL_PARTS}:
+        parts = words_of("model.matmul_parts", self.matmul_parts, MATMUL_PARTS)
+        lacking = [part for part in parts if part not in self._parts_with_products]
+        if self.matmul != "compute" and lacking and {*parts} != {*MATMUL_PARTS}:
             raise ConfigError(
                 f"model.matmul_parts={quoted(self.matmul_parts)} has {' and '.join(map(repr, lacking))}, which no "
                 f"layer of this model has; use a set of {', '.join(self._parts_with_products)}."
@@ -262,7 +255,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         # Of a mixture the router reads its input, too.
         saving = {"attention", *(["mlp"] if self.has_dense else [])}
-        if self.matmul != "compute" != self.matmul_residuals and not saving & {*self.matmul_parts.split()}:
+        if self.matmul != "compute" != self.matmul_residuals and not saving & {*parts}:
             raise ConfigError(
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul_parts="
                 f"{quoted(self.matmul_parts)}: what experts and shared experts read is saved for the router; "

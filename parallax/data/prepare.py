@@ -103,25 +103,31 @@ def remove_prepared(folder: Path) -> None:
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
-    file = folder / MANIFEST_FILE
-    finished = Manifest.read(folder) if file.exists() else None
-    begun = finished.tokenizer_fingerprint if finished else _fingerprint_of(folder / JOURNAL_FILE)
-    request = replace(request, fingerprint=begun or request.fingerprint)
+    journal = folder / JOURNAL_FILE
+    finished = Manifest.read(folder) if (folder / MANIFEST_FILE).exists() else None
+    # The journal has one line of JSON for the request, then one for each finished shard, so that a killed `prepare`
+    # resumes.
+    earlier, *records = _whole_lines(journal) or [{}]
+    if finished:
+        earlier = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
+    begun = {"tokenizer_fingerprint": earlier.get("tokenizer_fingerprint")}
+    request = replace(request, fingerprint=begun["tokenizer_fingerprint"] or request.fingerprint)
     wanted = request.to_json()
-    if not finished and _began_otherwise(folder, wanted):
+    if not finished and not records and earlier != begun | wanted:
         # For example with a field that does not exist: nothing in the folder is useful.
+        earlier = {}
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
     whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
-    if finished:
-        earlier = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
-        _check_same_request(whole_request, earlier, file)
-    journal = folder / JOURNAL_FILE
-    listed = finished.shards if finished else _read_journal(journal, whole_request)
+    _check_same_request(whole_request, earlier or whole_request, folder)
+    listed = finished.shards if finished else [Shard.parse(record, journal) for record in records]
     done = {shard.name: shard for shard in listed if _is_complete(shard, folder, smallest_dtype(tokenizer.vocab))}
     if finished and len(done) == len(listed):
         return finished
+    # Written again, so that new text does not continue an incomplete line.
+    lines = (whole_request, *map(asdict, listed))
+    files.write_whole(journal, "".join(json.dumps(line) + "\n" for line in lines))
     tokenizer.save(folder)
     shards, byte_counts, spelled = _write_missing(request, folder, tokenizer, journal, done, workers)
     manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts, spelled)
@@ -237,19 +243,6 @@ def _entropy(counts: np.ndarray) -> float:
 # ---- the shards of an unfinished folder
 
 
-def _read_journal(file: Path, wanted: dict) -> list[Shard]:
-    """The finished shards of a folder without a manifest, so that a killed `prepare` resumes.
-
-    The journal has one line of JSON for the request, then one for each finished shard. DataError if the request is
-    different.
-    """
-    request, *records = _whole_lines(file) or [wanted]
-    _check_same_request(wanted, request, file)
-    # Written again, so that new text does not continue an incomplete line.
-    files.write_whole(file, "".join(json.dumps(line) + "\n" for line in (request, *records)))
-    return [Shard.parse(record, file) for record in records]
-
-
 def _whole_lines(file: Path) -> list[dict]:
     # The last line is incomplete if the writer was killed.
     lines = []
@@ -261,20 +254,7 @@ def _whole_lines(file: Path) -> list[dict]:
     return lines
 
 
-def _fingerprint_of(journal: Path) -> str:
-    """That of the tokenizer with which a folder was begun; "" if nothing was."""
-    request, *_ = _whole_lines(journal) or [{}]
-    fingerprint = request.get("tokenizer_fingerprint")
-    return fingerprint if isinstance(fingerprint, str) else ""
-
-
-def _began_otherwise(folder: Path, wanted: dict) -> bool:
-    """Whether a different request was begun here and has not finished any shard."""
-    request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
-    return not shards and request != {"tokenizer_fingerprint": request.get("tokenizer_fingerprint"), **wanted}
-
-
-def _check_same_request(wanted: dict, earlier: dict, file: Path) -> None:
+def _check_same_request(wanted: dict, earlier: dict, folder: Path) -> None:
     """Raise DataError, with the first difference, unless a folder holds the wanted data."""
     if wanted == earlier:
         return
@@ -286,7 +266,7 @@ def _check_same_request(wanted: dict, earlier: dict, file: Path) -> None:
         return value[:FINGERPRINT_DIGITS] if SHA256.fullmatch(str(value)) else value
 
     raise DataError(
-        f"{file.parent} holds data of other settings: {key}={short(earlier_value)!r} where {short(wanted_value)!r} is "
+        f"{folder} holds data of other settings: {key}={short(earlier_value)!r} where {short(wanted_value)!r} is "
         "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
     )
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
-from parallax.errors import DataError, errors_as, first_few, how_to_install, imported, names_of, quoted, shown
+from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
 from parallax.storage.files import LARGEST_BYTES, matching, names_in, object_of, open_file
 from parallax.user_code import named, names_code
 
@@ -97,13 +97,7 @@ def _checked(code: str, read: Callable[..., Iterator[str]], **file: Path) -> Ite
             raise DataError(
                 f"data.source={quoted(code)}: document {number}{where} is a {type(text).__name__}; yield texts"
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"data.source={quoted(code)}: document {number}{where} has half a surrogate pair at character "
-                f"{error.start}"
-            ) from None
+        check_utf8(DataError, f"data.source={quoted(code)}: document {number}{where}", text)
         yield text
 
 
@@ -279,8 +273,7 @@ def _open(file: Path) -> Iterator[BinaryIO]:
     ending = file.suffix.lower()
     with open_file(file) as opened:
         if ending == ".zst":
-            needs = f"{file.name} is packed with zstd, which needs pyarrow: {how_to_install('data')}"
-            pyarrow = imported("pyarrow", needs)
+            pyarrow = imported("pyarrow", f"{file.name}, which is packed with zstd,", "data")
             yield io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"))
         else:
             yield gzip.GzipFile(fileobj=opened) if ending == ".gz" else opened
@@ -343,10 +336,8 @@ def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
 
 
 def _field(line: bytes, field: str, where: str) -> str:
-    try:
+    with errors_as(DataError, f"{where} cannot be read as JSON: ", "", ValueError):
         record = object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
-    except ValueError as error:
-        raise DataError(f"{where} cannot be read as JSON: {error}") from None
     if field not in record:
         raise DataError(f"{where} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
     text = record[field]
@@ -354,10 +345,7 @@ def _field(line: bytes, field: str, where: str) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} (data.field) holds {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: field {field!r} has half a surrogate pair at character {error.start}") from None
+    check_utf8(DataError, f"{where}: field {field!r}", text)
     return text.removeprefix(BOM)
 
 
@@ -368,8 +356,7 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
         ConfigError: pyarrow is not installed.
         DataError: the file is damaged, or the column is missing or holds no text.
     """
-    needs = f"data.source='parquet' needs pyarrow: {how_to_install('data')}"
-    pyarrow, parquet = (imported(name, needs) for name in ("pyarrow", "pyarrow.parquet"))
+    pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         with parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names

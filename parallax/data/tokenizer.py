@@ -18,7 +18,7 @@ import numpy as np
 from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.data.growth import check_growth
 from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
-from parallax.errors import ConfigError, DataError, errors_as, first_line, how_to_install, imported
+from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
 from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -360,4 +360,4 @@ def _text(written: bytes) -> str:
 
 
 def _library():
-    return imported("tokenizers", f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}")
+    return imported("tokenizers", "a bpe tokenizer", "data")

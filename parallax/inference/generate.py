@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import ModelConfig, SampleConfig
 from parallax.data.tokenizer import Tokenizer, with_begin
-from parallax.errors import ConfigError, quoted
+from parallax.errors import ConfigError, check_utf8, quoted
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
@@ -75,10 +75,7 @@ def check_text(name: str, text: Any) -> None:
     """Raise ConfigError unless `text` is a text that UTF-8 can hold."""
     if not isinstance(text, str):
         raise ConfigError(f"{name}={quoted(text)} is not a text; write it in quotes")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name}={text!r} is not text: {error.reason}; write it in UTF-8") from error
+    check_utf8(ConfigError, f"{name}={text!r}", text)
 
 
 def stays_text(tokenizer: Tokenizer, prompts: Sequence[str], special_tokens: str) -> str:

@@ -41,10 +41,15 @@ ATTENTION_FIELDS = {
         "q_lora_rank": "d_latent_q",
     },
 }
-TURNS = {  # fields of the keys rope_fast_turns and rope_slow_turns
-    "yarn": ("beta_fast", "beta_slow"),
-    "llama3": ("high_freq_factor", "low_freq_factor"),
+# Fields of rope_scaling by its type, besides the factor.
+ORIGINAL_CONTEXT = {"original_max_position_embeddings": "rope_original_seq"}
+ROPE_FIELDS = {
+    "default": {},
+    "linear": {},
+    "llama3": ORIGINAL_CONTEXT | {"high_freq_factor": "rope_fast_turns", "low_freq_factor": "rope_slow_turns"},
+    "yarn": ORIGINAL_CONTEXT | {"beta_fast": "rope_fast_turns", "beta_slow": "rope_slow_turns"},
 }
+YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL = "full_attention"
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
@@ -84,8 +89,7 @@ EXPERT_FIELDS = (
 )
 BALANCE_FIELDS = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
 MOST_LAYERS = 2**14  # more are refused as model.layers
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-PLAIN_TURNS = (32.0, 1.0)  # the keys' defaults, and yarn's
+ROPE_DEFAULTS = {key.name: key.default for key in dataclasses.fields(ModelConfig) if key.name.startswith("rope_")}
 DEFAULT_THETA = 10_000.0  # if it is absent
 # Fields in which other programs describe quantization, and parts of it that do not change results: how weights are
 # multiplied elsewhere, which ones are not quantized, and how scales were rounded.
@@ -463,37 +467,28 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> di
     scaling = new if new.left else old
     theta = scaling.read("rope_theta", float, theta)
     kind = scaling.take("rope_type", scaling.take("type", "default"))
-    if kind not in ROPE_TYPES:
-        scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_TYPES)))
+    if kind not in tuple(ROPE_FIELDS):
+        scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
     for each in (fields, scaling):
         each.only("partial_rotary_factor", 1)
-    original, factor, turns, temperature, magnitude = context, 1.0, PLAIN_TURNS, 0.0, 1.0
-    if kind in TURNS:
-        original = scaling.read("original_max_position_embeddings", int, context)
-        absent = PLAIN_TURNS if kind == "yarn" else (NEEDED, NEEDED)
-        turns = [scaling.read(name, float, default) for name, default in zip(TURNS[kind], absent)]
+    keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
+    absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
+    _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
+    keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
     if kind != "default":
-        factor = scaling.read("factor", float, max(context / original, 1.0) if kind == "yarn" else NEEDED)
-        if factor < 1:
-            scaling.refuse("factor", factor, "1 or more")
+        extended = max(context / keys["rope_original_seq"], 1.0)
+        keys["rope_factor"] = scaling.read("factor", float, extended if kind == "yarn" else NEEDED)
+        if keys["rope_factor"] < 1:
+            scaling.refuse("factor", keys["rope_factor"], "1 or more")
     if kind == "linear":
-        scaling.ignore(["original_max_position_embeddings"])
+        scaling.ignore(ORIGINAL_CONTEXT)
     if kind == "yarn":
-        temperature, magnitude = _read_yarn_strength(scaling, factor, attention)
+        keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
     scaling.end()
-    return {
-        "rope_theta": theta,
-        "rope_scaling": "none" if kind == "default" else kind,
-        "rope_factor": factor,
-        "rope_original_seq": original,
-        "rope_fast_turns": turns[0],
-        "rope_slow_turns": turns[1],
-        "rope_temperature": temperature,
-        "rope_magnitude": magnitude,
-    }
+    return keys
 
 
-def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> tuple[float, float]:
+def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[str, float]:
     """The keys rope_temperature and rope_magnitude."""
     given = scaling.read("attention_factor", float, 0.0)
     of_rotated, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
@@ -509,8 +504,8 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> tuple
         why = "transformers reads attention_factor, and ignores this field"
         scaling.notes.append(f"{scaling.where}: attn_factor={misspelt!r:.100} is ignored: {why}")
     if attention == "mla":  # only a part of a head is rotated: the magnitude is for it, the temperature for the head
-        return scale(all_dims) ** 2 if all_dims else 1.0, magnitude
-    return magnitude**2, 1.0
+        return {"rope_temperature": scale(all_dims) ** 2 if all_dims else 1.0, "rope_magnitude": magnitude}
+    return {"rope_temperature": magnitude**2}
 
 
 def rope_json(model: ModelConfig) -> dict[str, Any]:
@@ -528,9 +523,7 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
     if kind == "none":
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     scaling = {"rope_type": kind, "factor": model.rope_factor}
-    if kind in TURNS:
-        turns = dict(zip(TURNS[kind], (model.rope_fast_turns, model.rope_slow_turns)))
-        scaling |= {"original_max_position_embeddings": model.rope_original_seq, **turns}
+    scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
         scaling["attention_factor"] = model.rope_magnitude
         if model.attention == "gqa":
@@ -605,33 +598,26 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
 
 
 def _plainest(model: ModelConfig) -> str:
-    for name, kind in ARCHITECTURES.items():
-        same = all(getattr(model, key) == value for key, value in kind.keys.items())
-        if same and (kind.windows or not model.sliding_window) and _has_layers(kind.mixture, model):
-            return name
-    keys = ["attention", "qkv_bias", "qk_norm", "norm_eps", "sliding_window"]
-    why = (
-        "Qwen3 has norms and no biases, Qwen2 biases and no norms, DeepSeek no biases, no window and "
-        f"norm_eps={MLA_KEYS['norm_eps']}"
-    )
-    if "moe" in model.layer_kinds:
-        keys += ["layers_of", *PLAIN_ROUTER, "router_normalized"]
-        why += (
-            "; Mixtral and Qwen3-MoE have softmax alone, no scale, no groups and no shared experts, Mixtral normalised "
-            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from a layer on"
-        )
-    has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
-    raise ConfigError(f"no supported architecture of transformers has {has} together: {why}")
+    differing = {name: [*_differing(kind, model)] for name, kind in ARCHITECTURES.items()}
+    if plain := [name for name, differences in differing.items() if not differences]:
+        return plain[0]
+    listed = "; ".join(f"{name} has {', '.join(differences)}" for name, differences in differing.items())
+    raise ConfigError(f"no supported architecture of transformers is this model: {listed}")
 
 
-def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
-    """Whether an architecture with this mixture (or None) can have the kinds of a model's layers."""
-    kinds = model.layer_kinds
-    if "moe" not in kinds:
-        return mixture is None or mixture.dense == "first"
-    if mixture is None or any(getattr(model, key) != value for key, value in mixture.keys.items()):
-        return False
-    return {"": "dense" not in kinds, "first": [*kinds] == sorted(kinds), "some": True}[mixture.dense]
+def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
+    """What all models of an architecture have and this one does not."""
+    kinds, mixture = model.layer_kinds, kind.mixture
+    keys = kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
+    keys |= {} if kind.windows else {"sliding_window": 0}
+    yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
+    if "moe" in kinds:
+        if mixture is None:
+            yield "no experts"
+        elif not mixture.dense and "dense" in kinds:
+            yield "experts in every layer"
+        elif mixture.dense == "first" and [*kinds] != sorted(kinds):
+            yield "experts from a layer on"
 
 
 def _mixture_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ bfloat16 and float8 need ml_dtypes in both, but not torch; the library does not 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
-from parallax.errors import CheckpointError, quoted, shown
+from parallax.errors import CheckpointError, errors_as, quoted, shown
 from parallax.storage.files import LARGEST_BYTES, new_file, object_of, open_file, read_object, write_whole
 
 LENGTH_BYTES = 8
@@ -68,17 +69,14 @@ class Tensor(NamedTuple):
         """Pieces of rows, each of at most `limit_bytes`."""
         count = self.shape[0] if self.shape else 1
         rows = max(limit_bytes * count // max(nbytes(self), 1), 1)
-        try:
-            with open_file(self.path) as file:
-                file.seek(self.start)
-                for start in range(0, count, rows):
-                    piece = np.empty((min(rows, count - start), *self.shape[1:]), self.dtype)
-                    if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
-                        end = self.start + nbytes(self)
-                        raise _bad(self.path, f"it ends before byte {end}, though it was as long when it was opened")
-                    yield piece if self.shape else piece.reshape(())
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
+        with _reading(self.path), open_file(self.path) as file:
+            file.seek(self.start)
+            for start in range(0, count, rows):
+                piece = np.empty((min(rows, count - start), *self.shape[1:]), self.dtype)
+                if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
+                    end = self.start + nbytes(self)
+                    raise _bad(self.path, f"it ends before byte {end}, though it was as long when it was opened")
+                yield piece if self.shape else piece.reshape(())
 
     def whole(self) -> np.ndarray:
         """The whole tensor."""
@@ -102,18 +100,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the header is invalid, or does not fit the file.
     """
-    try:
-        with open_file(path) as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > HEADER_LIMIT_BYTES:
-                raise ValueError(f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
-            text = file.read(length)
-        with safe_open(path, framework="numpy", backend="pread"):
-            header = object_of(text)  # after the library has accepted it
-    except (SafetensorError, ValueError) as error:
-        raise _bad(path, str(error).removeprefix("Error while deserializing header: ")) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with _reading(path), open_file(path) as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > HEADER_LIMIT_BYTES:
+            raise _bad(path, f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
+        try:
+            with safe_open(path, framework="numpy", backend="pread"):
+                header = object_of(file.read(length))  # after the library has accepted it
+        except (SafetensorError, ValueError) as error:
+            raise _bad(path, str(error).removeprefix("Error while deserializing header: ")) from error
     header.pop(METADATA, None)
     tensors = {name: _read_entry(path, name, about, LENGTH_BYTES + length) for name, about in header.items()}
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
@@ -171,8 +166,8 @@ def _bad(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a valid safetensors file: {reason}; fetch or export it again")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({error.strerror or error})")
+def _reading(path: Path, *others: type[Exception]) -> AbstractContextManager[None]:
+    return errors_as(CheckpointError, f"{path} cannot be read (", ")", *others)
 
 
 # ---- several files
@@ -236,12 +231,8 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
-    try:
+    with _reading(path, ValueError):
         homes = read_object(path, most=LARGEST_BYTES).get("weight_map")
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
         raise CheckpointError(f"{path} is damaged: it has no weight_map from names to files")
     return homes

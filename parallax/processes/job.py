@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import socket
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.config.sections import DistributedConfig
 from parallax.display.progress import waiting
-from parallax.errors import EXIT_RESTART, ConfigError, LostError, first_line
+from parallax.errors import ConfigError, LostError, first_line
 from parallax.hardware.devices import simulate_devices, tpu_files
 from parallax.processes.address import VARIABLES, ProcessAddress
 from parallax.processes.client import CoordinatorClient
 from parallax.processes.coordinator import Coordinator
-from parallax.processes.deadline import Deadline, no_log
-from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, ignoring_write_errors, report_lost
+from parallax.processes.deadline import Deadline
+from parallax.processes.exit import exit_now, ignoring_write_errors
 from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
 from parallax.processes.jax_settings import common_settings
 from parallax.storage import files
@@ -85,7 +84,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
     if address is not None and processes > 1:
         _client = _connect_to(address, config)
         check_equal(JAX_SETTINGS, common_settings())
-        with _ending_after(config.start_secs):
+        with _connecting(config):
             _initialize(
                 config,
                 coordinator_address=address.coordinator,
@@ -312,7 +311,7 @@ def _connect_by_jax(config: DistributedConfig, started: int) -> CoordinatorClien
     """
     # JAX would take all tasks of SLURM's job, of which this step may have a part.
     count = {"num_processes": started} if started > 1 else {}
-    with _ending_after(config.start_secs):
+    with _connecting(config):
         _initialize(config, **count)
         processes = jax.process_count()
         if processes == 1:
@@ -369,16 +368,11 @@ def _initialize(config: DistributedConfig, **address: Any) -> None:
         raise LostError(f"JAX could not connect the processes: {first_line(error)}") from error
 
 
-@contextlib.contextmanager
-def _ending_after(secs: float) -> Iterator[None]:
-    """End the process if JAX takes longer to connect the processes and to run their first collective."""
-    timer = threading.Timer(secs, _exit_unconnected, (secs,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _connecting(config: DistributedConfig) -> contextlib.AbstractContextManager:
+    """End the process if JAX takes too long to connect the processes and to run their first collective."""
+    limits = Deadline(config)
+    limits.set_phase("JAX to connect the processes", "start_secs")
+    return contextlib.closing(limits)
 
 
 def _run_collective(mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -390,13 +384,6 @@ def _run_collective(mesh: Mesh, axes: tuple[str, ...]) -> None:
         lambda x: lax.psum(x, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
     )
     jax.jit(add)(ones).block_until_ready()
-
-
-def _exit_unconnected(secs: float) -> None:
-    exit_within(EXIT_LIMIT_SECS, EXIT_RESTART)
-    why = f"JAX has not connected the processes in {secs:.0f} s (distributed.start_secs), as if not all were running"
-    report_lost(why, EXIT_RESTART, no_log)
-    exit_now(EXIT_RESTART)
 
 
 # ---- messages of the runtime, and the environment

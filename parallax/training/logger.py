@@ -13,7 +13,7 @@ from typing import Any
 
 from parallax.config.settings import Settings
 from parallax.display.progress import clear_progress, printing_progress, progress_printer
-from parallax.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
+from parallax.errors import CheckpointError, first_line, imported, tell, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
 from parallax.storage.run_files import ON_DISK, RunFiles, row_of
@@ -145,8 +145,7 @@ class TensorBoard:
     """TensorBoard events in the run's folder; events after the resumed step are purged."""
 
     def __init__(self, folder: RunFiles):
-        needs = f"train.tensorboard=True needs the package tensorboardX: {how_to_install('tensorboard')}"
-        self._package = imported("tensorboardX", needs)
+        self._package = imported("tensorboardX", "train.tensorboard=True", "tensorboard")
         self._folder, self._events = folder.tensorboard, None
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
@@ -173,8 +172,7 @@ class Wandb:
     """
 
     def __init__(self, project: str, folder: RunFiles, settings: dict[str, Any]):
-        advice = f"{how_to_install('wandb')}, or leave it empty"
-        self._wandb = imported("wandb", f"train.wandb={project!r} needs the package wandb: {advice}")
+        self._wandb = imported("wandb", f"train.wandb={project!r}, which may be left empty,", "wandb")
         self._project, self._folder, self._settings = project, folder, settings
         self._run: Any = None
         self._say: Callable[[str], None] = print

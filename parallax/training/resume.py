@@ -45,6 +45,7 @@ OF_ANOTHER_RUN = {
     "loss": "another loss",
     "optimizer": "another optimizer",
     "train": "another seed",
+    "user_code": "other code",
 }
 USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
 TOKENIZER = "corpus.tokenizer"
@@ -92,28 +93,16 @@ def step_to_resume(
     # Other code has other files, too.
     changed = {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
     fixed = {key: values for key, values in changed.items() if is_fixed(key)}
-    if fixed and all(key.startswith(USER_CODE) for key in fixed):
-        if not changed_code:
-            raise CheckpointError(_other_code(newest, folder.path, fixed))
-    elif fixed:
-        raise CheckpointError(f"cannot go on from step {newest} in {folder.path} {_why_not(changed, folder.path)}")
+    if fixed and not (changed_code and all(key.startswith(USER_CODE) for key in fixed)):
+        why = _why_not(changed, fixed, folder.path)
+        raise CheckpointError(f"cannot go on from step {newest} in {folder.path} {why}")
     if changed:
         say(f"going on with changed settings: {difference_text(changed)}")
     return newest
 
 
-def _other_code(step: int, run: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Why a run cannot be resumed whose own code has other files now."""
-    keys = " and ".join(key.removeprefix(USER_CODE) for key in changed)
-    return (
-        f"cannot go on from step {step} in {run} with other code: the files behind {keys} have changed since "
-        f"({difference_text(changed)}); restore them, choose another --workdir, or accept them with --changed-code"
-    )
-
-
-def _why_not(changed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
+def _why_not(changed: Mapping[str, tuple[Any, Any]], fixed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
     """Why a run cannot be resumed, and what to do: what is read comes first, since model.vocab may follow from it."""
-    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
     sections = {key.split(".")[0] for key in fixed}
     corpus = {key: values for key, values in fixed.items() if key.startswith("corpus.")}
     own = {key: values for key, values in fixed.items() if key not in corpus}
@@ -121,7 +110,9 @@ def _why_not(changed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
     cause = difference_text(read) or "data.* is the same, and the text or its tokenizer is not"
     said = [*([cause] if corpus else []), *map(difference_text, filter(None, (own, corpus)))]
     advice = "set back what differs, or choose another --workdir"
-    if "model" not in sections:
+    if sections == {"user_code"}:
+        advice += ", or accept the files of today with --changed-code"
+    elif "model" not in sections:
         advice += f"; a new run there takes these weights with train.init_from={run}"
     what = " and ".join(other for section, other in OF_ANOTHER_RUN.items() if section in sections)
     return f"with {what}: {', '.join(said)}; {advice}"
@@ -162,14 +153,21 @@ def load_params(
 
     CheckpointError if it was trained with another tokenizer.
     """
-    checkpoints = RunFiles(source).checkpoints
-    specs = flatten(map_declared(lambda one: one.spec, parts.declared_in_8_bits()))
+    checkpoints, wanted_arrays = RunFiles(source).checkpoints, flatten(wanted)
+    specs = flatten(map_declared(lambda declared: declared.spec, parts.declared_in_8_bits()))
     scales = {name for name, spec in specs.items() if spec.role == Role.MAXIMA}
-    saved = _as_saved(checkpoints, wanted, scales, added=initial is not None)
-    own = flatten(wanted)
-    added = [name for name in own if name not in saved and name not in scales]
+    stored = read_manifest(checkpoints, latest_step(checkpoints))["arrays"].get("params", {})
+    lacking = [name for name in wanted_arrays if name not in stored and name not in scales]
+    added = [] if initial is None else lacking
+    saved = _as_saved(stored, wanted_arrays, left_out={*scales, *added})
+    if not saved:
+        raise CheckpointError(f"{checkpoints} has none of the parameters of this model")
     if added:
         say(f"train.init_from={source!r} has no {first_few(added)}: they begin with their initial values")
+    whole = NamedSharding(next(iter(saved.values())).sharding.mesh, PartitionSpec())
+    for name in scales & stored.keys():
+        about = stored[name]
+        saved[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
     step, restored, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
     if DTYPE in changed:
@@ -187,10 +185,10 @@ def load_params(
         )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
-    missing = {name: jnp.zeros(like.shape) for name, like in own.items() if name not in restored["params"]}
-    missing |= {name: value for name, value in flatten(initial or {}).items() if name in added}
-    found = missing | restored["params"]
-    return jax.tree.unflatten(jax.tree.structure(wanted), [_as_wanted(found[name], own[name]) for name in own])
+    zeros = {name: jnp.zeros(wanted_arrays[name].shape) for name in scales & wanted_arrays.keys()}
+    values = flatten(initial or {}) | zeros | restored["params"]
+    leaves = [_as_wanted(values[name], like) for name, like in wanted_arrays.items()]
+    return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
 
 
 def _differ_in_the_end(tokenizer: Tokenizer, fingerprints: set[str]) -> bool:
@@ -206,26 +204,14 @@ def _as_wanted(x: Any, like: Any) -> Any:
     return jax.device_put(x.astype(like.dtype), like.sharding)
 
 
-def _as_saved(checkpoints: Path, wanted: Any, scales: Collection[str], *, added: bool) -> dict[str, Any]:
-    """Shapes of parameters by name, with the dtypes of the newest checkpoint if these are allowed for parameters. Those
-    of `scales` are included if it has them, and if some may be `added`, all others, too."""
-    stored: Mapping[str, Any] = {}
-    for step in sorted(complete_steps(checkpoints)):
-        with contextlib.suppress(CheckpointError):  # restoring reports the error
-            stored = read_manifest(checkpoints, step)["arrays"].get("params", {})
+def _as_saved(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, left_out: Collection[str]) -> dict[str, Any]:
+    """Shapes of parameters by name, with the dtypes of a checkpoint if these are allowed for parameters."""
     dtypes = {name: about["dtype"] for name, about in stored.items() if about["dtype"] in WEIGHTS_DTYPES}
-    found = {
+    return {
         name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
-        for name, leaf in flatten(wanted).items()
-        if name not in scales and (not added or name in stored)
+        for name, leaf in wanted.items()
+        if name not in left_out
     }
-    if not found:
-        raise CheckpointError(f"{checkpoints} has none of the parameters of this model")
-    whole = NamedSharding(next(iter(found.values())).sharding.mesh, PartitionSpec())
-    for name, about in stored.items():
-        if name in scales:
-            found[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
-    return found
 
 
 def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:

@@ -297,7 +297,7 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
         ),
         (
             {"pipeline.remat": "some"},
-            "pipeline.remat='some' is unknown; known: none, elementwise, attention, layer, stage",
+            "pipeline.remat='some' is unknown; known: none, layer, stage, qkv, elementwise, attention",
         ),
         (
             {"pipeline.microbatches": 3},

@@ -336,7 +336,7 @@ def test_the_command_runs_as_a_module(whole_run):
     [
         ([], 2, 'there is no prompt; write --prompt "TEXT", once for each text to generate'),
         (["--prompt", "a", "--prompt", ""], 2, "--prompt='' has no tokens; give it at least one character"),
-        (["--prompt", "\udc80"], 2, "--prompt='\\udc80' is not text: surrogates not allowed; write it in UTF-8"),
+        (["--prompt", "\udc80"], 2, "--prompt='\\udc80' has half a surrogate pair at character 0"),
         (["--prompt", "a", "--stop", ""], 2, "--stop='' holds no text; leave it out, or write at least one character"),
         (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
         (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),

@@ -607,17 +607,36 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
 
 MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
-    "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Qwen2 biases and no norms"),
-    "latents with biases": (dict(attention="mla", qkv_bias=True), "DeepSeek no biases"),
-    "sigmoids of grouped heads": (dict(MOE, router_score="sigmoid"), "Mixtral and Qwen3-MoE have softmax alone"),
-    "shared experts of grouped heads": (dict(MOE, shared_experts=1), "no shared experts"),
-    "weights that are not normalised": (dict(MOE, router_normalized=False), "Mixtral normalised"),
-    "some layers without norms": (dict(MOE, layers_of="dense moe"), "Mixtral normalised and in every layer"),
+    "biases and norms": (
+        dict(attention="gqa", qkv_bias=True, qk_norm=True),
+        "Qwen2ForCausalLM has model.qk_norm=False; Qwen3ForCausalLM has model.qkv_bias=False; ",
+    ),
+    "latents with biases": (dict(attention="mla", qkv_bias=True), "V3ForCausalLM has model.qkv_bias=False; "),
+    "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has model.sliding_window=0; "),
+    "sigmoids of grouped heads": (
+        dict(MOE, router_score="sigmoid"),
+        "LlamaForCausalLM has no experts; .* MixtralForCausalLM has model.router_score='softmax'; ",
+    ),
+    "shared experts of grouped heads": (
+        dict(MOE, shared_experts=1),
+        "MixtralForCausalLM has model.shared_experts=0; Qwen3MoeForCausalLM has model.qk_norm=True, ",
+    ),
+    "weights that are not normalised": (
+        dict(MOE, router_normalized=False),
+        "MixtralForCausalLM has model.router_normalized=True; ",
+    ),
+    "some layers without norms": (
+        dict(MOE, layers_of="dense moe"),
+        "MixtralForCausalLM has experts in every layer; Qwen3MoeForCausalLM has model.qk_norm=True",
+    ),
     "experts first": (
         dict(MOE, attention="mla", layers_of="moe dense", router_score="sigmoid"),
-        "both from a layer on",
+        "DeepseekV3ForCausalLM has experts from a layer on; ",
     ),
-    "normalised softmax of latents": (dict(MOE, attention="mla"), "DeepSeek-V2 softmax that is not normalised"),
+    "normalised softmax of latents": (
+        dict(MOE, attention="mla"),
+        "DeepseekV2ForCausalLM has model.router_normalized=False; ",
+    ),
     "a temperature": (dict(attention="gqa", rope_temperature=1.5), "rope_temperature=1.5 .* no place"),
     "a blunt one": (
         dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=0.5),

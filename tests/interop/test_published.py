@@ -210,7 +210,7 @@ def test_a_model_with_a_window_is_written_with_it(config):
     assert read_config(written).model["sliding_window"] == model.sliding_window
     assert read_config(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
-    with pytest.raises(ConfigError, match="sliding_window=64 together"):
+    with pytest.raises(ConfigError, match="V3ForCausalLM has model.sliding_window=0; "):
         write_config(model_of(latents, sliding_window=64), 64)
 
 

@@ -198,7 +198,7 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
         (dict(matmul="fp8"), "model.matmul='fp8' is unknown"),
         (
             dict(matmul_parts="mpl"),
-            "model.matmul_parts='mpl': 'mpl' is not a part; use a set of attention, mlp, experts",
+            "model.matmul_parts='mpl' is unknown; did you mean 'mlp'? Known: attention, mlp, experts",
         ),
         (
             dict(matmul="int8", matmul_parts="mlp experts"),
@@ -208,7 +208,7 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
             dict(matmul="int8", matmul_parts="attention mlp", layers=2, layers_of="moe*2"),
             "has 'mlp', which no layer of this model has; use a set of attention, experts",
         ),
-        (dict(matmul_parts=" "), "names no part"),
+        (dict(matmul_parts=" "), "is not a set of parts; use a set of attention, mlp, experts"),
         (dict(matmul="int8", matmul_residuals="int8"), "model.matmul_residuals='int8' is unknown"),
         (dict(matmul_residuals="8bit"), "model.matmul_residuals='8bit' does nothing with model.matmul='compute'"),
         (

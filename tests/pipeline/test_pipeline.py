@@ -279,8 +279,8 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
         (
             "remat",
             "layers",
-            "pipeline.remat='layers' is unknown; did you mean 'layer'? Known: none, elementwise, attention, "
-            "layer, stage",
+            "pipeline.remat='layers' is unknown; did you mean 'layer'? Known: none, layer, stage, "
+            "qkv, elementwise, attention, ",
         ),
         ("microbatches", 0, "pipeline.microbatches=0 must be a whole number of 1 or more."),
         ("microbatches", 2.0, "pipeline.microbatches=2.0 is a number, but it must be a whole number"),

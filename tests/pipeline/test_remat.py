@@ -237,15 +237,15 @@ def lowered(remat):
     [
         (
             "swigl",
-            "pipeline.remat='swigl' is unknown; did you mean 'swiglu'? Known: none, elementwise, attention, layer, "
-            "stage, qkv, norm, latent, ",
+            "pipeline.remat='swigl' is unknown; did you mean 'swiglu'? Known: none, layer, stage, qkv, elementwise, "
+            "attention, norm, latent, ",
         ),
         ("norm swigl", "pipeline.remat='norm swigl' has 'swigl', which is unknown; did you mean 'swiglu'? Known: "),
         (
             "layer norm",
-            "pipeline.remat='layer norm' has 'layer', which must be the only word; use it so, or a set of qkv, element",
+            "pipeline.remat='layer norm' is not a set of parts; use one of none, layer, stage alone, or a set of qkv, ",
         ),
-        ("", "pipeline.remat='' names no part; use 'none' to recompute nothing"),
+        ("", "pipeline.remat='' is not a set of parts; use one of none, "),
     ],
 )
 def test_a_wrong_set_is_refused(remat, message):

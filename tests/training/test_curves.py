@@ -111,7 +111,10 @@ def test_a_service_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train.wandb": "planets"}, "train.wandb='planets' needs the package wandb: pip install -e '.[wandb]' in"),
+        (
+            {"train.wandb": "planets"},
+            "train.wandb='planets', which may be left empty, needs the package wandb: pip install",
+        ),
         ({"train.tensorboard": True}, "train.tensorboard=True needs the package tensorboardX: pip install -e '.[t"),
     ],
 )

@@ -205,7 +205,7 @@ ERRORS = {
     ),
     "a word among parts": (
         lambda: PipelineConfig(residuals_on="host ffn"),
-        "pipeline.residuals_on='host ffn' is not a set of parts; use 'device' or 'host' alone, or a set of input, ",
+        "pipeline.residuals_on='host ffn' is not a set of parts; use one of device, host alone, or a set of input, ",
     ),
     "another optimizer": (
         lambda: make_train_step(*adafactor(), seed=0),
