@@ -21,8 +21,8 @@ def _listed(arguments: Sequence[str]) -> str:
     known = commands()
     if arguments and arguments[0] not in ("-h", "--help"):
         name = arguments[0]
-        how = f"write python -m parallax.{name}" if name in known else nearest(name, known)
-        raise ConfigError(f"{name!r} is no argument of python -m parallax; {how}")
+        advice = f"write python -m parallax.{name}" if name in known else nearest(name, known)
+        raise ConfigError(f"{name!r} is no argument of python -m parallax; {advice}")
     lines = {f"python -m parallax.{name}": about for name, about in known.items()}
     if TRAIN_PY.is_file():
         lines = {"python train.py": _about(_parsed(TRAIN_PY)), **lines}
@@ -33,15 +33,12 @@ def _listed(arguments: Sequence[str]) -> str:
 def commands() -> dict[str, str]:
     """The commands by name, each with the first sentence of its help; nothing of them is imported."""
     programs = {Path(name).stem: _parsed(CLI / name) for name in names_in(CLI) if name.endswith(".py")}
-    return {name: _about(tree) for name, tree in programs.items() if _has_main(tree)}
+    mains = {name for name, tree in programs.items() for node in tree.body if getattr(node, "name", "") == "main"}
+    return {name: _about(tree) for name, tree in programs.items() if name in mains}
 
 
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(read_bytes(file))
-
-
-def _has_main(program: ast.Module) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in program.body)
 
 
 def _about(program: ast.Module) -> str:

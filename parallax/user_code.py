@@ -164,8 +164,8 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
     """Raise ConfigError unless code can be called with the arguments `given`, by name, besides its settings. Those that
     end in "?" are given only if the code has them."""
     if isinstance(code.target, Mapping):
-        for name, one in code.target.items():
-            check_call(f"{key}: {name}", one, given)
+        for name, each in code.target.items():
+            check_call(f"{key}: {name}", each, given)
         return
     parameters = _parameters(code.target)
     if parameters is None:
@@ -180,12 +180,9 @@ def check_call(key: str, code: UserCode, given: Sequence[str]) -> None:
         raise ConfigError(
             f"{key}={quoted(code)}: {name} has no parameter {missing[0]!r}; Parallax calls it with {', '.join(needed)}."
         )
-    open_ = [
-        own
-        for own, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
-    ]
-    if missing := [own for own in open_ if own not in (*names, *code.settings)]:
+    known = (*names, *code.settings)
+    open_ = {each: about for each, about in parameters.items() if each not in known and about.kind not in VARIADIC}
+    if missing := [each for each, about in open_.items() if about.default is about.empty]:
         example = _text(code, {**code.settings, missing[0]: ...})
         raise ConfigError(f"{key}={quoted(code)} has no {missing[0]}, which {name} needs; write {example!r}.")
 
@@ -258,9 +255,8 @@ def _module(key: str, text: str, name: str) -> Any:
 def _failed(key: str, text: str, name: str, error: BaseException) -> ConfigError:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
-    how = " ".join(f"{type(error).__name__}: {error}".split())
-    how = how if len(how) <= IMPORT_ERROR_LETTERS else f"{how[:IMPORT_ERROR_LETTERS]}…"
-    return ConfigError(f"{key}={quoted(text)}: importing {name} failed with {how}{where}")
+    what = shown(" ".join(f"{type(error).__name__}: {error}".split()), IMPORT_ERROR_LETTERS)
+    return ConfigError(f"{key}={quoted(text)}: importing {name} failed with {what}{where}")
 
 
 # ---- from an object
@@ -299,12 +295,12 @@ def _made(key: str, name: str, target: Any, settings: Mapping[str, Any], source:
         if parameters is None or any(parameter.kind in VARIADIC for parameter in parameters.values()):
             continue
         if setting not in parameters or parameters[setting].kind == inspect.Parameter.POSITIONAL_ONLY:
-            own = [
+            settable = [
                 known
                 for known, parameter in parameters.items()
                 if parameter.kind != parameter.POSITIONAL_ONLY and not {known, f"{known}?"} & {*given}
             ]
-            raise ConfigError(f"{key}: {name} has no setting {setting!r}; {nearest(setting, own)}")
+            raise ConfigError(f"{key}: {name} has no setting {setting!r}; {nearest(setting, settable)}")
         _check_type(key, name, setting, value, parameters[setting].annotation)
     return UserCode(_text(name, settings), target, settings, source)
 

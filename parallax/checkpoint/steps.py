@@ -26,8 +26,6 @@ ORBAX_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
-# A manifest has a line for each file and array; thousands of them take a megabyte.
-LIMIT_BYTES = 1 << 28
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
 NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
@@ -120,20 +118,18 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """
     path = folder / str(step) / MANIFEST
     try:
-        size = path.stat().st_size
-        if path.is_symlink() or size > LIMIT_BYTES:
-            raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
         if path.parent.is_symlink():
             raise NotADirectoryError
-        written = files.read_object(path, most=LIMIT_BYTES)
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        written = files.read_object(path, most=files.LARGEST_BYTES)
         written_format = written["format"]
     except (FileNotFoundError, NotADirectoryError):
         known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
-    except DamagedError:
-        raise
     except (OSError, ValueError, KeyError) as error:
-        raise DamagedError(folder, step, f"its {MANIFEST} cannot be read") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DamagedError(folder, step, f"its {MANIFEST} cannot be read ({reason})") from error
     if written_format != FORMAT:
         raise CheckpointError(f"{path} has format {written_format!r}, but this version of parallax reads {FORMAT}")
     wrong = next(_wrongs(written, step), None)

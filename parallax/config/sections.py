@@ -248,18 +248,12 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_parts={quoted(self.matmul_parts)} has {' and '.join(map(repr, lacking))}, which no "
                 f"layer of this model has; use a set of {', '.join(self._parts_with_products)}."
             )
-        if self.matmul == "compute" != self.matmul_residuals:
+        saving = {"attention", *(["mlp"] if self.has_dense else [])} & {*self.products_in_8_bits}
+        if self.matmul_residuals != "compute" and not saving:
             raise ConfigError(
-                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
-                "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
-            )
-        # Of a mixture the router reads its input, too.
-        saving = {"attention", *(["mlp"] if self.has_dense else [])}
-        if self.matmul != "compute" != self.matmul_residuals and not saving & {*parts}:
-            raise ConfigError(
-                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul_parts="
-                f"{quoted(self.matmul_parts)}: what experts and shared experts read is saved for the router; "
-                "use matmul_residuals='compute', or 8-bit products of attention or of dense layers."
+                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul={self.matmul!r} and "
+                f"model.matmul_parts={quoted(self.matmul_parts)}; use matmul_residuals='compute', or 8-bit products of "
+                "attention or of dense layers: what experts and shared experts read is saved for the router."
             )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
         widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
@@ -319,13 +313,13 @@ class ModelConfig(Section, most=2**24, saved=True):
         """
         if not self.layers_of.strip():
             return ("dense",) * self.layers
-        found: list[str] = []
+        kinds: list[str] = []
         left_over = LAYER_GROUP.sub("", self.layers_of)
         for group, kind, times in LAYER_GROUP.findall(self.layers_of):
             run = [name for name, count in LAYER_RUN.findall(group or kind) for _ in range(int(count or 1))]
             left_over += LAYER_RUN.sub("", group)
-            found += run * (int(times or 1) if len(run) <= self.layers else 1)
-            if len(found) > self.layers:
+            kinds += run * (int(times or 1) if len(run) <= self.layers else 1)
+            if len(kinds) > self.layers:
                 break
         known = (*LAYER_KINDS, *(name for name in codes_by_name(self.kinds) if name not in LAYER_KINDS))
         wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(known)
@@ -335,13 +329,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 + (f": {nearest(min(wrong), known)}" if wrong else "")
                 + '; write "dense*1 moe*26" or "(dense moe*3)*6", say'
             )
-        if len(found) != self.layers:
-            more = "more than" if len(found) > self.layers else f"{len(found)} layers, not"
+        if len(kinds) != self.layers:
+            more = "more than" if len(kinds) > self.layers else f"{len(kinds)} layers, not"
             raise ConfigError(
                 f"model.layers_of={quoted(self.layers_of)} has {more} model.layers={self.layers}; "
                 f'"moe*{self.layers}" has as many'
             )
-        return tuple(found)
+        return tuple(kinds)
 
     @property
     def has_user_code(self) -> bool:
@@ -410,13 +404,8 @@ class LayoutConfig(Section, saved=True):
 
     def check(self) -> None:
         if " ".join(self.residual.split()) not in RESIDUAL_VALUES:
-            unknown = next((axis for axis in re.findall(r"[/+]([^\s/+]*)", self.residual) if axis not in AXES), None)
-            wrong = " is not a layout of the residual stream; use"
-            if unknown is not None:
-                wrong = f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
-            raise ConfigError(
-                f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUAL_VALUES))}."
-            )
+            wrong = f"layout.residual={quoted(self.residual)} is not a layout of the residual stream"
+            raise ConfigError(f"{wrong}; use {' or '.join(map(repr, RESIDUAL_VALUES))}.")
 
 
 @dataclass(frozen=True)
@@ -751,19 +740,14 @@ class TrainConfig(Section, says=TOO_SMALL):
         """The steps to trace; none if `profile_steps` is empty, ConfigError if it is not a range."""
         if not self.profile_steps:
             return range(0)
-        found = STEP_RANGE.fullmatch(self.profile_steps)
-        if not found:
+        written = STEP_RANGE.fullmatch(self.profile_steps)
+        steps = range(int(written[1]), int(written[2]) + 1) if written else range(0)
+        if not steps:
             raise ConfigError(
                 f"train.profile_steps={quoted(self.profile_steps)} is not a range of steps; write FIRST:LAST, counted "
                 "from 1, as 20:25, or leave it empty"
             )
-        first, last = map(int, found.groups())
-        if last < first:
-            raise ConfigError(
-                f"train.profile_steps={quoted(self.profile_steps)} ends at {last}, before it begins at {first}; write "
-                f"the smaller one first, as {last}:{first}"
-            )
-        return range(first, last + 1)
+        return steps
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def open_reader(
         name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
         kind = re.sub(r"\W+", "_", config.source)
-        prepared = cache / (own := f"{kind}-{name}-{key}")
-        there = Path(finished).expanduser() / own
+        prepared = cache / (corpus := f"{kind}-{name}-{key}")
+        there = Path(finished).expanduser() / corpus
         if finished and not (prepared / MANIFEST_FILE).exists() and _is_complete(there, request):
             prepared = there
         else:
@@ -380,13 +380,10 @@ class TokenStream:
         if rows.size and rows.max() >= self._vocab:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
             shard, offset, _ = self._find(int(starts[row]) + column)
-            about, advice = "the vocab has", "prepare the data again"
-            if rows[row, column] < self._known:
-                about = "of the tokenizer's entries the model's table has"
-                advice = "use texts without this token, or a model with more"
             raise DataError(
-                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but {about} "
-                f"{self._vocab} ids (0 to {self._vocab - 1}); {advice}"
+                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the tokenizer has "
+                f"{self._known} ids and the model's table {self._vocab} of them; prepare the data again if it is none "
+                "of the tokenizer's, or use texts without this token, or a model with more"
             )
         return rows
 

@@ -49,15 +49,11 @@ class Shard:
 
     def read_ids(self, folder: Path, dtype: np.dtype) -> np.ndarray:
         """All ids."""
-        file = ids_file(folder, self.name)
-        with reading_shard(file), open_file(file) as opened:
-            return np.fromfile(opened, dtype)
+        return _read(ids_file(folder, self.name), dtype)
 
     def read_documents(self, folder: Path) -> np.ndarray:
         """The table of documents, of dtype `DOCUMENT`."""
-        file = documents_file(folder, self.name)
-        with reading_shard(file), open_file(file) as opened:
-            return np.fromfile(opened, DOCUMENT)
+        return _read(documents_file(folder, self.name), DOCUMENT)
 
     @classmethod
     def parse(cls, content: object, file: Path) -> "Shard":
@@ -127,10 +123,8 @@ class Manifest:
             raise DataError(f"{file} has format {written}; this version reads {SHARD_FORMAT!r}")
         record = _check_fields(NEW_FIELDS | content, cls, file)
         manifest = cls(shards=tuple(Shard.parse(shard, file) for shard in record.pop("shards")), **record)
-        if not manifest.documents:
-            raise DataError(f"{file} is damaged: it has no documents")
-        if not manifest.text_bytes:
-            raise DataError(f"{file} is damaged: text_bytes=0, but no document is empty")
+        if not (manifest.documents and manifest.text_bytes):
+            raise DataError(f"{file} is damaged: it has {manifest.documents} documents and {manifest.text_bytes} bytes")
         for name, total in totals(manifest.shards).items():
             if total != getattr(manifest, name):
                 raise DataError(f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {total}")
@@ -216,6 +210,11 @@ def write_shard(
         ids_sha256=_write(ids_file(folder, name), ids.astype(smallest_dtype(tokenizer.vocab))),
         documents_sha256=_write(documents_file(folder, name), table),
     )
+
+
+def _read(file: Path, dtype: np.dtype) -> np.ndarray:
+    with reading_shard(file), open_file(file) as opened:
+        return np.fromfile(opened, dtype)
 
 
 def _write(file: Path, array: np.ndarray) -> str:

@@ -110,17 +110,17 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
     Raises:
         DataError: there are none, or a folder cannot be read.
     """
-    at = Path(path).expanduser()
-    with _reading(at):
-        if at.is_file():
-            return [at], ""
-        in_folder = at.is_dir()
-        found = _below(at) if in_folder else [file for file in matching(at) if not file.is_dir()]
-        why_not = {file: _why_not(file, kind if in_folder else None, field) for file in found}
+    place = Path(path).expanduser()
+    with _reading(place):
+        if place.is_file():
+            return [place], ""
+        in_folder = place.is_dir()
+        there = _below(place) if in_folder else [file for file in matching(place) if not file.is_dir()]
+        why_not = {file: _why_not(file, kind if in_folder else None, field) for file in there}
         why_not |= _repeated([file for file, why in why_not.items() if not why])
     files = [file for file, why in why_not.items() if not why]
     counts = Counter(filter(None, why_not.values())).most_common()
-    left_out = f"leaving out {len(found) - len(files):,}: {first_few([f'{count:,} {why}' for why, count in counts])}"
+    left_out = f"leaving out {len(there) - len(files):,}: {first_few([f'{count:,} {why}' for why, count in counts])}"
     if not files:
         wanted = "a match of this file, folder or glob"
         if in_folder:
@@ -141,17 +141,17 @@ def kind_of(path: str, field: str) -> str:
     >>> [kind_of(name, "text") for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
     ['text', 'jsonl', 'parquet']
     """
-    at = Path(path).expanduser()
-    with _reading(at):
-        if (at / MANIFEST_FILE).is_file():
+    place = Path(path).expanduser()
+    with _reading(place):
+        if (place / MANIFEST_FILE).is_file():
             return "prepared"
-        files = [file for file in _below(at) if not _why_not(file, "text", field)] if at.is_dir() else []
+        files = [file for file in _below(place) if not _why_not(file, "text", field)] if place.is_dir() else []
         said = [file for file in files if _ending(file) != ".json"] or files
 
         def fits(kind: str) -> bool:
             return any(not _why_not(file, kind, field) for file in said)
 
-        return next((kind for kind in ("jsonl", "parquet") if _ending(at) in SUFFIXES[kind] or fits(kind)), "text")
+        return next((kind for kind in ("jsonl", "parquet") if _ending(place) in SUFFIXES[kind] or fits(kind)), "text")
 
 
 def _below(folder: Path) -> list[Path]:
@@ -161,21 +161,21 @@ def _below(folder: Path) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    found, entered, links = [], set(), [folder]
+    there, entered, links = [], set(), [folder]
     while links:
         starts, links = links, []
         for start in starts:
-            for at, folders, names in os.walk(start, onerror=fail):
-                place = _identity(Path(at))
-                if place in entered:
+            for above, folders, names in os.walk(start, onerror=fail):
+                identity = _identity(Path(above))
+                if identity in entered:
                     folders.clear()
                     continue
-                entered.add(place)
+                entered.add(identity)
                 hidden = {name for name in folders if name.startswith(".")}
-                found += [Path(at, name) for name in (*names, *hidden)]
+                there += [Path(above, name) for name in (*names, *hidden)]
                 folders[:] = sorted(set(folders) - hidden)
-                links += [Path(at, name) for name in folders if Path(at, name).is_symlink()]
-    return sorted(found)
+                links += [Path(above, name) for name in folders if Path(above, name).is_symlink()]
+    return sorted(there)
 
 
 def _repeated(files: list[Path]) -> dict[Path, str]:

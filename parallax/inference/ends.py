@@ -47,10 +47,10 @@ def ends_of(tokenizer: Tokenizer, vocab: int, carried: Mapping[str, bytes]) -> t
     """
     name = next((name for name in (GENERATION_CONFIG, RECORD) if name in carried), None)
     try:
-        own = _own_ends(name, object_of(carried[name])) if name else []
+        of_model = _own_ends(name, object_of(carried[name])) if name else []
     except ValueError as error:
         raise CheckpointError(f"{name} of the checkpoint cannot be read: {error}; import the model again") from error
-    return tuple(dict.fromkeys([tokenizer.end, *(number for number in own if 0 <= number < vocab)]))
+    return tuple(dict.fromkeys([tokenizer.end, *(number for number in of_model if 0 <= number < vocab)]))
 
 
 def _own_ends(name: str, content: Mapping[str, Any]) -> list[int]:

@@ -1,6 +1,7 @@
 """Generation of token ids after prompts, and of text after text."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -37,8 +38,8 @@ def complete(
     """Each prompt, of `encode`, with the text generated after it: `config.tokens` tokens, or up to one of `ends` or the
     first of the texts `stop`, which are left out. A text that is one token, or the name of a special token, ends the
     generation, too; others only cut the text."""
-    own = (id_of(tokenizer, text) for text in stop)
-    ends = [*ends, *(number for number in own if number is not None)]
+    ids_of_stop = (id_of(tokenizer, text) for text in stop)
+    ends = [*ends, *(number for number in ids_of_stop if number is not None)]
     written = generate(model, params, prompts, config, ends=ends, vocab=tokenizer.vocab)
     decode = partial(tokenizer.decode, special_tokens=config.special_tokens)
     texts = [(decode(prompt), decode([*prompt, *ids])) for prompt, ids in zip(prompts, written)]
@@ -103,10 +104,10 @@ def generate(
     """
     _check_ids(prompts, model.config.vocab)
     check_length(model.config, prompts, config)
-    how = dataclasses.replace(config, prompt="", seed=0)
+    sampling = dataclasses.replace(config, prompt="", seed=0)
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
-    written = np.asarray(_write_ids(params, batch, key, model=model, config=how, ends=tuple(ends), vocab=vocab))
+    written = np.asarray(_write_ids(params, batch, key, model=model, config=sampling, ends=tuple(ends), vocab=vocab))
     return [_before_end(ids, ends) for ids in written[: len(prompts)]]
 
 
@@ -152,16 +153,16 @@ def _write_ids(
 
 
 def _before_end(ids_N: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    at = np.flatnonzero(np.isin(ids_N, ends))
-    return ids_N[: at[0]] if len(at) else ids_N
+    places = np.flatnonzero(np.isin(ids_N, ends))
+    return ids_N[: places[0]] if len(places) else ids_N
 
 
 def _before_stop(lead: str, text: str, stop: Sequence[str]) -> str:
     """The text up to the first of the texts `stop` after `lead`, whose last letter may differ in it: a prompt may end
     within a letter's bytes."""
-    start = next((at for at, (one, other) in enumerate(zip(lead, text)) if one != other), min(len(lead), len(text)))
-    found = [at for at in (text.find(one, start) for one in stop) if at >= 0]
-    return text[: min(found, default=len(text))]
+    start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lead, text)))
+    places = [place for place in (text.find(each, start) for each in stop) if place >= 0]
+    return text[: min(places, default=len(text))]
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:
@@ -169,11 +170,10 @@ def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:
         raise ConfigError("there are no prompts; give at least one")
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ConfigError(f"prompt {row} has no tokens; give it at least one")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
             raise ConfigError(
-                f"prompt {row} is {ids.dtype} of shape {list(ids.shape)}; a prompt is a list of whole token ids"
+                f"prompt {row} is {ids.dtype} of shape {list(ids.shape)}; a prompt is a list of whole token ids, of "
+                "one or more"
             )
         if not 0 <= ids.min() <= ids.max() < vocab:
             wrong = ids.min() if ids.min() < 0 else ids.max()

@@ -86,14 +86,14 @@ class Run:
         steps, values = zip(*(pair for pair in pairs if pair[1] is not None))
         return np.array(steps), np.array(values, float)
 
-    def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **how: Any) -> str | list[str]:
+    def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **keys: Any) -> str | list[str]:
         """The prompt and the generated text; a list of them for several prompts, which are generated together.
 
-        The text ends where the model says, before the first of the texts `stop`, or after `tokens`. `how` are keys of
+        The text ends where the model says, before the first of the texts `stop`, or after `tokens`. `keys` are those of
         the config's section `sample`; missing ones are those of the run: tokens, temperature (0 is greedy), top_k,
         top_p, seed, special_tokens.
         """
-        sample = read_settings(self.settings, sample=how).sample
+        sample = read_settings(self.settings, sample=keys).sample
         alone = isinstance(prompt, str)
         prompts = [prompt] if alone else prompt
         prompts = [encode(self.tokenizer, text, special_tokens=sample.special_tokens) for text in prompts]
@@ -136,13 +136,14 @@ class Run:
         trained_on = sizes(self.settings.mesh.sizes)
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
-        ends = {label: (name, *self.curve(name)) for label, name in LAST_VALUES.items() if name in self.numbers}
+        measured = {label: name for label, name in LAST_VALUES.items() if name in self.numbers}
+        ends = {label: (name, *(values[-1] for values in self.curve(name))) for label, name in measured.items()}
         return [
             ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
             ("model", f"{kind}, vocab {model.vocab}{padded}"),
             ("mesh", f"{sizes(self.model.axis_sizes)} (trained on {trained_on})"),
             ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
-            *((label, f"{name} {_number(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
+            *((label, f"{name} {_number(value)} at step {step}") for label, (name, step, value) in ends.items()),
         ]
 
     def _loss_curve(self) -> str:
@@ -243,12 +244,12 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
     wanted = {"params": jax.tree.map(on_mesh, model.shapes, model.shardings)}
     if step is not None:
         return step, restore(checkpoints, step, wanted)["params"]
-    found = restore_newest(checkpoints, wanted)
-    for error in found.damaged:
+    restored = restore_newest(checkpoints, wanted)
+    for error in restored.damaged:
         clear_progress()
-        instead = f"going on with step {found.step}"
+        instead = f"going on with step {restored.step}"
         tell(f"the checkpoint of step {error.step} is damaged: {error.damage}; {instead}", sys.stderr)
-    return found.step, found.parts["params"]
+    return restored.step, restored.parts["params"]
 
 
 def _number(value: float) -> str:

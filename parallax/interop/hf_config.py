@@ -158,7 +158,7 @@ class Fields:
         """Take a field that must have one of the supported values; the first is the default of an absent field."""
         value = self.take(name, supported[0])
         # 1 == True in Python; a zero may be written as a float.
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported):
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in supported):
             self.refuse(name, value, " or ".join(map(_in_json, supported)))
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -230,7 +230,7 @@ PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_group
 MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
 # A softmax over the chosen experts equals a normalised softmax over all.
 MIXTRAL = Mixture(
-    {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert"},
     {"num_local_experts": 8, "num_experts_per_tok": 2},
     PLAIN_ROUTER | {"router_normalized": True},
     {"router_jitter_noise": 0.0},
@@ -372,10 +372,11 @@ def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) ->
     if mixture is DEEPSEEK_V2:
         keys |= _read_method(fields)
     known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
+    known["intermediate_size"] = model["d_ff"]  # which was taken
     for name, key in mixture.fields.items():
         keys[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
     fields.only(mixture.other_name, None, keys["experts"])
-    return {"layers_of": layers, "d_expert": model["d_ff"]} | keys
+    return {"layers_of": layers} | keys
 
 
 def _read_layers(fields: Fields, mixture: Mixture, layers: int) -> str:
@@ -579,7 +580,8 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         ConfigError: no architecture does.
     """
     name = _plainest(model)
-    content = {
+    of_latents = {"attention_bias": False, "q_lora_rank": model.d_latent_q or None}
+    return {
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
         **{field: getattr(model, key) for field, key in (FIELDS | ATTENTION_FIELDS[model.attention]).items()},
@@ -588,13 +590,10 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model),
         **_window_fields(name, model.sliding_window),
+        **_mixture_fields(ARCHITECTURES[name].mixture, model),
+        **(of_latents if model.attention == "mla" else {}),
+        **({"rope_interleave": True} if name == "DeepseekV3ForCausalLM" else {}),
     }
-    content |= _mixture_fields(name, model)
-    if model.attention == "gqa":
-        return content
-    dense = {"first_k_dense_replace": (*model.layer_kinds, "moe").index("moe"), "attention_bias": False}
-    dense |= {"rope_interleave": True} if name == "DeepseekV3ForCausalLM" else {}
-    return content | dense | {"q_lora_rank": model.d_latent_q or None}
 
 
 def _plainest(model: ModelConfig) -> str:
@@ -620,17 +619,18 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
             yield "experts from a layer on"
 
 
-def _mixture_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
+def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json for a model's layers of experts."""
-    mixture = ARCHITECTURES[architecture].mixture
-    if mixture is None or "moe" not in model.layer_kinds:
+    if mixture is None:
         return {}
-    content = {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
-    if mixture is MIXTRAL:
-        return content | {"intermediate_size": model.d_expert}
-    if mixture is QWEN3_MOE:
-        dense = [layer for layer, kind in enumerate(model.layer_kinds) if kind == "dense"]
-        return content | {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    kinds = (*model.layer_kinds, "moe")
+    content = {"first_k_dense_replace": kinds.index("moe")} if mixture.dense == "first" else {}
+    if "moe" not in model.layer_kinds:
+        return content
+    content |= {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
+    if mixture.dense == "some":
+        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        content |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if mixture is DEEPSEEK_V2:
         method = "group_limited_greedy" if model.router_groups > 1 else "greedy"
         content |= {"topk_method": method, "n_group": model.router_groups, "topk_group": model.router_groups_chosen}

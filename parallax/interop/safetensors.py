@@ -17,6 +17,7 @@ bfloat16 and float8 need ml_dtypes in both, but not torch; the library does not 
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -53,6 +54,7 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FILE_NAME = re.compile(r"[^/\\]+\.safetensors")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -154,9 +156,7 @@ def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> 
     dtype, shape, (start, _) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     if dtype not in DTYPES:
         raise _bad(path, f"tensor {quoted(name)} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    if len(shape) > MOST_DIMS:
-        raise _bad(path, f"tensor {quoted(name)} has {len(shape)} dims; an array has at most {MOST_DIMS}")
-    if math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > MOST_BYTES:
+    if len(shape) > MOST_DIMS or math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > MOST_BYTES:
         raise _bad(path, f"tensor {quoted(name)} has the shape {quoted(list(shape))}, which no array has")
     return Tensor(path, DTYPES[dtype], shape, begin + start)
 
@@ -241,13 +241,11 @@ def _read_index(folder: Path) -> dict[str, str]:
 def _checked_file(folder: Path, name: str) -> Path:
     """A file of the folder itself; a name with a path, or a link, could be any file of the machine."""
     path = folder / name
-    is_path = Path(name).name != name or name in ("", ".", "..") or "\\" in name
-    if is_path or not name.isprintable() or len(name.encode()) > NAME_BYTES:
+    is_name = FILE_NAME.fullmatch(name) and name.isprintable()
+    if not is_name or len(name.encode()) > NAME_BYTES:
         raise CheckpointError(
-            f"{folder / INDEX} names {quoted(name)}, which is not a file name; the file must be in the folder"
+            f"{folder / INDEX} names {quoted(name)}, which is not the name of a .safetensors file in its folder"
         )
-    if not name.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; only .safetensors files are read")
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; put the file itself there")
     if not path.is_file():

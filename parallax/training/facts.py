@@ -20,8 +20,9 @@ from parallax.config.settings import (
     OF_A_MODEL,
     Settings,
     code_of,
-    default_settings,
+    default_of,
     differences,
+    values_of,
 )
 from parallax.display.progress import waiting
 from parallax.display.tables import text_table
@@ -143,8 +144,5 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
 def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:
     """Flags, each after a space, for keys that the run's config.json does not decide and that have other values than
     the defaults."""
-    parts = [name.split(".") for name in names]
-    values = [(section, key, getattr(getattr(settings, section), key)) for section, key in parts]
-    base = default_settings()
-    changed = [each for each in values if each[2] != getattr(getattr(base, each[0]), each[1])]
-    return "".join(f" --config.{section}.{key}={shlex.quote(str(value))}" for section, key, value in changed)
+    changed = {name: value for name, value in values_of(settings.to_dict(), names) if value != default_of(name)}
+    return "".join(f" --config.{name}={shlex.quote(str(value))}" for name, value in changed.items())

@@ -38,15 +38,6 @@ RESUME = ("auto", "must", "never")
 FIXED_SECTIONS = ("model", "corpus", "user_code")
 FIXED_KEYS = ("loss.name", "optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
-# What differs if a fixed key of a section does.
-OF_ANOTHER_RUN = {
-    "corpus": "other data",
-    "model": "another model",
-    "loss": "another loss",
-    "optimizer": "another optimizer",
-    "train": "another seed",
-    "user_code": "other code",
-}
 USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
 TOKENIZER = "corpus.tokenizer"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
@@ -105,17 +96,16 @@ def _why_not(changed: Mapping[str, tuple[Any, Any]], fixed: Mapping[str, tuple[A
     """Why a run cannot be resumed, and what to do: what is read comes first, since model.vocab may follow from it."""
     sections = {key.split(".")[0] for key in fixed}
     corpus = {key: values for key, values in fixed.items() if key.startswith("corpus.")}
-    own = {key: values for key, values in fixed.items() if key not in corpus}
+    others = {key: values for key, values in fixed.items() if key not in corpus}
     read = {key: values for key, values in changed.items() if key.startswith("data.") and key != "data.cache"}
     cause = difference_text(read) or "data.* is the same, and the text or its tokenizer is not"
-    said = [*([cause] if corpus else []), *map(difference_text, filter(None, (own, corpus)))]
+    said = [*([cause] if corpus else []), *map(difference_text, filter(None, (others, corpus)))]
     advice = "set back what differs, or choose another --workdir"
     if sections == {"user_code"}:
         advice += ", or accept the files of today with --changed-code"
     elif "model" not in sections:
         advice += f"; a new run there takes these weights with train.init_from={run}"
-    what = " and ".join(other for section, other in OF_ANOTHER_RUN.items() if section in sections)
-    return f"with {what}: {', '.join(said)}; {advice}"
+    return f"with other settings: {', '.join(said)}; {advice}"
 
 
 def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
@@ -131,9 +121,9 @@ def load_newest(
     """The newest intact step and its parts; damaged ones after it are named and set aside."""
     step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
-        how = f"the checkpoint of step {error.step} is damaged: {error.damage}"
         aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
-        say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
+        what = f"the checkpoint of step {error.step} is damaged: {error.damage}"
+        say(f"{what}; set aside as {aside}, going on from step {step}, the one before it")
     barrier("damaged checkpoints are set aside")
     return step, parts
 
@@ -220,13 +210,13 @@ def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:
 
     They are in the run's newest step, or in that of `source`, from which the run starts; there may be none.
     """
-    own = complete_steps(folder.checkpoints)
-    checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
+    is_new = not complete_steps(folder.checkpoints)
+    checkpoints = folder.checkpoints if not (is_new and source) else RunFiles(source).checkpoints
     for step in check_steps(checkpoints).valid:
-        at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
+        saved_in, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
         carried = {name: files[name] for name in (RECORD, GENERATION_CONFIG) if name in files}
-        if not wrong_files(at, carried, contents=True):
-            return {name: read_bytes(at / name) for name in carried}
+        if not wrong_files(saved_in, carried, contents=True):
+            return {name: read_bytes(saved_in / name) for name in carried}
     return {}
 
 

@@ -190,8 +190,8 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     wanted = abstract_state(parts.model, parts.tx)
     if start:
         with waiting(f"restoring step {start}"):
-            step, found = load_newest(folder, checkpoint_parts(wanted), checkpoint_settings(parts), say)
-        return state_from(found), step
+            step, saved = load_newest(folder, checkpoint_parts(wanted), checkpoint_settings(parts), say)
+        return state_from(saved), step
     with waiting("compiling and making the initial state"):
         state = init_state(parts.model, parts.tx, parts.settings.train.seed)
     params, source = state.params, parts.settings.train.init_from
@@ -210,12 +210,12 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
     """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and files of
     the import from which its weights came."""
 
-    def carry(at: Path) -> None:
+    def carry(step: Path) -> None:
         for name, content in parts.of_import.items():
-            write_file(at / name, content)
-        parts.train_data.tokenizer.save(at)
-        write_file(at / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
-        write_file(at / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+            write_file(step / name, content)
+        parts.train_data.tokenizer.save(step)
+        write_file(step / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        write_file(step / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
     return CheckpointWriter(

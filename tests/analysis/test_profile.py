@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
         ("20-25", "train.profile_steps='20-25' is not a range of steps; write FIRST:LAST, counted from 1, as 20:25"),
         ("0:3", "train.profile_steps='0:3' is not a range of steps"),
         ("3", "train.profile_steps='3' is not a range of steps"),
-        ("5:3", "train.profile_steps='5:3' ends at 3, before it begins at 5; write the smaller one first, as 3:5"),
+        ("5:3", "train.profile_steps='5:3' is not a range of steps; write FIRST:LAST"),
         ("7:9", "train.profile_steps='7:9' ends at step 9, but train.steps=8; use steps of the run"),
     ],
 )

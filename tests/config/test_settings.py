@@ -93,7 +93,7 @@ def test_any_text_for_any_key_on_a_command_line_is_taken_or_refused_in_one_line_
         (
             "layout.residual",
             "batch seq d_model/tq",
-            "='batch seq d_model/tq': unknown axis 'tq'; known: pp, dp, tp. Use",
+            "='batch seq d_model/tq' is not a layout of the residual stream; use 'batch/dp seq d_model/tp' or",
         ),
         (
             "layout.residual",

@@ -78,7 +78,7 @@ def test_a_folder_without_a_manifest_is_named(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff", '{"format": "parallax shards 1"}'])
 def test_a_damaged_manifest_is_named(folder, content):
     (folder / "manifest.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+    with pytest.raises(DataError, match=r"manifest\.json (is damaged|cannot be read)"):
         prepared_reader(folder)
 
 
@@ -142,7 +142,7 @@ def test_an_id_beyond_the_vocab_is_named_with_its_place(folder):
     file.write_bytes(ids.tobytes())
     sign_shard(folder, 1)
     reader = prepared_reader(folder)
-    message = r"shard .*00001\.ids holds id 999 at position 13, but the vocab has 257 ids \(0 to 256\)"
+    message = r"shard .*00001\.ids holds id 999 at position 13, but the tokenizer has 257 ids"
     with pytest.raises(DataError, match=message):
         for step in range(reader.batches):
             reader.batch(step)
@@ -189,7 +189,7 @@ def test_a_tokenizer_of_other_shards_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that made the shards beside it"):
         prepared_reader(tmp_path / "a", tokenizer="bpe")
     (tmp_path / "a" / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json (is not a tokenizer|cannot be read)"):
         prepared_reader(tmp_path / "a", tokenizer="bpe")
 
 

@@ -402,7 +402,7 @@ def test_an_id_beyond_the_table_that_occurs_is_named(tmp_path, monkeypatch, chec
     file = padded_tokenizer(tmp_path)
     prepare_chats(["the <pad> cat", *["the cat sat"] * 8], tmp_path, str(file), "tokens")
     monkeypatch.setattr("parallax.data.reader.CHECKSUM_BYTES", 1 << 30 if checked else 1)
-    message = rf"holds id {BPE.vocab} at position \d+, but of the tokenizer's entries the model's table has {BPE.vocab}"
+    message = rf"holds id {BPE.vocab} at position \d+, but the tokenizer has \d+ ids and the model's table {BPE.vocab}"
     with pytest.raises(DataError, match=message):
         reader = prepared_reader(tmp_path / "tokens", vocab=BPE.vocab, special_tokens="tokens")
         assert not checked

@@ -285,7 +285,7 @@ def test_an_array_of_an_absurd_shape_is_refused_before_memory_is_asked_for(saved
 def test_a_manifest_of_absurd_length_is_not_read(saved):
     folder, _ = saved
     os.truncate(folder / "2" / "manifest.json", 1 << 40)
-    with pytest.raises(DamagedError, match=r"its manifest.json is a link or has 1099511627776 bytes, more than \d+"):
+    with pytest.raises(DamagedError, match=r"its manifest.json cannot be read \(it has more than \d+ bytes\)"):
         read_manifest(folder, 2)
 
 

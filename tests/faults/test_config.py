@@ -245,5 +245,5 @@ def test_what_a_run_has_saved_and_is_no_object_is_named(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ParallaxError, match=r"config\.json cannot be read: "):
         load_settings(tmp_path)
-    with pytest.raises(ParallaxError, match=r"tokenizer\.json is not a tokenizer: "):
+    with pytest.raises(ParallaxError, match=r"tokenizer\.json cannot be read: "):
         load_tokenizer(tmp_path)

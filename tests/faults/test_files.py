@@ -327,7 +327,7 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_one_line_and_leaves_nothin
 def test_a_manifest_nested_without_end_is_refused_in_one_line(tmp_path):
     prepare_texts(["some text " * 9], tmp_path)
     (tmp_path / "manifest.json").write_text(DEEP)
-    with pytest.raises(DataError, match=r"manifest\.json is damaged: it is nested without end$") as error:
+    with pytest.raises(DataError, match=r"manifest\.json cannot be read: it is nested without end$") as error:
         Manifest.read(tmp_path)
     assert error.value.exit_status == 5
 

@@ -295,7 +295,7 @@ def test_another_seed_writes_another_text_without_compiling_again(caplog):
     "prompts, message",
     [
         ([], "there are no prompts; give at least one"),
-        ([[1], []], "prompt 1 has no tokens; give it at least one"),
+        ([[1], []], "prompt 1 is float64 of shape [0]; a prompt is a list of whole token ids, of one or more"),
         ([[1, 64]], "prompt 0 has token id 64; the model knows 0 to 63 (model.vocab=64)"),
         ([[-1, 3]], "prompt 0 has token id -1; the model knows 0 to 63 (model.vocab=64)"),
     ],

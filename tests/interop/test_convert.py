@@ -306,11 +306,11 @@ HOSTILE = {
     ),
     "a million dims": (
         file_of(header_of(a=("U8", [1] * 10**6, [0, 1])), b"\0"),
-        "tensor 'a' has 1000000 dims; an array has at most 64",
+        "tensor 'a' has the shape [1, 1, 1, ",
     ),
     "65 dims": (
         file_of(header_of(a=("U8", [1] * 65, [0, 1])), b"\0"),
-        "tensor 'a' has 65 dims; an array has at most 64",
+        "tensor 'a' has the shape [1, 1, 1, ",
     ),
     "a name of 5,000 letters": (
         file_of(header_of(**{LONG: ("U8", [1] * 65, [0, 1])}), b"\0"),
@@ -406,7 +406,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path, name):
     (tmp_path / "in").mkdir()
     (tmp_path / "model.safetensors").write_bytes(file_of(header_of(a=GOOD)))
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="which is not a file name|only .safetensors files are read") as error:
+    with pytest.raises(CheckpointError, match="which is not the name of a .safetensors file in its folder") as error:
         read_model(tmp_path / "in")
     assert len(str(error.value)) < 500 and str(error.value).isprintable()
 

@@ -214,7 +214,7 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
         (
             dict(matmul="int8", matmul_parts="mlp experts", matmul_residuals="8bit", shared_experts=1)
             | dict(layers=2, layers_of="moe*2"),
-            "model.matmul_residuals='8bit' does nothing with model.matmul_parts='mlp experts': what experts and shared",
+            "model.matmul_residuals='8bit' does nothing with model.matmul='int8' and model.matmul_parts='mlp ",
         ),
         (dict(matmul="int8", d_ff=2**18), "sums products of a dim of 262144 in int32, which holds 133144 of them"),
         (dict(matmul="int8", d_latent=2**18), "sums products of a dim of 262144 in int32, which"),

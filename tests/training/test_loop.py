@@ -294,7 +294,7 @@ def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, who
     train(tiny_config(texts), halfway)
     assert losses(halfway) == losses(whole_run)
     (texts / "01.txt").write_text("Another text altogether. " * 20)
-    with pytest.raises(CheckpointError, match=r"other data: data\.\* is the same, .* is not, corpus.fingerprint="):
+    with pytest.raises(CheckpointError, match=r"other settings: data\.\* is the same, .* is not, corpus.fingerprint="):
         train(tiny_config(texts, **{"train.steps": 20}), halfway)
 
 
@@ -304,7 +304,7 @@ def test_an_error_about_other_data_begins_with_its_cause_and_ends_with_what_to_d
             train(config, whole_run)
         return str(error.value)
 
-    begins = f"cannot go on from step 8 in {whole_run} with other data: "
+    begins = f"cannot go on from step 8 in {whole_run} with other settings: "
     corpora = "corpus.fingerprint='[0-9a-f]{12}' there, '[0-9a-f]{12}' here"
     ends = (
         "; set back what differs, or choose another --workdir; a new run there takes these weights with "
@@ -316,7 +316,7 @@ def test_an_error_about_other_data_begins_with_its_cause_and_ends_with_what_to_d
     (texts / "01.txt").write_text("Another text altogether. " * 20)
     config = tiny_config(texts, **{"model.d_ff": 128, "train.steps": 20})
     message, paths = refused(config), f"data.path='{corpus}/*.txt' there, '{texts}/*.txt' here"
-    begins = f"cannot go on from step 8 in {whole_run} with other data and another model: "
+    begins = f"cannot go on from step 8 in {whole_run} with other settings: "
     assert message.startswith(f"{begins}{paths}, model.d_ff=64 there, 128 here, corpus.fingerprint=")
     assert message.endswith("; set back what differs, or choose another --workdir")  # of another model no weights fit
 

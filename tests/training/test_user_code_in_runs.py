@@ -95,11 +95,11 @@ def test_a_run_goes_on_only_with_the_same_files(corpus, tmp_path, monkeypatch):
     train(config, tmp_path / "run")
     config.train.steps = 3
     file.write_text(file.read_text() + "\n# a remark\n")
-    with pytest.raises(CheckpointError, match="other code: user_code.optimizer.name=.* --changed-code"):
+    with pytest.raises(CheckpointError, match="other settings: user_code.optimizer.name=.* --changed-code"):
         train(config, tmp_path / "run")
     assert train(config, tmp_path / "run", changed_code=True) == Outcome("finished", 3, None)
     config.optimizer.name, config.train.steps = "steps_of_mine:made(scale=0.25)", 4
-    with pytest.raises(CheckpointError, match="with another optimizer: optimizer.name='steps_of_mine:made"):
+    with pytest.raises(CheckpointError, match="with other settings: optimizer.name='steps_of_mine:made"):
         train(config, tmp_path / "run", changed_code=True)
     del sys.modules["steps_of_mine"]
 
