@@ -275,10 +275,9 @@ def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
     for name, sums in content["files"].items():
         if not is_inside(name):
             yield f"names a file outside of its folder, {name!r:.100}"
-        if not isinstance(sums, dict) or not _is_count(sums.get("bytes"), SIZE_LIMIT):
-            yield f"gives file {name!r:.100} a size that no file has"
-        elif not _is_count(sums.get("crc32"), CHECKSUM_LIMIT):
-            yield f"has no checksum of file {name!r:.100}"
+        sums = sums if isinstance(sums, dict) else {}
+        if not (_is_count(sums.get("bytes"), SIZE_LIMIT) and _is_count(sums.get("crc32"), CHECKSUM_LIMIT)):
+            yield f"gives file {name!r:.100} a size that no file has, or no checksum"
     for part, arrays in content["arrays"].items():
         if not isinstance(arrays, dict) or not is_inside(part):
             yield f"has an unknown part {part!r:.100}"

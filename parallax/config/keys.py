@@ -52,10 +52,10 @@ class Key:
             raise ConfigError(f"{name}={quoted(value)} is {written}, but it must be {KINDS[kind]}")
         if kind is str:
             self._check_text(name, value)
-        if kind is float and isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
-        if kind is float and abs(value) > LARGEST_FLOAT32:  # before an integer is converted to float
-            raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+        if kind is float and not abs(value) <= LARGEST_FLOAT32:  # or NaN; before an integer is converted to float
+            raise ConfigError(
+                f"{name}={quoted(value)} is not a number that float32 holds; use {LARGEST_FLOAT32:.1e} or less"
+            )
         if kind in (int, float) and value != self.also:
             self._check_range(name, value, section, whole=kind is int)
         if self.code and names_code(value):
@@ -87,9 +87,7 @@ class Key:
     def _check_range(self, name: str, value: float, section: type["Section"], *, whole: bool) -> None:
         most = section.most if whole and self.most is None else self.most
         if whole and value > most:
-            power = most >= LARGEST_INT32 and most & (most + 1) == 0
-            limit = f"less than 2**{most.bit_length()}" if power else f"{most} or less"
-            raise ConfigError(f"{name}={quoted(value)} {self.too_large or f'is too large; use {limit}'}")
+            raise ConfigError(f"{name}={quoted(value)} {self.too_large or f'is too large; use {most} or less'}")
         if not self.least <= value < self.below or (most is not None and value > most):
             upper = f"below {self.below:g}" if most is None else f"at most {most:g}"
             range_ = section.says.format(self.least) if whole else f"must be at least {self.least} and {upper}."

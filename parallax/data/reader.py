@@ -106,13 +106,9 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
         raise DataError(
             f"data.special_tokens={config.special_tokens!r}, but {folder} was prepared with {made!r}; use that"
         )
-    if config.tokenizer == AUTO:
-        return tokenizer
+    agrees = config.tokenizer in (AUTO, tokenizer.name)
     if config.tokenizer.endswith(".json"):
-        known = load_tokenizer(config.tokenizer, tokenizer.fingerprint)
-        agrees = known.fingerprint == tokenizer.fingerprint
-    else:
-        agrees = config.tokenizer == tokenizer.name
+        agrees = load_tokenizer(config.tokenizer, tokenizer.fingerprint).fingerprint == tokenizer.fingerprint
     if not agrees:
         raise DataError(
             f"data.tokenizer={config.tokenizer!r} is not that of {folder}: that is {tokenizer.name!r} "
@@ -170,7 +166,7 @@ class Reader:
         tokens = manifest.read_documents(folder)["tokens"]
         if tokens.sum() != manifest.tokens:
             raise DataError(f"{folder}: its documents have {tokens.sum()} tokens, its shards {manifest.tokens}")
-        self._stream = TokenStream(folder, manifest, tokens, self._chosen(), vocab=vocab)
+        self._stream = TokenStream(folder, manifest, tokens, self._chosen(), vocab)
         if contents and vocab is not None and vocab < manifest.vocab:
             self._stream.check_ids()
         if split == "train" and self.windows < self._global_batch:
@@ -329,19 +325,12 @@ class TokenStream:
     it, where a memory map would kill the process with SIGBUS.
 
     Args:
+        tokens: of each document of the manifest.
         documents: a mask of the split's documents over all documents of the manifest.
         vocab: of the model, which may have fewer ids than the tokenizer.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        tokens_of_documents: np.ndarray,
-        documents: np.ndarray,
-        *,
-        vocab: int | None = None,
-    ):
+    def __init__(self, folder: Path, manifest: Manifest, tokens: np.ndarray, documents: np.ndarray, vocab: int | None):
         self._dtype, self._known = manifest.dtype, manifest.vocab
         self._vocab = self._known if vocab is None else min(vocab, self._known)
         self._files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
@@ -355,7 +344,7 @@ class TokenStream:
                 check_file(file, size, shard.ids_sha256)
             return open_file(file, buffering=0)
 
-        self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
+        self._shards, self._offsets, lengths = _runs(manifest, tokens, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         # A file that leaves the cache is closed with its last reference.
         self._open = lru_cache(OPEN_FILES)(open_shard)

@@ -223,8 +223,6 @@ class Bpe:
         inner = self._to_text if special_tokens == "text" else self._to_tokens
         try:
             encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        except UnicodeEncodeError:
-            raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
         end = self.token(self.end)
@@ -263,10 +261,9 @@ class Bpe:
 
 def _from_text(text: str, origin: str) -> Any:
     """A tokenizer of the library, with which text that spells an added special token stays text."""
+    library = _library()
     try:
-        inner = _library().Tokenizer.from_str(text)
-    except ConfigError:
-        raise
+        inner = library.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{origin} is not a tokenizer: {error}") from error
     inner.encode_special_tokens = True

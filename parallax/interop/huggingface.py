@@ -20,7 +20,7 @@ from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
-from parallax.interop.hf_weights import FusedTensor, ScaledTensor, Weight, WeightView
+from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.sharding.parameter import Role
@@ -75,8 +75,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
             f"{model.vocab}; it belongs to another model: use the {TOKENIZER_FILE} of the one whose {CONFIG} this is"
         )
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
-    fused = hf_weights.fused_tensors(model, config.architecture)
-    tensors = _tensors_of_model(source, _hf_shapes(settings, views), fused, config)
+    tensors = _tensors_of_model(source, _hf_shapes(settings, views), model, config)
     record = {
         # The config of the weights in the form in which they can be written back.
         "config": {
@@ -88,7 +87,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     stored = _stored_dtype(record["dtypes"], tensors)
     if dtype or stored in COMPUTE_DTYPES:
         settings = read_settings(settings, model={"dtype": dtype or stored})
-    ends = _ends_of_import(source, content, record["files"])
+    ends = ends_of_import(content, _generation(record["files"], source / GENERATION_CONFIG))
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
@@ -174,14 +173,10 @@ def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> di
 
 
 def _tensors_of_model(
-    source: Path, shapes: Mapping[str, tuple[int, ...]], fused: Mapping[str, FusedTensor], config: HfConfig
+    source: Path, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, config: HfConfig
 ) -> dict[str, Weight]:
-    """The tensors of the model; CheckpointError names those that are missing, unknown, or do not fit the config.
-
-    A file that has all experts of a layer in one tensor has those of `fused` instead of their parts.
-    """
-    layers = config.model["layers"]
-    further = tuple(hf_weights.LAYER.format(layer=layers + number) for number in range(config.further_layers))
+    """The tensors of the model; CheckpointError names those that are missing, unknown, or do not fit the config."""
+    further = tuple(hf_weights.LAYER.format(layer=model.layers + number) for number in range(config.further_layers))
     tensors = {
         name: tensor
         for name, tensor in read_model(source).items()
@@ -192,12 +187,11 @@ def _tensors_of_model(
     head, table = tensors.get(hf_weights.LM_HEAD), tensors.get(hf_weights.TABLE)
     if head and table and hf_weights.LM_HEAD not in shapes and _same(head, table):
         del tensors[hf_weights.LM_HEAD]  # a tied table that is stored twice
-    if any(name.endswith((hf_weights.FUSED_GATES_AND_UPS, hf_weights.FUSED_DOWNS)) for name in tensors):
-        parts = {part for about in fused.values() for part in about.parts}
-        shapes = {name: shape for name, shape in shapes.items() if name not in parts}
-        shapes |= {name: about.shape for name, about in fused.items()}
-    else:
-        fused = {}
+    is_fused = any(name.endswith((hf_weights.FUSED_GATES_AND_UPS, hf_weights.FUSED_DOWNS)) for name in tensors)
+    fused = hf_weights.fused_tensors(model, config.architecture) if is_fused else {}
+    parts = {part for about in fused.values() for part in about.parts}
+    shapes = {name: shape for name, shape in shapes.items() if name not in parts}
+    shapes |= {name: about.shape for name, about in fused.items()}
     differences = []
     for name in shapes.keys() & tensors.keys():
         tensor = tensors[name]
@@ -217,10 +211,8 @@ def _same(first: Weight, second: Weight) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with errors_as(CheckpointError, f"{path} cannot be read: ", "", UnicodeDecodeError):
         return files.read_bytes(path, BESIDE_LIMIT_BYTES).decode("utf-8")  # line ends as they are
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _is_small(path: Path) -> bool:
@@ -387,12 +379,10 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
 # ---- special tokens and generation
 
 
-def _ends_of_import(source: Path, content: Mapping[str, Any], texts: Mapping[str, str]) -> list[int]:
-    with errors_as(
-        CheckpointError, f"{source / GENERATION_CONFIG} cannot be read: ", "; mend it, or remove it", ValueError
-    ):
-        generation = files.object_of(texts.get(GENERATION_CONFIG, "{}"))
-    return ends_of_import(content, generation)
+def _generation(texts: Mapping[str, str], where: object) -> dict[str, Any]:
+    """What the file that configures generation says; CheckpointError unless it is a JSON object."""
+    with errors_as(CheckpointError, f"{where} cannot be read: ", "; mend it, and import it again", ValueError):
+        return files.object_of(texts.get(GENERATION_CONFIG, "{}"))
 
 
 def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
@@ -423,10 +413,7 @@ def _texts_beside(
         known = {key: ids for key, ids in said.items() if ids is not None}
         texts[GENERATION_CONFIG] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
     if trained:
-        with errors_as(
-            CheckpointError, f"the imported {GENERATION_CONFIG} is damaged: ", "; import it again", ValueError
-        ):
-            generation = files.object_of(texts[GENERATION_CONFIG])
+        generation = _generation(texts, f"the imported {GENERATION_CONFIG}")
         ids = eos_ids(GENERATION_CONFIG, generation)
         if end not in ids:
             texts[GENERATION_CONFIG] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})

@@ -96,11 +96,10 @@ class StopRequest:
         while arrived := self._arrivals.recv(1):
             if arrived[0] not in STOPPING:
                 continue
-            ending = arrived[0] in ENDING  # a closed terminal sends SIGHUP twice, from the system and from the shell
-            if ending and self._signalled:
-                self._end(signal.Signals(arrived[0]).name)
+            ending, name = arrived[0] in ENDING, signal.Signals(arrived[0]).name
+            if ending and self._signalled:  # a closed terminal sends SIGHUP twice, from the system and from the shell
+                self._end(name)
             self._signalled = self._signalled or ending
-            name = signal.Signals(arrived[0]).name
             if self.signal is None:
                 self._ask(name)
             advice = "; once more to exit at once" if ending else ""

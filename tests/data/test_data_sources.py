@@ -194,7 +194,7 @@ def test_a_damaged_zstd_file_is_named(tmp_path):
 def test_zstd_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     write(tmp_path, a__txt__zst=zstd(b"one"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"a\.txt\.zst is packed with zstd, .*pip install -e '\.\[data\]'"):
+    with pytest.raises(ConfigError, match=r"a\.txt\.zst, which is packed with zstd, .*pip install -e '\.\[data\]'"):
         documents("text", tmp_path / "a.txt.zst")
 
 

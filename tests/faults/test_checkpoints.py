@@ -213,7 +213,7 @@ HOSTILE = {
     "a huge size": (add_file("x", bytes=10**40), "a size that no file has"),
     "a negative size": (add_file("x", bytes=-1), "a size that no file has"),
     "a size as text": (add_file("x", bytes="9"), "a size that no file has"),
-    "no checksum": (add_file("x", crc32=None), "has no checksum of file 'x'"),
+    "no checksum": (add_file("x", crc32=None), "gives file 'x' a size that no file has, or no checksum"),
     "a shape beyond all": (
         lambda m: m["arrays"]["params"]["embedding"].update(shape=[10**30, 2]), "describes an impossible array"),
     "a negative shape": (

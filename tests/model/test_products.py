@@ -198,7 +198,7 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
         (dict(matmul="fp8"), "model.matmul='fp8' is unknown"),
         (
             dict(matmul_parts="mpl"),
-            "model.matmul_parts='mpl' is unknown; did you mean 'mlp'? Known: attention, mlp, experts",
+            "model.matmul_parts='mpl' is unknown; did you mean 'mlp'. Known: attention, mlp, experts",
         ),
         (
             dict(matmul="int8", matmul_parts="mlp experts"),

@@ -88,7 +88,7 @@ def test_warm_up_that_does_not_end_is_refused():
         ("schedule", "cosin", "optimizer.schedule='cosin' is unknown; did you mean 'cosine'?"),
         ("warmup_steps", -1, "optimizer.warmup_steps=-1 must be a whole number of 0 or more"),
         ("warmup_steps", 1.5, "optimizer.warmup_steps=1.5 is a number, but it must be a whole number"),
-        ("learning_rate", float("nan"), "optimizer.learning_rate=nan is not finite; it must be a number"),
+        ("learning_rate", float("nan"), "optimizer.learning_rate=nan is not a number that float32 holds"),
         ("b1", 1.0, "optimizer.b1=1.0 must be at least 0 and below 1"),
         ("clip_norm", -1.0, "optimizer.clip_norm=-1.0 must be at least 0"),
         ("m_dtype", "bf16", "optimizer.m_dtype='bf16' is unknown; "),
