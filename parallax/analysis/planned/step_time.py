@@ -482,9 +482,8 @@ def compile_and_read(
 ) -> CompiledStep:
     """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
     settings = resolve(settings, topology.as_devices)
-    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
-    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
-    model, lowered = step.model, step.lower(*shape)
+    step = step_of(settings, make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices))
+    lowered = step.lower(settings.data.global_batch, settings.data.seq)
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -492,19 +491,33 @@ def compile_and_read(
             raise
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
-    compiled = read_step(program, model, seq=shape[1])
-    if is_absent_gpus(mesh):
+    return read_figures(program, step.model, settings, topology, kernel_efficiency=kernel_efficiency)
+
+
+def read_figures(
+    program: jax.stages.Compiled,
+    model: ShardedModel,
+    settings: Settings,
+    topology: Topology,
+    *,
+    kernel_efficiency: float = KERNEL_EFFICIENCY,
+) -> CompiledStep:
+    """The compiler's figures for the compiled step of a model on these devices."""
+    compiled, seq = read_step(program, model, seq=settings.data.seq), settings.data.seq
+    if is_absent_gpus(model.mesh):
         # JAX names no host memory for GPUs that are not present: in their program what rests there is on the device.
         host = predicted_host_memory(model_on_topology(settings, topology), settings)
         compiled = compiled._replace(arguments=compiled.arguments - host.parameters - host.optimizer)
     # The peak of other backends, as of the one for CPU, may leave temporaries out.
     peak = compiled.peak if topology.is_tpu else compiled.together
+    sizes = compiled.arguments, compiled.temporaries, peak
     if compiled.cycles is None:
-        return CompiledStep("", compiled.arguments, compiled.temporaries, peak)
-    flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / topology.devices
+        return CompiledStep("", *sizes)
+    tokens = settings.data.global_batch * seq
+    flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * tokens / topology.devices
     kernels = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
     time = step_time(compiled, topology.chip, flops, **kernels)
-    return CompiledStep("", compiled.arguments, compiled.temporaries, peak, time, overlaps(compiled, topology.chip))
+    return CompiledStep("", *sizes, time, overlaps(compiled, topology.chip))
 
 
 def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
