@@ -41,18 +41,10 @@ class Parity:
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         largest = sorted(self.gradients.items(), key=lambda pair: -pair[1])
         rows = [["loss", f"{self.loss:.1e}", f"{LOSS_LIMIT:.0e}"]]
-        rows += [
-            [f"gradient of {name}", f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"]
-            for name, error in largest[:SHOWN_GRADIENTS]
-        ]
-        if len(largest) > SHOWN_GRADIENTS:
-            rows.append(
-                [
-                    f"{len(largest) - SHOWN_GRADIENTS} more gradients",
-                    f"{largest[SHOWN_GRADIENTS][1]:.1e}",
-                    f"{GRADIENT_LIMIT:.0e}",
-                ]
-            )
+        shown = [(f"gradient of {name}", error) for name, error in largest[:SHOWN_GRADIENTS]]
+        if rest := largest[SHOWN_GRADIENTS:]:
+            shown.append((f"{len(rest)} more gradients", rest[0][1]))
+        rows += [[name, f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"] for name, error in shown]
         is_same = "the same as on one device" if self.is_equal else "NOT the same as on one device"
         return "\n".join([f"{mesh}: {is_same}", *text_table(["", "difference", "limit"], rows, left=1)])
 

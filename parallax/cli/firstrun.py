@@ -25,10 +25,9 @@ with loading(__name__, sys.stderr):
     import numpy as np
     from jax.extend.backend import get_backend
 
-    from parallax.analysis.compiled.program import bytes_together, device_peak
     from parallax.analysis.planned.devices import device_memory, local_topology, most_memory
     from parallax.analysis.planned.plan import Plan, plan
-    from parallax.analysis.planned.step_time import read_figures
+    from parallax.analysis.planned.step_time import CompiledStep, read_figures
     from parallax.analysis.planned.topology import Topology
     from parallax.analysis.traced.memory import predicted_memory
     from parallax.analysis.traced.trace import abstract_mesh
@@ -193,8 +192,7 @@ class FirstRun:
     step: TrainStep | None = None
     program: Any = None
     compile_secs: float | None = None
-    compiled_bytes: int | None = None
-    compiled_step_secs: float | None = None  # from the compiler's cycles, on GPUs from a roofline
+    made: CompiledStep | None = None
     state: TrainState | None = None
     steps: list[Taken] = dataclasses.field(default_factory=list)
     most_bytes: int | None = None
@@ -204,11 +202,6 @@ class FirstRun:
         """Median time of the steps after the warm-up."""
         counted = [taken.secs for taken in self.steps[WARM_UP:]]
         return statistics.median(counted) if counted else None
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs over what the devices could compute in the median step."""
-        return self.plan.mfu * self.plan.secs / self.median_secs if self.plan and self.median_secs else None
 
     def say(self, text: str) -> None:
         """Print a line, and write the file with it and all that is known, so that nothing is lost with the process."""
@@ -257,29 +250,17 @@ def make_plan(run: FirstRun) -> None:
 
 
 def compile_step(run: FirstRun) -> None:
-    """Compile the step and read the compiler's memory and time."""
+    """Compile the step and read the compiler's memory and, on accelerators, its time."""
     settings, mesh = run.settings, make_mesh(run.settings.mesh)
     connect_devices(mesh)
     run.step = step_of(settings, mesh)
     lowered, begun = run.step.lower(settings.data.global_batch, settings.data.seq), time.perf_counter()
     run.program = lowered.compile()
     run.compile_secs = time.perf_counter() - begun
-    on_tpu, sizes = jax.default_backend() == "tpu", run.program.memory_analysis()
-    if sizes is not None:
-        # The peak of XLA for CPU excludes temporaries, and for GPU it may be missing.
-        run.compiled_bytes = device_peak(sizes) if on_tpu else bytes_together(sizes)
-    if jax.default_backend() != "cpu":  # the compiler for CPU estimates no cycles, and the peak of CPUs is not known
-        price_program(run)
-
-
-def price_program(run: FirstRun) -> None:
-    """The step's time from the compiler's cycles, on GPUs from a roofline over the program's fusions. If it cannot be
-    read, a line says so; the program still runs."""
     try:
-        time_read = read_figures(run.program, run.step.model, run.settings, run.topology).time
-        run.compiled_step_secs = time_read and time_read.total_secs
-    except Exception as error:
-        run.say(f"the compiled program is not priced: {type(error).__name__}: {error}")
+        run.made = read_figures(run.program, run.step.model, settings, run.topology)
+    except Exception as error:  # the program still runs
+        run.say(f"the compiled program cannot be read: {type(error).__name__}: {error}")
 
 
 def make_state(run: FirstRun) -> None:
@@ -318,10 +299,6 @@ def counting_batch(run: FirstRun) -> dict[str, Any]:
 MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
 LOSS_WITHIN = 0.1  # share of ln(vocab), for the loss before any learning
 UNEVEN = 1.5  # slowest step over the median
-MEASURED = f"""
-The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the allocator's
-peak on process 0's devices if the backend reports it; else it is compared as compiled.
-"""
 in_secs = "{:.3g} s".format
 
 
@@ -331,7 +308,7 @@ def page(run: FirstRun) -> str:
     verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
     options = run.step and compiler_options(run.step.model.mesh, run.settings.model.matmul)
     parts = {
-        "Planned and measured": "\n".join([*compared(run), MEASURED, str(run.plan or run.unplanned)]),
+        "Planned and measured": "\n".join([*compared(run), "", str(run.plan or run.unplanned)]),
         **{f"Error of {name}": error for name, error in run.errors.items()},
         "Log": "\n".join(run.log),
         "Warnings": "\n".join(warnings(run)) or "none",
@@ -352,14 +329,15 @@ def document(title: str, intro: str, parts: dict[str, str]) -> str:
 
 def compared(run: FirstRun) -> Iterator[str]:
     """A table of plan, compiler's figures and measurement."""
-    planned, secs = run.plan, run.median_secs
-    memory = run.planned_bytes, run.compiled_bytes, run.most_bytes
-    times = planned and planned.secs, run.compiled_step_secs, secs
-    of_memory = ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes), ratio(memory[2], memory[1])
+    planned, made, secs = run.plan, run.made, run.median_secs
+    memory = run.planned_bytes, made and made.peak_bytes, run.most_bytes
+    times = planned and planned.secs, made and made.time and made.time.total_secs, secs
+    mfu = planned and secs and planned.mfu * planned.secs / secs
+    of_memory = of_planned_memory(run), ratio(memory[2], memory[1])
     rows = [
         ["memory of a device", *cells(in_bytes, *memory), *cells(percent, *of_memory)],
         ["time of a step", *cells(in_secs, *times), *cells(percent, ratio(secs, times[0]), ratio(secs, times[1]))],
-        ["MFU", *cells(percent, planned and planned.mfu), "", *cells(percent, run.mfu), "", ""],
+        ["MFU", *cells(percent, planned and planned.mfu), "", *cells(percent, mfu), "", ""],
         ["compilation", "", "", *cells(in_secs, run.compile_secs), "", ""],
     ]
     head = ["", "planned", "compiled", "measured", "measured\n/ planned", "measured\n/ compiled"]
@@ -375,6 +353,11 @@ def ratio(measured: float | None, planned: float | None) -> float | None:
     return measured / planned if measured and planned else None
 
 
+def of_planned_memory(run: FirstRun) -> float | None:
+    """The measured memory over the planned one; where none is measured, the compiler's."""
+    return ratio(run.most_bytes or (run.made and run.made.peak_bytes), run.planned_bytes)
+
+
 def warnings(run: FirstRun) -> Iterator[str]:
     """Observations that readers of the file should see first."""
     steps, secs = run.steps, run.median_secs
@@ -388,12 +371,10 @@ def warnings(run: FirstRun) -> Iterator[str]:
         yield f"the loss does not fall: {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
     if skipped := sum(taken.skipped for taken in steps):
         yield f"the guard skipped {skipped} of {len(steps)} steps"
-    memory, time_share = (
-        ratio(run.most_bytes or run.compiled_bytes, run.planned_bytes),
-        ratio(secs, run.plan and run.plan.secs),
-    )
-    for what, share, limit in (("memory", memory, MEMORY_WITHIN), ("the time of a step", time_share, TIME_WITHIN)):
-        if share and abs(share - 1) > limit and not (run.topology and run.topology.shared):
+    of_time = ratio(secs, run.plan and run.plan.secs)
+    limits = ("memory", of_planned_memory(run), MEMORY_WITHIN), ("the time of a step", of_time, TIME_WITHIN)
+    for what, share, limit in () if run.topology and run.topology.shared else limits:
+        if share and abs(share - 1) > limit:
             yield f"{what} is {percent(share)} of what was planned: further off than {percent(limit)}"
     slowest = max((taken.secs for taken in steps[WARM_UP:]), default=0.0)
     if secs and slowest > UNEVEN * secs:

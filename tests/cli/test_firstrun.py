@@ -16,6 +16,7 @@ from support.hlo_examples import CHAIN, with_cycles
 from support.stand_ins import Chip
 from support.tiny_model import build
 
+from parallax.analysis.planned.step_time import CompiledStep
 from parallax.analysis.planned.topology import read_topology
 from parallax.cli import firstrun
 from parallax.cli.command import read_command
@@ -25,12 +26,12 @@ from parallax.cli.firstrun import (
     FirstRun,
     Taken,
     choose,
+    compile_step,
     do_phases,
     make_plan,
     nameless,
     page,
     planned_memory,
-    price_program,
     warnings,
 )
 from parallax.step.resolve import Devices, resolve
@@ -247,7 +248,7 @@ def found_of(**changes):
     found.planned_bytes = 1000
     found.topology = read_topology("v5e:2x4")
     found.plan = SimpleNamespace(secs=1.0, mfu=0.55)
-    found.compiled_bytes, found.most_bytes = 1000, 1050
+    found.made, found.most_bytes = CompiledStep("", peak_bytes=1000), 1050
     found.steps = [Taken(9.0, 5.9, 1.0, False), Taken(1.0, 5.5, 1.0, False), *[Taken(1.1, 5.0, 1.0, False)] * 3]
     for name, value in changes.items():
         setattr(found, name, value)
@@ -264,7 +265,7 @@ def step(**changes):
     [
         ({}, None),
         ({"most_bytes": 1200}, "memory is 120.0 % of what was planned"),
-        ({"most_bytes": None, "compiled_bytes": 1200}, "memory is 120.0 % of what was planned"),
+        ({"most_bytes": None, "made": CompiledStep("", peak_bytes=1200)}, "memory is 120.0 % of what was planned"),
         ({"plan": SimpleNamespace(secs=0.8, mfu=0.5)}, "the time of a step is 137.5 % of what was planned"),
         ({"steps": step(secs=2.0)}, "the slowest step takes 1.8 times the median"),
         ({"steps": step(loss=math.nan)}, "loss or gradient is not finite in step 5"),
@@ -281,7 +282,7 @@ def test_what_somebody_should_look_at_is_a_warning(changes, warning):
 
 def test_times_leave_the_warm_up_out():
     found = found_of()
-    assert WARM_UP == 2 and found.median_secs == 1.1 and found.mfu == pytest.approx(0.5)
+    assert WARM_UP == 2 and found.median_secs == 1.1 and rows(page(found))["MFU"] == ["55.0 %", "50.0 %"]
 
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
@@ -290,13 +291,14 @@ def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips)
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
     assert found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
-    assert found.planned_bytes > 1000 and found.mfu is None
+    assert found.planned_bytes > 1000 and rows(page(found))["MFU"] == ["not known", "not known"]
 
 
 class Program:
     """A compiled program of this text."""
 
     def __init__(self, text):
+        self.compile = lambda: self
         self.as_text = lambda: text
         sizes = ("argument", "temp", "output", "alias", "host_argument", "host_output", "host_temp")
         self.memory_analysis = lambda: SimpleNamespace(
@@ -304,17 +306,21 @@ class Program:
         )
 
 
-def test_a_program_that_cannot_be_priced_is_run_all_the_same(capsys):
-    found = found_of(step=SimpleNamespace(model=build((2, 4, 1))))
-    found.program = Program(with_cycles(CHAIN))
-    price_program(found)
-    assert found.compiled_step_secs == pytest.approx(6 * 4750 / 1.5e9) and not capsys.readouterr().err  # of six turns
-    found.program = Program(CHAIN)
-    price_program(found)
-    assert found.compiled_step_secs is None and not capsys.readouterr().err  # the compiler says no cycles
-    found.program = Program("no program")
-    price_program(found)
-    assert capsys.readouterr().err.startswith("the compiled program is not priced: KeyError: ")
+@pytest.mark.parametrize(
+    ("text", "secs", "said"),
+    [
+        (with_cycles(CHAIN), 6 * 4750 / 1.5e9, ""),  # of six turns
+        (CHAIN, None, ""),
+        ("no program", None, "the compiled program cannot be read: KeyError"),
+    ],
+)
+def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys, monkeypatch):
+    found = found_of(made=None)
+    step = SimpleNamespace(model=build((2, 4, 1)), lower=lambda *shape: Program(text))
+    monkeypatch.setattr(firstrun, "step_of", lambda *_: step)
+    compile_step(found)
+    assert capsys.readouterr().err.startswith(said) and (found.made is None) == bool(said)
+    assert secs is None or found.made.time.total_secs == pytest.approx(secs)
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.profiler import ProfileData
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, module_of
+from parallax.display.plain import as_plain
 from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
 from parallax.errors import DataError, errors_as
@@ -278,14 +280,9 @@ class StepProfile:
     idle: float
     devices: tuple[DeviceTime, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists that JSON can hold."""
-        named = {name: [one._asdict() for one in getattr(self, name)] for name in ("modules", "collectives", "devices")}
-        return dataclasses.asdict(self) | named
-
     def to_json(self) -> str:
         """The whole profile as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(as_plain(self), indent=2)
 
     def __repr__(self) -> str:
         sections = [_heading(self), _parts(self), _devices(self)]
@@ -350,11 +347,8 @@ def _place(trace: Trace, number: int) -> str:
     """Mesh coordinates of a device, as "pp=0 dp=1 tp=0"."""
     if number not in trace.order or not trace.mesh:
         return ""
-    rest, ranks = trace.order.index(number), []
-    for axis, size in reversed(trace.mesh.items()):
-        rest, rank = divmod(rest, size)
-        ranks.append(f"{axis}={rank}")
-    return " ".join(reversed(ranks))
+    ranks = np.unravel_index(trace.order.index(number), tuple(trace.mesh.values()))
+    return " ".join(f"{axis}={rank}" for axis, rank in zip(trace.mesh, ranks, strict=True))
 
 
 SHOWN_DEVICES = 16

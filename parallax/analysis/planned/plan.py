@@ -10,14 +10,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
-from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, model_on_topology, with_keys
+from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, with_keys
 from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
-    Overlap,
     compiled_parts,
     predict,
-    predict_of,
     time_parts,
 )
 from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
@@ -234,8 +232,7 @@ def _priced(
 def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, now: Estimate) -> Change | None:
     """The effect of a change; None if it is not legal, or if the host's memory cannot hold it."""
     with contextlib.suppress(ParallaxError):
-        changed = with_keys(settings, values)
-        then = predict_of(model_on_topology(changed, topology), changed, topology)
+        then = predict(with_keys(settings, values), topology)
         if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
             return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
     return None
@@ -435,33 +432,21 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     yield ""
     yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
     if topology.chip.platform == "gpu":
-        yield from ["", *sent_table(made.sent)] * bool(made.sent)
-        yield from ("", *(f"{name}: {what}" for name, what in rests_on(topology).items()))
-
-
-def sent_table(sent: Sequence[Overlap]) -> Iterator[str]:
-    """Collectives of a compiled step, with the shares that are asynchronous and hidden."""
-    rows = [
-        [f"{axes} {kind}", f"{calls:,.0f}", in_bytes(size), *map(percent, shares)]
-        for axes, kind, calls, size, *shares in sent
-    ]
-    yield from text_table(["a GPU sends", "calls", "bytes", "asynchronous", "hidden"], rows, left=1)
-
-
-def rests_on(topology: Topology) -> dict[str, str]:
-    """How each figure of a step that was compiled for GPUs is determined."""
-    chip = topology.chip
-    links = f"{chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host"
-    network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
-    sent = f"their bytes at {links}{network}; hidden: as far as there is compute between start and done"
-    return {
-        "memory": "the buffers that XLA assigned",
-        "compute": "for each fusion of the program the longer of its products at the chip's peak and its bytes at "
-        f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
-        **({"messages": sent} if topology.devices > 1 else {}),
-        "attention": f"cuDNN's FLOPs at {100 * KERNEL_EFFICIENCY:.0f} % of the chip's peak, or its bytes",
-        "not counted": "launches, latency, caches, tiles that do not fill the GPU: most steps take longer",
-    }
+        head = ["a GPU sends", "calls", "bytes", "asynchronous", "hidden"]
+        rows = [
+            [f"{axes} {kind}", f"{calls:,.0f}", in_bytes(size), *map(percent, shares)]
+            for axes, kind, calls, size, *shares in made.sent
+        ]
+        yield from ["", *text_table(head, rows, left=1)] * bool(rows)
+        chip = topology.chip
+        hosts = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
+        links = f"; messages at {chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host{hosts}"
+        yield ""
+        yield (
+            f"compute: the longer of products at the chip's peak, attention's at {100 * KERNEL_EFFICIENCY:.0f} %, "
+            f"and bytes at {chip.hbm_bandwidth / 1e9:,.0f} GB/s{links * (topology.devices > 1)}"
+        )
+        yield "not counted: launches, latency, caches, tiles that do not fill the GPU: most steps take longer"
 
 
 def changes_table(changes: Sequence[Change]) -> Iterator[str]:

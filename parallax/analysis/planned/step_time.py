@@ -145,11 +145,7 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     True
     """
     settings = resolve(settings, topology.as_devices)
-    return predict_of(model_on_topology(settings, topology), settings, topology)
-
-
-def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
-    """`predict` for a model that exists already and settings without -1 in the mesh."""
+    model = model_on_topology(settings, topology)
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
     return estimate(settings, topology, held, traced_work(model, settings), host)
 
@@ -498,20 +494,20 @@ def read_figures(
     program: jax.stages.Compiled,
     model: ShardedModel,
     settings: Settings,
-    topology: Topology,
+    topology: Topology | None,
     *,
     kernel_efficiency: float = KERNEL_EFFICIENCY,
 ) -> CompiledStep:
-    """The compiler's figures for the compiled step of a model on these devices."""
+    """The compiler's figures for the compiled step of a model; without a topology, its memory."""
     compiled, seq = read_step(program, model, seq=settings.data.seq), settings.data.seq
     if is_absent_gpus(model.mesh):
         # JAX names no host memory for GPUs that are not present: in their program what rests there is on the device.
         host = predicted_host_memory(model_on_topology(settings, topology), settings)
         compiled = compiled._replace(arguments=compiled.arguments - host.parameters - host.optimizer)
     # The peak of other backends, as of the one for CPU, may leave temporaries out.
-    peak = compiled.peak if topology.is_tpu else compiled.together
+    peak = compiled.peak if model.mesh.devices.flat[0].platform == "tpu" else compiled.together
     sizes = compiled.arguments, compiled.temporaries, peak
-    if compiled.cycles is None:
+    if compiled.cycles is None or topology is None:
         return CompiledStep("", *sizes)
     tokens = settings.data.global_batch * seq
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * tokens / topology.devices
