@@ -4,6 +4,7 @@ python -m parallax.firstrun
 python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md
 """
 
+import contextlib
 import dataclasses
 import getpass
 import json
@@ -14,7 +15,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,9 @@ FLAGS = {
 }
 
 
+Note = Callable[[str], None]
+
+
 class PhaseError(ParallaxError):
     """A phase of the first run failed; the file has the details."""
 
@@ -78,21 +82,21 @@ def act(argv: Sequence[str]) -> None:
     try:
         start_devices()
     except RuntimeError as error:  # a missing driver, or chips that another process uses
-        parts = {"Error": str(error), "Machine": "\n".join(software())}
-        write_output("out", out, document("First run: JAX has no devices", f"`{command(words)}`", parts))
+        notes_in(out, [command(words), "", *software(), ""])(f"JAX has no devices: {error}")
         raise PhaseError(f"JAX has no devices: {first_line(error)}; {out} says more") from error
     if not written(argv, "config"):
         words = [*choose([word for word in words if word.startswith(("--config.", "-config."))]), *words]
         line = read_line([argv[0], *words], FLAGS)
-    run = FirstRun(shortened(read_settings(line.config), steps), command(words), out, [*machine(), *software()])
-    say(f"{named_devices()}; {run.command}")
-    with limited(run.settings.distributed):
-        do_phases(run)
-    for warning in warnings(run):
-        say(f"warning: {warning}")
-    say(f"results are in {out}, without names of host, user and home; attach it to an issue")
-    for name, error in run.errors.items():
-        raise PhaseError(f"{name} failed: {error.splitlines()[0]}")
+    run = FirstRun(shortened(read_settings(line.config), steps))
+    config = json.dumps(run.settings.to_dict(), indent=1)
+    note = notes_in(out, [command(words), "", *machine(), *software(), "", config, ""])
+    note(command(words))
+    try:
+        with limited(run.settings.distributed):
+            measure(run, note)
+    finally:
+        note("\n".join(["", *compared(run), "", *(f"warning: {line}" for line in warnings(run))]))
+        say(f"results are in {out}, without names of host, user and home; attach it to an issue")
 
 
 def shortened(settings: Settings, steps: int) -> Settings:
@@ -111,6 +115,19 @@ def say(text: str) -> None:
     if is_first():
         clear_progress()
         tell(text, sys.stderr)
+
+
+def notes_in(out: str, header: Sequence[str]) -> Note:
+    """A function that prints a text and adds it to the file, so that nothing is lost with the process."""
+    lines = [f"# First run, {time.strftime('%Y-%m-%d')}", "", "```", *header]
+
+    def note(text: str) -> None:
+        say(text)
+        lines.append(text)
+        if is_first():
+            write_output("out", out, nameless("\n".join([*lines, "```", ""])))
+
+    return note
 
 
 # ---- the choice of the config: the largest one that fits according to the plan
@@ -159,7 +176,7 @@ def planned_memory(settings: Settings) -> int:
     return predicted_memory(model, settings).peak
 
 
-# ---- the phases; what was found is kept if a later one fails
+# ---- the phases; what is known stays if a later one fails
 
 LARGEST_ID = 251  # of tokens that count up and start again, which a model learns in a few steps
 ERROR_LINES = 12  # most lines of an error in the file
@@ -179,21 +196,12 @@ class FirstRun:
     """What is known so far; missing figures are None. Bytes are those of a device, seconds those of a step."""
 
     settings: Settings
-    command: str = ""
-    out: str = ""  # the file; "" writes none
-    machine: list[str] = dataclasses.field(default_factory=list)
-    log: list[str] = dataclasses.field(default_factory=list)
-    phase: str = ""  # the running one
-    errors: dict[str, str] = dataclasses.field(default_factory=dict)  # by phase
     planned_bytes: int | None = None
     topology: Topology | None = None
     unplanned: str = ""  # why no time was planned
     plan: Plan | None = None
-    step: TrainStep | None = None
-    program: Any = None
     compile_secs: float | None = None
     made: CompiledStep | None = None
-    state: TrainState | None = None
     steps: list[Taken] = dataclasses.field(default_factory=list)
     most_bytes: int | None = None
 
@@ -203,38 +211,41 @@ class FirstRun:
         counted = [taken.secs for taken in self.steps[WARM_UP:]]
         return statistics.median(counted) if counted else None
 
-    def say(self, text: str) -> None:
-        """Print a line, and write the file with it and all that is known, so that nothing is lost with the process."""
-        say(text)
-        self.log.append(text)
-        if self.out and is_first():
-            write_output("out", self.out, page(self))
+
+@contextlib.contextmanager
+def phase(name: str, note: Note) -> Iterator[None]:
+    """Note a phase with its time; its error becomes a PhaseError."""
+    note(f"{name} …")
+    set_phase(f"{name} of the first run", compiling=True)
+    begun = time.perf_counter()
+    try:
+        with waiting(f"first run, {name}"):
+            yield
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        note("\n".join([f"{name} failed after {time.perf_counter() - begun:.1f} s", *lines[:ERROR_LINES]]))
+        raise PhaseError(f"{name} failed: {lines[0]}") from error
+    note(f"{name}: done in {time.perf_counter() - begun:.1f} s")
 
 
-def do_phases(run: FirstRun) -> None:
-    """Run all phases until one fails; a step that could not be planned can still be measured."""
-    acts = {
-        "plan": make_plan,
-        "compile": compile_step,
-        "first state": make_state,
-        "steps": take_steps,
-    }
-    for run.phase, act_of_phase in acts.items():
-        run.say(f"{run.phase} …")
-        set_phase(f"{run.phase} of the first run", compiling=True)
-        begun, outcome = time.perf_counter(), "done"
-        with waiting(f"first run, {run.phase}"):
-            try:
-                act_of_phase(run)
-            except Exception as error:  # any error belongs into the file
-                lines = f"{type(error).__name__}: {error}".splitlines()
-                run.errors[run.phase], outcome = "\n".join(lines[:ERROR_LINES]), f"failed, {lines[0]}"
-        run.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
-        run.say(f"{run.phase}: {outcome}, after {time.perf_counter() - begun:.1f} s")
-        if run.errors.keys() - {"plan"}:
-            break
-    run.phase = ""
-    run.say("failed: " + ", ".join(run.errors) if run.errors else "all phases are done")
+def measure(run: FirstRun, note: Note) -> None:
+    """Plan, compile and run the step; a step that could not be planned can still be measured."""
+    unplanned = None
+    try:
+        with phase("plan", note):
+            make_plan(run)
+            note(str(run.plan or f"no time was planned: {run.unplanned}"))
+    except PhaseError as error:
+        unplanned = error
+    with phase("compile", note):
+        step, program = compile_step(run, note)
+    with phase("first state", note):  # the first scales of 8-bit products come from a batch
+        batch = counting_batch(run.settings, step)
+        state = jax.block_until_ready(step.init(batch if run.settings.model.matmul != "compute" else None))
+    with phase("steps", note):
+        take_steps(run, note, program, state, batch)
+    if unplanned:
+        raise unplanned
 
 
 def make_plan(run: FirstRun) -> None:
@@ -249,50 +260,46 @@ def make_plan(run: FirstRun) -> None:
         run.unplanned = str(error)
 
 
-def compile_step(run: FirstRun) -> None:
-    """Compile the step and read the compiler's memory and, on accelerators, its time."""
+def compile_step(run: FirstRun, note: Note) -> tuple[TrainStep, Any]:
+    """The step, compiled; the compiler's memory and, on accelerators, its time are read from it."""
     settings, mesh = run.settings, make_mesh(run.settings.mesh)
     connect_devices(mesh)
-    run.step = step_of(settings, mesh)
-    lowered, begun = run.step.lower(settings.data.global_batch, settings.data.seq), time.perf_counter()
-    run.program = lowered.compile()
+    step = step_of(settings, mesh)
+    lowered, begun = step.lower(settings.data.global_batch, settings.data.seq), time.perf_counter()
+    program = lowered.compile()
     run.compile_secs = time.perf_counter() - begun
     try:
-        run.made = read_figures(run.program, run.step.model, settings, run.topology)
+        run.made = read_figures(program, step.model, settings, run.topology)
     except Exception as error:  # the program still runs
-        run.say(f"the compiled program cannot be read: {type(error).__name__}: {error}")
+        note(f"the compiled program cannot be read: {type(error).__name__}: {error}")
+    note(f"compiler options of Parallax: {compiler_options(mesh, settings.model.matmul) or 'none'}")
+    return step, program
 
 
-def make_state(run: FirstRun) -> None:
-    """Create the initial parameters and optimizer states; the first scales of 8-bit products come from a batch."""
-    needs_batch = run.settings.model.matmul != "compute"
-    run.state = jax.block_until_ready(run.step.init(counting_batch(run) if needs_batch else None))
-
-
-def take_steps(run: FirstRun) -> None:
+def take_steps(run: FirstRun, note: Note, program: Any, state: TrainState, batch: Mapping[str, Any]) -> None:
     """Run the steps, waiting for each."""
-    batch = counting_batch(run)
     for number in range(1, run.settings.train.steps + 1):
         begun = time.perf_counter()
-        run.state, metrics = jax.block_until_ready(run.program(run.state, batch))
+        state, metrics = jax.block_until_ready(program(state, batch))
         secs = time.perf_counter() - begun
         loss, norm, skipped = (float(metrics[name]) for name in ("loss", "grad_norm", "skipped"))
         run.steps.append(Taken(secs, loss, norm, bool(skipped)))
+        run.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
         step = f"step {number}/{run.settings.train.steps}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.3g}"
-        run.say(step + "  skipped" * bool(skipped))
+        note(step + "  skipped" * bool(skipped))
 
 
-def counting_batch(run: FirstRun) -> dict[str, Any]:
+def counting_batch(settings: Settings, step: TrainStep) -> dict[str, Any]:
     """A batch of tokens that count up and start again: next tokens are predictable, and no corpus is needed."""
-    data, sharding = run.settings.data, run.step.model.batch_sharding
+    data, sharding = settings.data, step.model.batch_sharding
     shape = data.global_batch, data.seq
     rows, columns = own_part(sharding, shape)
-    ids = (rows[:, None] * data.seq + np.arange(data.seq + 1)) % min(run.settings.model.vocab, LARGEST_ID)
+    ids = (rows[:, None] * data.seq + np.arange(data.seq + 1)) % min(settings.model.vocab, LARGEST_ID)
     batch = {name: array[:, columns.start : columns.stop] for name, array in as_batch(ids.astype(np.int32)).items()}
     return put_on(sharding, shape)(batch)
 
 
-# ---- the file, as Markdown for an issue
+# ---- what is compared
 
 # Differences between measurement and plan that are worth a warning: those between analytic and compiled plans
 # (docs/plan.md). Simulated devices have no plan.
@@ -300,31 +307,6 @@ MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
 LOSS_WITHIN = 0.1  # share of ln(vocab), for the loss before any learning
 UNEVEN = 1.5  # slowest step over the median
 in_secs = "{:.3g} s".format
-
-
-def page(run: FirstRun) -> str:
-    """The whole file."""
-    failed = [*run.errors, *[run.phase] * bool(run.phase)]
-    verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
-    options = run.step and compiler_options(run.step.model.mesh, run.settings.model.matmul)
-    parts = {
-        "Planned and measured": "\n".join([*compared(run), "", str(run.plan or run.unplanned)]),
-        **{f"Error of {name}": error for name, error in run.errors.items()},
-        "Log": "\n".join(run.log),
-        "Warnings": "\n".join(warnings(run)) or "none",
-        "Machine": "\n".join([*run.machine, f"compiler options of Parallax: {options or 'none'}"]),
-        "Config": json.dumps(run.settings.to_dict(), indent=1),
-    }
-    return document(
-        f"First run on {named_devices()}", f"`{run.command}`, {time.strftime('%Y-%m-%d')}. {verdict}", parts
-    )
-
-
-def document(title: str, intro: str, parts: dict[str, str]) -> str:
-    """A title, an introduction, and texts by their headings, without names of this machine."""
-    return nameless(
-        "\n".join([f"# {title}\n\n{intro}\n", *(f"## {name}\n\n```\n{x}\n```\n" for name, x in parts.items())])
-    )
 
 
 def compared(run: FirstRun) -> Iterator[str]:

@@ -26,11 +26,12 @@ from parallax.cli.firstrun import (
     FirstRun,
     Taken,
     choose,
+    compared,
     compile_step,
-    do_phases,
     make_plan,
+    measure,
     nameless,
-    page,
+    notes_in,
     planned_memory,
     warnings,
 )
@@ -58,24 +59,21 @@ def run_of(tmp_path, *words, steps=5):
     return status, out.read_text()
 
 
-def part(text, title):
-    """The text below a heading of the file."""
-    return text.split(f"## {title}\n\n```\n")[1].split("\n```\n")[0]
-
-
-def rows(text):
+def rows(run):
     """The cells of the table of figures, by the first of each line."""
-    lines = part(text, "Planned and measured").splitlines()[2:6]
-    return {first: rest for first, *rest in (re.split(r" {2,}", line) for line in lines)}
+    return {first: rest for first, *rest in (re.split(r" {2,}", line) for line in [*compared(run)][2:])}
 
 
-def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys):
+def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys, monkeypatch):
+    tables = []
+    monkeypatch.setattr(firstrun, "compared", lambda run: tables.append(rows(run)) or compared(run))
     status, text = run_of(tmp_path)
-    assert status == 0 and text.startswith("# First run on 8 x cpu (cpu)\n") and "All phases are done." in text
-    log = part(text, "Log")
-    assert re.findall(r"(?m)^(.+): done, after [\d.]+ s$", log) == PHASES and log.endswith("\nall phases are done")
+    said = capsys.readouterr().err
+    assert status == 0 and re.match(r"# First run, [\d-]+\n\n```\n", text) and text.endswith("\n```\n")
+    assert re.findall(r"(?m)^(.+): done in [\d.]+ s$", text) == PHASES
+    assert all(f"{phase} …\n" in said for phase in PHASES) and "attach it to an issue" in said
 
-    figures = rows(text)
+    (figures,) = tables
     planned, compiled, measured, share, of_compiled = figures["memory of a device"]
     assert measured == of_compiled == "not known"
     assert re.fullmatch(r"[\d.]+ [KM]iB", planned) and re.fullmatch(r"[\d.]+ [KM]iB", compiled)
@@ -83,16 +81,13 @@ def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys):
     planned, _, measured, share, _ = figures["time of a step"]
     assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
     assert figures["MFU"][1].endswith("%") and figures["compilation"][0].endswith(" s")
+    assert all(f"{name}  " in text for name in figures) and "work of the model" in text
 
-    losses = [float(loss) for loss in re.findall(r"step \d/5 .* loss ([\d.]+)", log)]
+    losses = [float(loss) for loss in re.findall(r"step \d/5 .* loss ([\d.]+)", text)]
     assert len(losses) == 5 and losses[-1] < losses[0]
     assert abs(losses[0] / math.log(384) - 1) < 0.1
-    settings = json.loads(part(text, "Config"))
+    settings, _ = json.JSONDecoder().raw_decode(text[text.index("\n{") + 1 :])
     assert settings["mesh"]["dp"] == 8 and settings["train"]["steps"] == 5
-
-    said = capsys.readouterr().err
-    assert all(f"{phase} …\n" in said for phase in PHASES)
-    assert "step 5/5" in said and "attach it to an issue" in said
 
 
 @pytest.fixture
@@ -101,20 +96,17 @@ def host_is(monkeypatch):
     return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
 
 
-def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_is):
+def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_is, tmp_path):
     host_is("node17")
     monkeypatch.setenv("XLA_FLAGS_OF_A_TEST", f"--xla_dump_to={Path.home()}/dump/node17")
     monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
-    found = found_of(machine=[*firstrun.machine(), *firstrun.software()])
-    data = dataclasses.replace(found.settings.data, source="text", path=f"{Path.home()}/corpus")
-    found.settings = dataclasses.replace(found.settings, data=data)
-    text = page(found)
-    machine = part(text, "Machine")
-    assert f"jax: {jax.__version__}\n" in machine and "python: {}.{}.{} ".format(*sys.version_info[:3]) in machine
-    assert "cpu-8, 8 local devices" in machine and "\ntopology: none" in machine and "\nflax: " in machine
-    assert "XLA_FLAGS_OF_A_TEST=--xla_dump_to=~/dump/<host>" in machine
-    assert "NCCL_SOCKET_OF_A_TEST: <address>" in machine and "node='<host>'" in machine
-    assert '"path": "~/corpus"' in text
+    out = tmp_path / "first-run.md"
+    notes_in(str(out), [*firstrun.machine(), *firstrun.software()])(f"path: {Path.home()}/corpus")
+    text = out.read_text()
+    assert f"jax:    {jax.__version__}\n" in text and "python: {}.{}.{} ".format(*sys.version_info[:3]) in text
+    assert "cpu-8, 8 local devices" in text and "\ntopology: none" in text and "\nflax: " in text
+    assert "XLA_FLAGS_OF_A_TEST=--xla_dump_to=~/dump/<host>" in text
+    assert "NCCL_SOCKET_OF_A_TEST: <address>" in text and "node='<host>'" in text and "path: ~/corpus" in text
     assert not [name for name in (str(Path.home()), "node17", str(ROOT)) if name in text]
 
 
@@ -145,37 +137,31 @@ def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_pat
     monkeypatch.setattr(firstrun, "plan", lambda settings, topology: found_of().plan)
     monkeypatch.setattr(firstrun, where, fails)
     status, text = run_of(tmp_path)
-    log = part(text, "Log")
-    states = dict(re.findall(r"(?m)^(.+): (done|failed), ", log))
+    done = re.findall(r"(?m)^(.+): done in ", text)
     at = PHASES.index(phase)
     rest = PHASES[at + 1 :] if phase == "plan" else []  # what was not planned can still be measured
-    assert status == 1 and states == dict.fromkeys(PHASES[:at], "done") | {phase: "failed"} | dict.fromkeys(
-        rest, "done"
-    )
-    assert log.endswith(f"failed: {phase}")
-    assert f"**Failed or interrupted: {phase}.**" in text
+    assert status == 1 and done == PHASES[:at] + rest and f"\n{phase} failed after " in text
     assert "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory, ~/x\nmore of it\n" in text
-    assert "GiB" in part(text, "Machine") and '"d_model": 32' in text
+    assert "GiB" in text and '"d_model": 32' in text and "\nMFU  " in text
     assert (
         capsys.readouterr().err.splitlines()[-1].startswith(f"PhaseError: {phase} failed: JaxRuntimeError: RESOURCE_")
     )
 
 
 def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch, tmp_path):
-    found = found_of(out=str(tmp_path / "first-run.md"))
+    out = tmp_path / "first-run.md"
 
     class Killed(BaseException):
         pass
 
-    def killed(found):
+    def killed(*_):
+        assert out.read_text().endswith("compile …\n```\n")
         raise Killed
 
     monkeypatch.setattr(firstrun, "make_plan", lambda found: None)
     monkeypatch.setattr(firstrun, "compile_step", killed)
     with pytest.raises(Killed):
-        do_phases(found)
-    text = (tmp_path / "first-run.md").read_text()
-    assert "**Failed or interrupted: compile.**" in text and part(text, "Log").endswith("compile …")
+        measure(found_of(), notes_in(str(out), []))
 
 
 def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
@@ -184,8 +170,8 @@ def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(jax, "devices", none)
     status, text = run_of(tmp_path)
-    assert status == 1 and text.startswith("# First run: JAX has no devices\n")
-    assert "the chips are in use\nby another process" in text and "\njax: " in part(text, "Machine")
+    assert status == 1 and "\nJAX has no devices: Unable" in text
+    assert "the chips are in use\nby another process" in text and "\njax: " in text
     assert "JAX has no devices: Unable to initialize backend 'tpu'" in capsys.readouterr().err
 
 
@@ -244,7 +230,7 @@ def test_every_config_that_may_be_taken_is_right(candidate):
 def found_of(**changes):
     """A first run that went well, and what is changed of it."""
     settings = resolve(read_command(["firstrun", *TINY], {})[0])
-    found = FirstRun(settings, "python -m parallax.firstrun")
+    found = FirstRun(settings)
     found.planned_bytes = 1000
     found.topology = read_topology("v5e:2x4")
     found.plan = SimpleNamespace(secs=1.0, mfu=0.55)
@@ -282,7 +268,7 @@ def test_what_somebody_should_look_at_is_a_warning(changes, warning):
 
 def test_times_leave_the_warm_up_out():
     found = found_of()
-    assert WARM_UP == 2 and found.median_secs == 1.1 and rows(page(found))["MFU"] == ["55.0 %", "50.0 %"]
+    assert WARM_UP == 2 and found.median_secs == 1.1 and rows(found)["MFU"] == ["55.0 %", "50.0 %"]
 
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
@@ -291,7 +277,7 @@ def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips)
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
     assert found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
-    assert found.planned_bytes > 1000 and rows(page(found))["MFU"] == ["not known", "not known"]
+    assert found.planned_bytes > 1000 and rows(found)["MFU"] == ["not known", "not known"]
 
 
 class Program:
@@ -318,8 +304,8 @@ def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, cap
     found = found_of(made=None)
     step = SimpleNamespace(model=build((2, 4, 1)), lower=lambda *shape: Program(text))
     monkeypatch.setattr(firstrun, "step_of", lambda *_: step)
-    compile_step(found)
-    assert capsys.readouterr().err.startswith(said) and (found.made is None) == bool(said)
+    compile_step(found, firstrun.say)
+    assert said in capsys.readouterr().err and (found.made is None) == bool(said)
     assert secs is None or found.made.time.total_secs == pytest.approx(secs)
 
 
