@@ -90,7 +90,7 @@ def act(argv: Sequence[str]) -> None:
     run = FirstRun(shortened(read_settings(line.config), steps))
     config = json.dumps(run.settings.to_dict(), indent=1)
     note = notes_in(out, [command(words), "", *machine(), *software(), "", config, ""])
-    note(command(words))
+    say(command(words))
     try:
         with limited(run.settings.distributed):
             measure(run, note)

@@ -128,7 +128,7 @@ def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("phase", "where"),
-    [("compile", "step_of"), ("plan", "planned_memory"), ("steps", "counting_batch")],
+    [("compile", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
 )
 def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_path, monkeypatch, capsys, phase, where):
     def fails(*_, **__):
