@@ -348,7 +348,7 @@ def dtypes_of(tree: Any) -> tuple[str, ...]:
 
 def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
-    narrow = {name: ", ".join(found) for name, found in report.dtypes.items() if found != ("float32",)}
+    narrow = {name: ", ".join(dtypes) for name, dtypes in report.dtypes.items() if dtypes != ("float32",)}
     labels = {name: f" ({narrow[name]})" if name in narrow else "" for name in report.memory}
     sizes = {name.replace("_", " ") + labels[name]: size for name, size in report.memory.items()}
     compiled = report.compiled is not None

@@ -323,4 +323,4 @@ def test_two_processes_write_one_file(tmp_path):
     launcher = ["-m", "parallax.launch", "--processes=2", "--devices-per-process=4", "--", "-m", "parallax.firstrun"]
     ended = subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "cpu-8, 4 local devices" in out.read_text() and "All phases are done." in out.read_text()
+    assert "cpu-8, 4 local devices" in out.read_text() and "steps: done in" in out.read_text()

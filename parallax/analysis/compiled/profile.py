@@ -139,9 +139,12 @@ def _home(file: Path) -> Path | None:
 
 def _read(file: Path) -> Trace:
     home = _home(file)
-    about = _about(home / TRACED) if home else {}
+    about, text = {}, ""
+    if home:
+        with errors_as(DataError, f"{home / TRACED}, or {PROGRAM} beside it, cannot be read: ", "", ValueError):
+            about = read_object(home / TRACED)
+            text = read_bytes(home / PROGRAM).decode("utf-8", "replace") if (home / PROGRAM).is_file() else ""
     mesh = about.get("mesh", {})
-    text = _text(home / PROGRAM) if home and (home / PROGRAM).is_file() else ""
     try:
         data = ProfileData.from_serialized_xspace(read_bytes(file, MOST_TRACE_BYTES))
         planes = list(data.planes)
@@ -170,16 +173,6 @@ def _read(file: Path) -> Trace:
         order=tuple(about.get("devices", sorted(devices))),
         kind=about.get("kind", ""),
     )
-
-
-def _about(file: Path) -> dict[str, Any]:
-    with errors_as(DataError, f"{file} cannot be read: ", "", ValueError):
-        return read_object(file)
-
-
-def _text(file: Path) -> str:
-    with errors_as(DataError, f"{file} cannot be read: "):
-        return read_bytes(file).decode("utf-8", "replace")
 
 
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:

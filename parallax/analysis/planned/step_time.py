@@ -196,8 +196,9 @@ def estimate(
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, topology, settings, traced.per_use)
-    hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
-    exposed = exposed_parts(sent, hidden)
+    hiding = sum(message.secs for message in sent if message.hides)
+    hidden = hidden_secs(work, hiding)
+    exposed = [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
@@ -293,12 +294,6 @@ def hidden_secs(work: float, sent: float) -> float:
     (0.181..., 0.550..., 0.999...)
     """
     return -work * math.expm1(-sent / work) if work else 0.0
-
-
-def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[CollectiveTime]:
-    """The messages with their exposed seconds, if `hidden` seconds of those that can overlap are hidden."""
-    hiding = sum(message.secs for message in sent if message.hides)
-    return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
 
 def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
