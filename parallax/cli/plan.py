@@ -120,8 +120,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         shown = search.shown()
         marked = front(search.rows)
         print("", *plan.sweep_table(shown, compiled, marked, search.configured), sep="\n")
-        print("", plan.passed_over_line(search), sep="\n")
-        print(*(f"{line}\n" for line in plan.left_out_line(search)), sep="", end="")
+        print("", *plan.passed_over_lines(search), sep="\n")
         print(*plan.fastest_line(compiled, search.configured), sep="\n", end="")
         if search.sets:
             print("", *plan.sets_table(search.sets, search.configured), sep="\n")

@@ -44,8 +44,7 @@ from parallax.analysis.planned.plan import (
     eight_bit_lines,
     fastest_line,
     helpful_changes,
-    left_out_line,
-    passed_over_line,
+    passed_over_lines,
     plan_heading,
     sets_table,
     single_changes,
@@ -516,14 +515,14 @@ def test_a_sweep_is_bounded_by_default_and_says_what_it_left_out_and_how_to_look
     assert command.FLAGS["most"].default == 60
     left = {"slower": 9, "beyond --most": 1200}
     search = SimpleNamespace(most=60, passed=Counter(left), mean_secs=210.0, rows=[None] * 60)
-    assert [*left_out_line(search)] == [
-        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more"
+    assert [*passed_over_lines(search)] == [
+        "60 layouts priced; passed over: 9 slower, 1,200 beyond --most",
+        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more",
     ]
-    assert passed_over_line(search) == "60 layouts priced; passed over: 9 slower, 1,200 beyond --most"
     search.mean_secs = 0.0
-    assert next(left_out_line(search)).endswith("--most=0 looks at all")
+    assert [*passed_over_lines(search)][1].endswith("--most=0 looks at all")
     search.passed = Counter(slower=9)
-    assert not [*left_out_line(search)]
+    assert [*passed_over_lines(search)] == ["60 layouts priced; passed over: 9 slower"]
 
 
 class SlowerThan:

@@ -22,7 +22,7 @@ from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.config.sections import STATE_DTYPES
-from parallax.config.settings import Settings, check_settings
+from parallax.config.settings import Settings, check_settings, default_settings
 from parallax.display.html import parts_html
 from parallax.display.tables import Table, parts_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
@@ -33,7 +33,7 @@ from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
-from parallax.sharding.host import DEVICE, HOST
+from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
 from parallax.step.resolve import resolve
 
@@ -112,9 +112,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.configured)]
-        verdicts = (verdict(plan.peak_bytes, self.topology, "predicted") for plan in self.too_large)
-        layouts = (f"{plan.layout.mesh} remat {plan.layout.remat}" for plan in self.too_large)
-        return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
+        layouts = ((f"{plan.layout.mesh} remat {plan.layout.remat}", plan.peak_bytes) for plan in self.too_large)
+        return "\n".join([*lines, *(f"{name} {verdict(size, self.topology, 'predicted')}" for name, size in layouts)])
 
     def _repr_svg_(self) -> str:
         return draw(f"{self.name} on {self.topology.name}", self._rows, self.topology, self.configured)
@@ -318,17 +317,13 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
 
 
 def dtype_lines(settings: Settings) -> Iterator[str]:
-    """Arrays in fewer bits than float32 between steps, arrays sent in 8 bits, and arrays in host memory."""
-    if settings.fsdp.gather_dtype != "compute":
-        yield f"matrices of layers are sent in {settings.fsdp.gather_dtype}"
-    optimizer = settings.optimizer
-    where = {"residuals": settings.pipeline.residuals_on, "m and v": optimizer.states_on}
-    where |= {"weights between steps": optimizer.masters_on}
-    if moved := [name + f" ({on})" * (on != HOST) for name, on in where.items() if on != DEVICE]:
-        yield "in host memory: " + ", ".join(moved)
-    kept = {"weights": optimizer.weights_dtype, "m": optimizer.m_dtype, "v": optimizer.v_dtype}
-    if {*kept.values()} != {"float32"}:
-        yield "between steps " + ", ".join(f"{name} in {dtype}" for name, dtype in kept.items())
+    """Keys of other dtypes of weights and states, and of arrays in host memory, with their values."""
+    now, base = settings.to_dict(), default_settings().to_dict()
+    keys = (key.split(".") for key in sorted(SHOWN_ALONE) if not key.startswith("model."))
+    changed = [
+        f"{section}.{key}={now[section][key]}" for section, key in keys if now[section][key] != base[section][key]
+    ]
+    yield from [", ".join(changed)] * bool(changed)
 
 
 def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> Iterator[str]:
@@ -526,16 +521,12 @@ def fastest_line(compiled: dict[Choice, CompiledStep], configured: Choice) -> It
     yield f"{source}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
-def passed_over_line(search: Sweep) -> str:
-    """Number of layouts that were priced, and the reasons why others were not."""
+def passed_over_lines(search: Sweep) -> Iterator[str]:
+    """Number of layouts that were priced, and the reasons why others were not; how many `--most` left out that may be
+    faster, how long they would take, and how to ask for them."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items() if number)
-    return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
-
-
-def left_out_line(search: Sweep) -> Iterator[str]:
-    """How many layouts `--most` left out that may be faster, how long they would take, and how to ask for them."""
-    left = search.passed["beyond --most"]
-    if left:
+    yield f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
+    if left := search.passed["beyond --most"]:
         rate = f", about {duration(left * search.mean_secs)} more" if search.mean_secs else ""
         yield f"left out by --most={search.most}: {left:,} layouts that may be faster; --most=0 looks at all{rate}"
 
