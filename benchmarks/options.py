@@ -175,25 +175,29 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     import jax
 
     import parallax as px
-    from parallax.cli.firstrun import Found, do_phases, shortened
+    from parallax.cli.firstrun import FirstRun, PhaseError, say, shortened
+    from parallax.cli.firstrun import measure as measure_run
     from parallax.errors import ConfigError
 
     try:
         if simulated := config_with(args.config, dict(args.set)).mesh.simulate:
             px.simulate_devices(simulated)
-        found = Found(shortened(settings_on(args, name, jax.device_count()), args.steps), "")
+        found = FirstRun(shortened(settings_on(args, name, jax.device_count()), args.steps))
     except ConfigError as error:
         return {"why": f"no: {error}"}
-    do_phases(found, lambda: None)
-    failed = [phase.error.splitlines()[0] for phase in found.phases.values() if phase.error]
+    why = "not reported"
+    try:
+        measure_run(found, say)
+    except PhaseError as error:
+        why = f"no: {error}"
 
     def known(*figures: float | None) -> list[float]:
         return [math.nan if figure is None else figure for figure in figures]
 
     return {
-        "predicted": known(found.planned_bytes and found.planned_bytes / 2**30, found.planned and found.planned.secs),
+        "predicted": known(found.planned_bytes and found.planned_bytes / 2**30, found.plan and found.plan.secs),
         "made": known(found.most_bytes and found.most_bytes / 2**30, found.median_secs),
-        "why": f"no: {failed[0].removeprefix('ConfigError: ')}" if failed else "not reported",
+        "why": why,
         "losses": [step.loss for step in found.steps],
     }
 

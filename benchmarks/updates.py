@@ -78,7 +78,7 @@ def figures(args: Any, dtypes: dict[str, str], *, whole: bool = False) -> tuple[
     with mock.patch.object(of_step, "has_blocks", lambda _: False) if whole else mock.MagicMock():
         compiled = update.lower(state.params, state.opt_state, grads, scalar, noise).compile()
     found = read_compiled(compiled, step.model.mesh)
-    return weight(found.timeline)[0], found.aliased / 2**30, found.temporaries / 2**30
+    return weight(found.timeline)[1], found.aliased / 2**30, found.temporaries / 2**30
 
 
 if __name__ == "__main__":

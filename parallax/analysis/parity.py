@@ -41,18 +41,10 @@ class Parity:
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         largest = sorted(self.gradients.items(), key=lambda pair: -pair[1])
         rows = [["loss", f"{self.loss:.1e}", f"{LOSS_LIMIT:.0e}"]]
-        rows += [
-            [f"gradient of {name}", f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"]
-            for name, error in largest[:SHOWN_GRADIENTS]
-        ]
-        if len(largest) > SHOWN_GRADIENTS:
-            rows.append(
-                [
-                    f"{len(largest) - SHOWN_GRADIENTS} more gradients",
-                    f"{largest[SHOWN_GRADIENTS][1]:.1e}",
-                    f"{GRADIENT_LIMIT:.0e}",
-                ]
-            )
+        shown = [(f"gradient of {name}", error) for name, error in largest[:SHOWN_GRADIENTS]]
+        if rest := largest[SHOWN_GRADIENTS:]:
+            shown.append((f"{len(rest)} more gradients", rest[0][1]))
+        rows += [[name, f"{error:.1e}", f"{GRADIENT_LIMIT:.0e}"] for name, error in shown]
         is_same = "the same as on one device" if self.is_equal else "NOT the same as on one device"
         return "\n".join([f"{mesh}: {is_same}", *text_table(["", "difference", "limit"], rows, left=1)])
 
@@ -72,22 +64,22 @@ def parity(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO
             f"model.dtype={settings.model.dtype!r} rounds more than a mesh differs; use model.dtype='float32'."
         )
     model = model_of(settings, mesh)
-    alone = read_settings(
+    on_one = read_settings(
         settings,
         mesh={**dict.fromkeys(ALL_AXES, 1), "simulate": 0},
         pipeline={"schedule": "gpipe", "virtual": 1},
         layout={"exchange": "gather"},
         model={"kernel": model.settings.model.kernel},
     )
-    one = model_of(alone, make_mesh(alone.mesh, list(model.mesh.devices.flat)[:1]))
+    model_alone = model_of(on_one, make_mesh(on_one.mesh, list(model.mesh.devices.flat)[:1]))
     rows, seq, entries = settings.data.global_batch, settings.data.seq, settings.model.vocab
     model.check_batch(rows, seq)
     random = np.random.default_rng(settings.train.seed)
     ids = np.where(random.random((rows, seq + 1)) < DOCUMENTS / seq, 0, random.integers(1, entries, (rows, seq + 1)))
     results = []
-    for each in (one, model):
-        found = jax.jit(each.loss_and_grad)(each.init(settings.train.seed), as_batch(ids, end=0))
-        results.append(jax.device_get((found[0]["loss"], named_leaves(found[1]))))
+    for each in (model_alone, model):
+        metrics, gradients, *_ = jax.jit(each.loss_and_grad)(each.init(settings.train.seed), as_batch(ids, end=0))
+        results.append(jax.device_get((metrics["loss"], named_leaves(gradients))))
     (loss_alone, expected), (loss, actual) = results
     return Parity(
         mesh=model.axis_sizes,

@@ -27,6 +27,7 @@ from parallax.analysis.traced.memory import memory
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
 from parallax.display.html import html_page, in_frame
+from parallax.display.plain import as_plain
 from parallax.display.progress import waiting
 from parallax.display.tables import LEAST_SHOWN, Table, TitledTables, section_text
 from parallax.display.units import in_bytes, in_flops, percent
@@ -93,20 +94,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
-        plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
-        plain |= {key: [call._asdict() for call in getattr(self, key)] for key in ("sent", "sent_on_average")}
-        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
-        plain["time"] = self.time and self.time._asdict()
-        plain["computed"] = [call._asdict() for call in self.computed]
+        plain = as_plain(dataclasses.replace(self, compiled=None))
+        plain |= {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
+        plain["flops"] |= {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
         if self.compiled is not None:
-            plain["compiled_flops"] = self.compiled_flops._asdict()
-            compiled = self.compiled._asdict()
-            compiled["collectives"] = [
-                {key: value for key, value in call._asdict().items() if key not in LEFT_OUT}
-                for call in self.compiled.collectives
-            ]
-            compiled["pallas_calls"] = [call._asdict() for call in self.compiled.pallas_calls]
-            plain["compiled"] = {key: value for key, value in compiled.items() if key not in LEFT_OUT}
+            plain |= {"compiled_flops": as_plain(self.compiled_flops), "compiled": as_plain(self.compiled, LEFT_OUT)}
         return plain
 
     def to_json(self) -> str:
@@ -356,7 +348,7 @@ def dtypes_of(tree: Any) -> tuple[str, ...]:
 
 def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
-    narrow = {name: ", ".join(found) for name, found in report.dtypes.items() if found != ("float32",)}
+    narrow = {name: ", ".join(dtypes) for name, dtypes in report.dtypes.items() if dtypes != ("float32",)}
     labels = {name: f" ({narrow[name]})" if name in narrow else "" for name in report.memory}
     sizes = {name.replace("_", " ") + labels[name]: size for name, size in report.memory.items()}
     compiled = report.compiled is not None

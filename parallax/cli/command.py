@@ -60,7 +60,11 @@ class Line(NamedTuple):
 
 
 def run_command(
-    act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, program_flags: Mapping[str, Flag]
+    act: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str],
+    about: str,
+    usage: str,
+    program_flags: Mapping[str, Flag],
 ) -> int:
     """Run a command line; returns the exit status. User errors are one line on stderr.
 

@@ -24,19 +24,18 @@ USAGE = "python -m parallax.parity --config=FILE [--config.SECTION.KEY=VALUE ...
 
 def main(argv: Sequence[str]) -> int:
     """Print the comparison; returns the exit status, 4 if they differ. User errors are one line on stderr."""
-    status = 0
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
-    def act(argv: Sequence[str]) -> None:
-        nonlocal status
-        settings, _ = read_command(argv, FLAGS)
-        if settings.mesh.simulate:
-            simulate_devices(settings.mesh.simulate)
-        with waiting("compiling, and comparing with one device"):
-            found = parity(settings)
-        print(found)
-        status = 0 if found.is_equal else EXIT_NUMBERS
 
-    return run_command(act, argv, __doc__, USAGE, FLAGS) or status
+def act(argv: Sequence[str]) -> int:
+    """Compare, and print the comparison; returns the exit status."""
+    settings, _ = read_command(argv, FLAGS)
+    if settings.mesh.simulate:
+        simulate_devices(settings.mesh.simulate)
+    with waiting("compiling, and comparing with one device"):
+        result = parity(settings)
+    print(result)
+    return 0 if result.is_equal else EXIT_NUMBERS
 
 
 if __name__ == "__main__":

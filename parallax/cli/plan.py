@@ -16,14 +16,12 @@ from parallax.display.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.analysis.planned import plan
     from parallax.analysis.planned.devices import local_topology
-    from parallax.analysis.planned.layouts import model_on_topology
-    from parallax.analysis.planned.step_time import CompiledStep, compile_and_read, predict_of
+    from parallax.analysis.planned.step_time import CompiledStep, compile_and_read
     from parallax.analysis.planned.sweep import Cache, Sweep, draw, front
     from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.arguments import write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
-    from parallax.display.tables import parts_text
     from parallax.errors import ConfigError, check_whole
     from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.step.resolve import resolve
@@ -83,11 +81,10 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
 
 def print_plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
-    model = model_on_topology(settings, topology)
-    print(plan.plan_heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
-        now = predict_of(model, settings, topology)
-    print("", *parts_text(plan.estimate_parts(now, topology)), sep="\n", flush=True)
+        planned = plan.plan(settings, topology, name=name)
+    print(planned, flush=True)
+    now = planned.estimate
     print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
     with waiting("pricing changes") as show:
         changes = plan.helpful_changes(settings, topology, now, show)
@@ -123,8 +120,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         shown = search.shown()
         marked = front(search.rows)
         print("", *plan.sweep_table(shown, compiled, marked, search.configured), sep="\n")
-        print("", plan.passed_over_line(search), sep="\n")
-        print(*(f"{line}\n" for line in plan.left_out_line(search)), sep="", end="")
+        print("", *plan.passed_over_lines(search), sep="\n")
         print(*plan.fastest_line(compiled, search.configured), sep="\n", end="")
         if search.sets:
             print("", *plan.sets_table(search.sets, search.configured), sep="\n")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.columns import Columns
 from rich.console import CONSOLE_SVG_FORMAT, Console, Group, RenderableType
@@ -322,7 +323,6 @@ LARGEST = 1e99  # sums and differences of such values are finite
 OUTLIER = 0.5  # a spike is drawn at most this share of the range of other values above them
 
 Points = Iterable[tuple[float, float | None]]  # pairs of x and y
-Dot = tuple[int, int]  # column and row
 
 
 class Plot(NamedTuple):
@@ -366,7 +366,8 @@ def plot(curve: Points, points: Points, *, width: int, height: int) -> Plot | No
     dots = [(column, row_of(mean, height * HIGH)) for column, mean in means.items()]
     cells = [[0] * width for _ in range(height)]
     for start, end in zip(dots[:1] + dots, dots):
-        for column, row in _between(start, end):
+        steps = max(end[0] - start[0], abs(end[1] - start[1]), 1)
+        for column, row in np.linspace(start, end, steps + 1).round().astype(int):
             cells[row // HIGH][column // WIDE] |= DOTS[row % HIGH][column % WIDE]
     lines = [[chr(BRAILLE + bits) if bits else " " for bits in line] for line in cells]
     marks = [(row_of(y, height), column_of(x, width)) for x, y in points]
@@ -386,14 +387,6 @@ def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, fl
     around = (values[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1] for at in range(len(values)))
     usual = max([*map(statistics.median, around), *others])
     return low, min(highest, usual + OUTLIER * (usual - low)) if usual > low else highest
-
-
-def _between(start: Dot, end: Dot) -> Iterator[Dot]:
-    """The dots of a straight line, including both ends."""
-    steps = max(end[0] - start[0], abs(end[1] - start[1]), 1)
-    for number in range(steps + 1):
-        column, row = (round(a + (b - a) * number / steps) for a, b in zip(start, end))
-        yield column, row
 
 
 # ---- the picture

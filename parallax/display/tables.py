@@ -73,20 +73,6 @@ def _cell(line: Sequence[str], widths: Sequence[int], column: int, is_left: bool
     return cell.ljust(width) if is_left else cell.rjust(width)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Lines of Markdown.
-
-    >>> print(*markdown_table(["name", "value"], [["a|b", "1"]]), sep="\\n")
-    | name | value |
-    |---|---|
-    | a\\|b | 1 |
-    """
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-
-
 def section_text(section: TitledTables) -> Iterator[str]:
     """Lines of text."""
     yield from wrapped([section.title])

@@ -1,5 +1,6 @@
 """Simulated CPU devices, and detection of this machine's accelerators, even if JAX does not find them."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -133,19 +134,11 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         # In a container its own group may be mounted as the top, while the path is that outside: it is not found then.
         for group in (top / path, *(top / parent for parent in Path(path).parents)):
-            yield from _quota(group, version=1 if controllers else 2)
-
-
-def _quota(group: Path, version: int) -> Iterator[float]:
-    try:
-        if version == 2:
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
-        if float(quota) > 0 and float(period) > 0:
-            yield float(quota) / float(period)
-    except (OSError, ValueError):  # no such group, or "max"
-        return
+            with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+                texts = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+                quota, period = " ".join((group / name).read_text(encoding="utf-8") for name in texts).split()
+                if float(quota) > 0 and float(period) > 0:
+                    yield float(quota) / float(period)
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:

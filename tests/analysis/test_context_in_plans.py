@@ -5,14 +5,15 @@ import re
 import jax
 import pytest
 from support import tiny_model
+from support.plan_changes import changes_of
 from support.step_collectives import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
 import parallax as px
 from parallax.analysis.compiled.program import read_compiled
-from parallax.analysis.planned.layouts import Choice, build_if_legal, choices
-from parallax.analysis.planned.plan import plan_heading, single_changes, sweep_table
+from parallax.analysis.planned.layouts import Choice, build_if_legal, choices, flags_of
+from parallax.analysis.planned.plan import plan_heading, sweep_table
 from parallax.analysis.planned.step_time import predict
 from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.planned.topology import read_topology
@@ -193,7 +194,7 @@ def test_a_layout_with_context_ranks_is_applied_and_asked_for_by_flags():
     own = Choice.of(settings)
     other = own._replace(cp=4, dp=1, context="ring")
     assert own.cp == 2 and Choice.of(other.applied(settings)) == other
-    assert own.flags_to(other) == ["--config.mesh.dp=1", "--config.mesh.cp=4", "--config.layout.context=ring"]
+    assert flags_of(own.keys_to(other)) == ["--config.mesh.dp=1", "--config.mesh.cp=4", "--config.layout.context=ring"]
     assert build_if_legal(other.applied(settings), FOUR) is not None
 
 
@@ -221,10 +222,10 @@ def test_a_table_and_a_drawing_of_layouts_show_context_ranks():
 
 
 def test_advice_moves_context_ranks_and_names_the_other_forms():
-    flags = {flags for flags, _ in single_changes(long(), FOUR)}
+    flags = {flags for flags, _ in changes_of(long(), FOUR)}
     assert {"--config.layout.context=ring", "--config.layout.context=ulysses"} <= flags
     assert {"--config.mesh.dp=1 --config.mesh.cp=4", "--config.mesh.dp=4 --config.mesh.cp=1"} <= flags
-    assert not any("cp" in flag or "context" in flag for flag, _ in single_changes(tiny_settings(), PAIR))
+    assert not any("cp" in flag or "context" in flag for flag, _ in changes_of(tiny_settings(), PAIR))
 
 
 def test_replicas_stay_in_a_plan():

@@ -5,12 +5,13 @@ import re
 import jax
 import pytest
 from support import tiny_model
+from support.plan_changes import changes_of
 from support.step_collectives import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.planned.layouts import Choice, build_if_legal, choices
-from parallax.analysis.planned.plan import plan, plan_heading, single_changes, sweep_table
+from parallax.analysis.planned.layouts import Choice, build_if_legal, choices, flags_of
+from parallax.analysis.planned.plan import plan, plan_heading, sweep_table
 from parallax.analysis.planned.step_time import predict
 from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.planned.topology import read_topology
@@ -89,13 +90,13 @@ def test_a_layout_with_expert_ranks_is_applied_and_asked_for_by_flags():
     own = Choice.of(settings)
     other = own._replace(ep=4, dp=1)
     assert own.ep == 2 and own.mesh == "1·2·1 ep=2" and Choice.of(other.applied(settings)) == other
-    assert own.flags_to(other) == ["--config.mesh.dp=1", "--config.mesh.ep=4"]
+    assert flags_of(own.keys_to(other)) == ["--config.mesh.dp=1", "--config.mesh.ep=4"]
     assert build_if_legal(other.applied(settings), FOUR) is not None
-    flags = {flags for flags, _ in single_changes(settings, FOUR)}
+    flags = {flags for flags, _ in changes_of(settings, FOUR)}
     assert {"--config.mesh.dp=1 --config.mesh.ep=4", "--config.mesh.dp=4 --config.mesh.ep=1"} <= flags
-    of_mixture = {flags for flags, _ in single_changes(wide(**MIXTURE, mesh_dp=4, mesh_ep=1), FOUR)}
+    of_mixture = {flags for flags, _ in changes_of(wide(**MIXTURE, mesh_dp=4, mesh_ep=1), FOUR)}
     assert "--config.mesh.dp=2 --config.mesh.ep=2" in of_mixture
-    assert not any(".ep=" in flag for flag, _ in single_changes(tiny_settings(), PAIR))
+    assert not any(".ep=" in flag for flag, _ in changes_of(tiny_settings(), PAIR))
 
 
 @pytest.mark.slow

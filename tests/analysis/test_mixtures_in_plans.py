@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from support import tiny_model
 from support.hlo_examples import HEADER
+from support.plan_changes import changes_of
 from support.step_collectives import step_collectives
 from test_plan import tiny as tiny_settings
 
 from parallax.analysis.compiled.program import costs_of, read_hlo_text
-from parallax.analysis.planned.layouts import Choice, build_if_legal
-from parallax.analysis.planned.plan import plan, plan_heading, single_changes
+from parallax.analysis.planned.layouts import Choice, build_if_legal, flags_of
+from parallax.analysis.planned.plan import plan, plan_heading
 from parallax.analysis.planned.step_time import (
     Clock,
     CompiledStep,
@@ -180,7 +181,7 @@ def test_a_plan_says_how_tokens_come_to_experts():
     chunks = plan_heading("wide", settings(layout_expert_chunk_tokens=64), FOUR)
     assert chunks.splitlines()[-1].endswith("64 tokens at once")
     assert "experts" not in plan_heading("wide", tiny_settings(mesh_dp=4), FOUR)
-    flags = {flags for flags, _ in single_changes(settings(), FOUR)}
+    flags = {flags for flags, _ in changes_of(settings(), FOUR)}
     assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
 
 
@@ -203,7 +204,7 @@ def test_bounds_are_never_above_what_is_found():
 def test_a_layout_with_an_exchange_is_asked_for_by_a_flag():
     own = Choice.of(settings())
     other = own._replace(exchange="gather")
-    assert own.flags_to(other) == ["--config.layout.exchange=gather"] and other.mesh == "1·1·1 ep=4 gather"
+    assert flags_of(own.keys_to(other)) == ["--config.layout.exchange=gather"] and other.mesh == "1·1·1 ep=4 gather"
     assert Choice.of(other.applied(settings())) == other
 
 

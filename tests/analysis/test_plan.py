@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from support.plan_changes import changes_of
 from support.stand_ins import on_write
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
@@ -28,9 +29,9 @@ from parallax.analysis.planned.layouts import (
     Choice,
     build_if_legal,
     choices,
+    flags_of,
     model_on_topology,
     policies,
-    with_changes,
 )
 from parallax.analysis.planned.moves import SentPerUse
 from parallax.analysis.planned.plan import (
@@ -43,8 +44,7 @@ from parallax.analysis.planned.plan import (
     eight_bit_lines,
     fastest_line,
     helpful_changes,
-    left_out_line,
-    passed_over_line,
+    passed_over_lines,
     plan_heading,
     sets_table,
     single_changes,
@@ -300,7 +300,7 @@ LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # a
 
 def kernels_of(topology, **changes):
     """The kernels of attention that a plan would price as changes."""
-    changed = [one for one in single_changes(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
+    changed = [one for one in changes_of(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
     return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, topology) is not None]
 
 
@@ -326,7 +326,7 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
 )
 def test_sums_by_rings_are_offered_to_gpus_on_several_hosts_and_where_sparse_cores_run_them(topology, now, offered):
     settings = tiny(mesh_dp=4, model_dtype="bfloat16", fsdp_reduce=now)
-    flags = [flag for flag, _ in single_changes(settings, read_topology(topology)) if "fsdp.reduce" in flag]
+    flags = [flag for flag, _ in changes_of(settings, read_topology(topology)) if "fsdp.reduce" in flag]
     assert flags == ([f"--config.fsdp.reduce={offered}"] if offered else [])
 
 
@@ -515,14 +515,14 @@ def test_a_sweep_is_bounded_by_default_and_says_what_it_left_out_and_how_to_look
     assert command.FLAGS["most"].default == 60
     left = {"slower": 9, "beyond --most": 1200}
     search = SimpleNamespace(most=60, passed=Counter(left), mean_secs=210.0, rows=[None] * 60)
-    assert [*left_out_line(search)] == [
-        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more"
+    assert [*passed_over_lines(search)] == [
+        "60 layouts priced; passed over: 9 slower, 1,200 beyond --most",
+        "left out by --most=60: 1,200 layouts that may be faster; --most=0 looks at all, about 2d22h more",
     ]
-    assert passed_over_line(search) == "60 layouts priced; passed over: 9 slower, 1,200 beyond --most"
     search.mean_secs = 0.0
-    assert next(left_out_line(search)).endswith("--most=0 looks at all")
+    assert [*passed_over_lines(search)][1].endswith("--most=0 looks at all")
     search.passed = Counter(slower=9)
-    assert not [*left_out_line(search)]
+    assert [*passed_over_lines(search)] == ["60 layouts priced; passed over: 9 slower"]
 
 
 class SlowerThan:
@@ -729,8 +729,8 @@ def test_flags_lead_to_the_layout_that_was_priced(config, layout):
     own = Choice.of(settings)
     assert own in list(choices(settings, 4))
     for choice in list(choices(settings, 4))[::5]:
-        assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
-    for flags, changed in single_changes(settings, read_topology("v5e:2x2")):
+        assert Choice.of(read_command([*command_line, *flags_of(own.keys_to(choice))], {})[0]) == choice
+    for flags, changed in changes_of(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
 
 
@@ -738,7 +738,7 @@ def test_flags_lead_to_the_layout_that_was_priced(config, layout):
 def test_a_plan_of_a_pipeline_proposes_none_in_place_of_it(schedule, virtual):
     """A schedule does nothing there, and is refused."""
     pipeline = {"pipeline_schedule": schedule, "pipeline_virtual": virtual}
-    tried = single_changes(tiny(mesh_pp=2, mesh_dp=1, model_layers=4, **pipeline), PAIR)
+    tried = changes_of(tiny(mesh_pp=2, mesh_dp=1, model_layers=4, **pipeline), PAIR)
     ((flags, changed),) = [(flags, changed) for flags, changed in tried if "mesh.pp=1" in flags]
     assert "--config.pipeline.schedule=gpipe" in flags and build_if_legal(changed, PAIR)
 
@@ -746,26 +746,29 @@ def test_a_plan_of_a_pipeline_proposes_none_in_place_of_it(schedule, virtual):
 def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
-    priced = [Change("larger", half, -0.5), Change("less", -third, 0.1), Change("least", -half, -0.1)]
+    priced = [Change({"larger": 1}, half, -0.5), Change({"less": 1}, -third, 0.1), Change({"least": 1}, -half, -0.1)]
     monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "_price", lambda *args: None)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
-    assert [change.flags for change in helpful_changes(tiny(), tight, now)] == ["least", "less"]
-    assert [change.flags for change in helpful_changes(tiny(), PAIR, now)] == ["larger", "least", "less"]
+    assert [key for change in helpful_changes(tiny(), tight, now) for key in change.values] == ["least", "less"]
+    shown = [key for change in helpful_changes(tiny(), PAIR, now) for key in change.values]
+    assert shown == ["larger", "least", "less"]
 
 
 def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
-    priced = [Change("slow", -half, 0.3), Change("nearest", -third, -0.2), Change("quick", -half - 1, 0.1)]
-    priced += [Change("far", -third + 1, -0.5), Change("larger", third, -0.5)]
+    effects = {"slow": (-half, 0.3), "nearest": (-third, -0.2), "quick": (-half - 1, 0.1), "far": (-third + 1, -0.5)}
+    priced = [Change({key: 1}, *effect) for key, effect in {**effects, "larger": (third, -0.5)}.items()]
     monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
-    assert [change.flags for change in helpful_changes(tiny(), tight, now)] == ["quick", "slow", "nearest", "far"]
+    shown = [key for change in helpful_changes(tiny(), tight, now) for key in change.values]
+    assert shown == ["quick", "slow", "nearest", "far"]
 
 
 def test_every_number_of_fewer_microbatches_and_sets_of_parts_are_tried():
     settings = tiny(data_global_batch=32, pipeline_microbatches=8)
-    flags = [flags for flags, _ in single_changes(settings, PAIR)]
+    flags = [flags for flags, _ in changes_of(settings, PAIR)]
     many = [int(one.split("=")[1]) for one in flags if one.startswith("--config.pipeline.microbatches=")]
     assert sorted(many) == [1, 2, 4, 16]
     sets = sets_to_try(settings.model, seq=settings.data.seq)
@@ -773,20 +776,13 @@ def test_every_number_of_fewer_microbatches_and_sets_of_parts_are_tried():
     assert tried == {*sets} - {settings.pipeline.remat} and any(" " in one for one in tried)
 
 
-EFFECTS = {  # bytes, and a share of the step's time
-    "pipeline.remat=none": (40, -0.2),
-    "pipeline.remat=elementwise": (30, -0.15),
-    "pipeline.microbatches=1": (50, -0.1),
-    "fsdp.prefetch=1": (1, -0.05),
-    "optimizer.weights_dtype=bfloat16": (0, -0.3),
+EFFECTS = {  # of a value of a key: bytes, and a share of the step's time
+    ("pipeline.remat", "none"): (40, -0.2),
+    ("pipeline.remat", "elementwise"): (30, -0.15),
+    ("pipeline.microbatches", 1): (50, -0.1),
+    ("fsdp.prefetch", 1): (1, -0.05),
+    ("optimizer.weights_dtype", "bfloat16"): (0, -0.3),
 }
-
-
-def with_keys(settings, *keys):
-    for key in keys:
-        (section, name), value = key.split("=")[0].split("."), key.split("=")[1]
-        settings = with_changes(settings, section, **{name: int(value) if value.isdigit() else value})
-    return settings
 
 
 @pytest.mark.parametrize(
@@ -803,21 +799,16 @@ def with_keys(settings, *keys):
 def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
     settings = tiny()
 
-    def priced(flags, changed, topology, now):
-        keys = [flag.removeprefix("--config.") for flag in shlex.split(flags)]
-        assert changed == with_keys(settings, *keys)
-        size, secs = (sum(EFFECTS[key][at] for key in keys) for at in (0, 1))
-        return Change(flags, size, secs, changed)
+    def priced(values, *_):
+        return Change(values, *(sum(EFFECTS[value][at] for value in values.items()) for at in (0, 1)))
 
-    alone = [(f"--config.{key}", with_keys(settings, key)) for key in EFFECTS]
-    monkeypatch.setattr(plan_module, "single_changes", lambda *_: alone)
+    monkeypatch.setattr(plan_module, "single_changes", lambda *_: [dict([value]) for value in EFFECTS])
     monkeypatch.setattr(plan_module, "_price", priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=room))
     found = helpful_changes(settings, tight, SimpleNamespace(peak_bytes=0, host_bytes=0))
-    assert {change.flags for change in found if change.together == 1} == {
-        f"--config.{key}" for key, (size, _) in EFFECTS.items() if size <= room
-    }
-    together = [change.flags for change in found if change.together > 1]
+    alone = [(*change.values.items(),) for change in found if change.together == 1]
+    assert {*alone} == {(value,) for value, (size, _) in EFFECTS.items() if size <= room}
+    together = [" ".join(flags_of(change.values)) for change in found if change.together > 1]
     assert [re.sub(r"--config\.\w+\.", "", flags) for flags in together] == expected
     lines = "\n".join(changes_table(found))
     assert ("the two best together" in lines) == bool(expected) and max(map(len, lines.splitlines())) <= 100
@@ -825,13 +816,9 @@ def test_a_plan_leads_to_the_best_changes_together(room, expected, monkeypatch):
 
 
 def test_the_best_change_of_each_key_is_shown_before_second_ones():
-    settings = tiny()
-    keys = ("pipeline.remat=none", "pipeline.remat=elementwise", "pipeline.microbatches=1", "fsdp.prefetch=1")
-    ordered = [Change(key, 0, 0.0, with_keys(settings, key)) for key in keys]
-    assert [one.flags for one in best_of_each_key(settings, ordered, 3)] == [keys[0], keys[2], keys[3]]
-    assert len(best_of_each_key(settings, ordered, 9)) == 4
-    unknown = [Change(key, 0, 0.0) for key in keys]
-    assert best_of_each_key(settings, unknown, 9) == unknown
+    ordered = [Change(dict([value]), 0, 0.0) for value in EFFECTS]
+    assert best_of_each_key(ordered, 3) == [ordered[0], *ordered[2:4]]
+    assert len(best_of_each_key(ordered, 9)) == 5
 
 
 def test_sums_of_gradients_by_reduce_scatter_hide_where_sparse_cores_run_them():
@@ -849,7 +836,7 @@ def test_one_large_microbatch_less_recomputation_and_rings_are_faster_for_a_7b_m
     before = {"pipeline.microbatches": 4, "pipeline.remat": "attention", "fsdp.reduce": "compute"}
     config.update_from_flattened_dict(before | {"model.layers": 2})
     settings, topology = read_settings(config.to_dict()), read_topology("v5p:4x4x4")
-    changed = {flags.removeprefix("--config."): changed for flags, changed in single_changes(settings, topology)}
+    changed = {flags.removeprefix("--config."): changed for flags, changed in changes_of(settings, topology)}
     now = predict(settings, topology).secs
     for change in ("pipeline.microbatches=1", "pipeline.remat=elementwise", "fsdp.reduce=float32"):
         assert predict(changed[change], topology).secs < now * (1 - LEAST_SPEEDUP)
@@ -870,7 +857,7 @@ NARROW_OR_ON_HOST = {
 @pytest.mark.slow
 def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
     settings = tiny(model_d_model=64, pipeline_remat="layer", **LONG)
-    offered = [(flags, one) for flags, one in single_changes(settings, PAIR) if flags in NARROW_OR_ON_HOST]
+    offered = [(flags, one) for flags, one in changes_of(settings, PAIR) if flags in NARROW_OR_ON_HOST]
     assert {flags for flags, _ in offered} == NARROW_OR_ON_HOST
     now = predict(settings, PAIR)
     saves = {flags: now.peak_bytes - predict(one, PAIR).peak_bytes for flags, one in offered}
@@ -878,27 +865,27 @@ def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - 1))
     shown = helpful_changes(settings, tight, now)
     assert all(change.bytes < 0 for change in shown) and [*shown] == sorted(shown, key=lambda change: change.secs)
-    assert NARROW_OR_ON_HOST & {change.flags for change in shown}
+    assert NARROW_OR_ON_HOST & {shlex.join(flags_of(change.values)) for change in shown}
 
 
 def test_what_is_narrow_or_on_the_host_is_not_offered_again():
     asked = dict(optimizer_m_dtype="float8", optimizer_v_dtype="bfloat16", optimizer_states_on="host")
     settings = tiny(**asked, fsdp_gather_dtype="int8", model_matmul="int8", pipeline_residuals_on="host")
-    offered = {flags for flags, _ in single_changes(settings, PAIR)}
+    offered = {flags for flags, _ in changes_of(settings, PAIR)}
     assert "--config.optimizer.v_dtype=float8" in offered
     assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul=" in flags]
     assert not [flags for flags in offered if "gather_dtype" in flags or "residuals_on" in flags]
     without_link = PAIR._replace(chip=PAIR.chip._replace(host_bandwidth=0.0))
-    assert not [flags for flags, _ in single_changes(tiny(), without_link) if flags.endswith("=host")]
+    assert not [flags for flags, _ in changes_of(tiny(), without_link) if flags.endswith("=host")]
 
 
 @pytest.mark.slow
 def test_8_bit_residuals_are_offered_and_said_with_8_bit_products():
     flags = "--config.model.matmul_residuals=8bit"
-    offered = [{flags for flags, _ in single_changes(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
+    offered = [{flags for flags, _ in changes_of(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
     assert flags not in offered[0] and flags in offered[1]
     both = tiny(model_matmul="int8", model_matmul_residuals="8bit")
-    assert not [flags for flags, _ in single_changes(both, PAIR) if "matmul" in flags]
+    assert not [flags for flags, _ in changes_of(both, PAIR) if "matmul" in flags]
     assert "in int8, which save their input in 8 bits" in plan_heading("tiny", both, PAIR)
     assert any("times as fast" in line for line in eight_bit_lines(both, PAIR, predict(both, PAIR)))
 
@@ -917,7 +904,7 @@ def test_flags_of_a_change_do_what_it_says(config):
     settings, topology = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
     now = predict(settings, topology)
     change = helpful_changes(settings, topology, now)[0]
-    then = predict(read_command(["plan", config, *change.flags.split()], {})[0], topology)
+    then = predict(read_command(["plan", config, *flags_of(change.values)], {})[0], topology)
     assert then.secs == pytest.approx(now.secs * (1 + change.secs))
     assert then.peak_bytes == now.peak_bytes + change.bytes
 
@@ -954,7 +941,7 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
     assert len(asked) == len(set(asked)) == 4
     assert re.search(r"^ +compiled +no fit$", out, re.M)
     found = re.search(r"^fastest as compiled: 0.100 s a step, MFU 10.0 %: (.*)", out, re.M)
-    assert shlex.split(found[1]) == asked[0].flags_to(asked[3])
+    assert shlex.split(found[1]) == flags_of(asked[0].keys_to(asked[3]))
 
 
 def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config, tmp_path, capsys, monkeypatch):
@@ -1014,7 +1001,7 @@ def test_a_plan_compiled_for_gpus_says_what_becomes_of_its_collectives_and_what_
     made = CompiledStep("", 1 << 28, 1 << 28, 1 << 29, StepTime(1.0, {"dp": 0.1}, 0.0, 1.1, 0.0, 0.5), sent)
     one, two = (list(compiled_lines(made, read_topology(name))) for name in ("H100:8", "H100:2x8"))
     assert "dp all-gather      6  42.0 MiB       100.0 %  15.0 %" in one
-    assert any("3,350 GB/s" in line for line in one) and any("450 GB/s within a host;" in line for line in one)
+    assert any("3,350 GB/s" in line for line in one) and any(line.endswith("450 GB/s within a host") for line in one)
     assert any("450 GB/s within a host and 50 GB/s between hosts" in line for line in two)
     assert not any("rests" in line or "a GPU sends" in line for line in compiled_lines(made, PAIR))
 

@@ -16,21 +16,23 @@ from support.hlo_examples import CHAIN, with_cycles
 from support.stand_ins import Chip
 from support.tiny_model import build
 
+from parallax.analysis.planned.step_time import CompiledStep
 from parallax.analysis.planned.topology import read_topology
 from parallax.cli import firstrun
 from parallax.cli.command import read_command
 from parallax.cli.firstrun import (
     CANDIDATES,
     WARM_UP,
-    Found,
+    FirstRun,
     Taken,
     choose,
-    do_phases,
+    compared,
+    compile_step,
     make_plan,
+    measure,
     nameless,
-    page,
+    notes_in,
     planned_memory,
-    price_program,
     warnings,
 )
 from parallax.step.resolve import Devices, resolve
@@ -44,7 +46,7 @@ TINY = [
     "--config.model.d_model=32",
     "--config.model.d_ff=32",
 ]
-PHASES = ["plan", "compile", "first state", "first step", "steps"]
+PHASES = ["plan", "compile", "first state", "steps"]
 
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -57,37 +59,35 @@ def run_of(tmp_path, *words, steps=5):
     return status, out.read_text()
 
 
-def rows(text, title):
-    """The cells of a table of the file, by their first."""
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {first: rest for first, *rest in cells[2:]}
+def rows(run):
+    """The cells of the table of figures, by the first of each line."""
+    return {first: rest for first, *rest in (re.split(r" {2,}", line) for line in [*compared(run)][2:])}
 
 
-def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys):
+def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys, monkeypatch):
+    tables = []
+    monkeypatch.setattr(firstrun, "compared", lambda run: tables.append(rows(run)) or compared(run))
     status, text = run_of(tmp_path)
-    assert status == 0 and text.startswith("# First run on 8 x cpu (cpu)\n") and "All phases are done." in text
-    assert list(rows(text, "Phases")) == PHASES
-    assert {state for state, _ in rows(text, "Phases").values()} == {"done"}
+    said = capsys.readouterr().err
+    assert status == 0 and re.match(r"# First run, [\d-]+\n\n```\n", text) and text.endswith("\n```\n")
+    assert re.findall(r"(?m)^(.+): done in [\d.]+ s$", text) == PHASES
+    assert all(f"{phase} …\n" in said for phase in PHASES) and "attach it to an issue" in said
 
-    compared = rows(text, "Planned and measured")
-    planned, compiled, measured, share, of_compiled = compared["memory of a device"]
-    assert (of_compiled == "") == (measured == "not known")
+    (figures,) = tables
+    planned, compiled, measured, share, of_compiled = figures["memory of a device"]
+    assert measured == of_compiled == "not known"
     assert re.fullmatch(r"[\d.]+ [KM]iB", planned) and re.fullmatch(r"[\d.]+ [KM]iB", compiled)
     assert 50 < float(share.split()[0]) < 150
-    planned, _, measured, share, _ = compared["time of a step"]
+    planned, _, measured, share, _ = figures["time of a step"]
     assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
-    assert compared["MFU"][2].endswith("%") and compared["compilation"][2].endswith(" s")
+    assert figures["MFU"][1].endswith("%") and figures["compilation"][0].endswith(" s")
+    assert all(f"{name}  " in text for name in figures) and "work of the model" in text
 
-    losses = [float(loss) for _, loss, _, _ in rows(text, "Steps").values()]
+    losses = [float(loss) for loss in re.findall(r"step \d/5 .* loss ([\d.]+)", text)]
     assert len(losses) == 5 and losses[-1] < losses[0]
     assert abs(losses[0] / math.log(384) - 1) < 0.1
-    settings = json.loads(text.split("```json\n")[1].split("```")[0])
+    settings, _ = json.JSONDecoder().raw_decode(text[text.index("\n{") + 1 :])
     assert settings["mesh"]["dp"] == 8 and settings["train"]["steps"] == 5
-
-    said = capsys.readouterr().err
-    assert all(f"{phase} …\n" in said for phase in PHASES)
-    assert "step 5/5" in said and "attach it to an issue" in said
 
 
 @pytest.fixture
@@ -96,21 +96,17 @@ def host_is(monkeypatch):
     return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
 
 
-def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_is):
+def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_is, tmp_path):
     host_is("node17")
     monkeypatch.setenv("XLA_FLAGS_OF_A_TEST", f"--xla_dump_to={Path.home()}/dump/node17")
     monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
-    about = {"Devices": firstrun.devices(), "Versions": firstrun.software(), "Flags": firstrun.flags()}
-    found = found_of()
-    data = dataclasses.replace(found.settings.data, source="text", path=f"{Path.home()}/corpus")
-    found.settings = dataclasses.replace(found.settings, data=data)
-    text = nameless(page(found, about))
-    versions = rows(text, "Versions")
-    assert versions["jax"] == [jax.__version__] and versions["python"] == ["{}.{}.{}".format(*sys.version_info[:3])]
-    assert rows(text, "Devices")["devices"] == ["8 x cpu (cpu)"] and rows(text, "Devices")["topology"]
-    assert rows(text, "Flags")["XLA_FLAGS_OF_A_TEST"] == ["--xla_dump_to=~/dump/<host>"]
-    assert rows(text, "Flags")["NCCL_SOCKET_OF_A_TEST"] == ["<address>"]
-    assert '"path": "~/corpus"' in text
+    out = tmp_path / "first-run.md"
+    notes_in(str(out), [*firstrun.machine(), *firstrun.software()])(f"path: {Path.home()}/corpus")
+    text = out.read_text()
+    assert f"jax:    {jax.__version__}\n" in text and "python: {}.{}.{} ".format(*sys.version_info[:3]) in text
+    assert "cpu-8, 8 local devices" in text and "\ntopology: none" in text and "\nflax: " in text
+    assert "XLA_FLAGS_OF_A_TEST=--xla_dump_to=~/dump/<host>" in text
+    assert "NCCL_SOCKET_OF_A_TEST: <address>" in text and "node='<host>'" in text and "path: ~/corpus" in text
     assert not [name for name in (str(Path.home()), "node17", str(ROOT)) if name in text]
 
 
@@ -132,45 +128,40 @@ def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("phase", "where"),
-    [("compile", "step_of"), ("plan", "planned_memory"), ("first step", "counting_batch")],
+    [("compile", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
 )
 def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_path, monkeypatch, capsys, phase, where):
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: out of memory, {Path.home()}/x\nmore of it")
 
-    monkeypatch.setattr(firstrun, "predict", lambda settings, topology: found_of().planned)
+    monkeypatch.setattr(firstrun, "plan", lambda settings, topology: found_of().plan)
     monkeypatch.setattr(firstrun, where, fails)
     status, text = run_of(tmp_path)
-    states = {name: state for name, (state, _) in rows(text, "Phases").items()}
+    done = re.findall(r"(?m)^(.+): done in ", text)
     at = PHASES.index(phase)
-    rest = "done" if phase == "plan" else "not reached"  # what was not planned can still be measured
-    expected = ["done"] * at + ["failed"] + [rest] * (len(PHASES) - at - 1)
-    assert status == 1 and list(states.values()) == expected
-    assert f"**Failed or interrupted: {phase}.**" in text
+    rest = PHASES[at + 1 :] if phase == "plan" else []  # what was not planned can still be measured
+    assert status == 1 and done == PHASES[:at] + rest and f"\n{phase} failed after " in text
     assert "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory, ~/x\nmore of it\n" in text
-    assert ("GiB" in text.split("## Devices")[1]) and '"d_model": 32' in text
+    assert "GiB" in text and '"d_model": 32' in text and "\nMFU  " in text
     assert (
         capsys.readouterr().err.splitlines()[-1].startswith(f"PhaseError: {phase} failed: JaxRuntimeError: RESOURCE_")
     )
 
 
-def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch):
-    found, pages = found_of(), []
-
-    def save():
-        pages.append(page(found, {"Devices": {"devices": "8 x cpu"}}))
+def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch, tmp_path):
+    out = tmp_path / "first-run.md"
 
     class Killed(BaseException):
         pass
 
-    def killed(found):
+    def killed(*_):
+        assert out.read_text().endswith("compile …\n```\n")
         raise Killed
 
     monkeypatch.setattr(firstrun, "make_plan", lambda found: None)
     monkeypatch.setattr(firstrun, "compile_step", killed)
     with pytest.raises(Killed):
-        do_phases(found, save)
-    assert "**Failed or interrupted: compile.**" in pages[-1] and "| compile | running |" in pages[-1]
+        measure(found_of(), notes_in(str(out), []))
 
 
 def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
@@ -179,8 +170,8 @@ def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(jax, "devices", none)
     status, text = run_of(tmp_path)
-    assert status == 1 and text.startswith("# First run: JAX has no devices\n")
-    assert "the chips are in use\nby another process" in text and rows(text, "Versions")["jax"]
+    assert status == 1 and "\nJAX has no devices: Unable" in text
+    assert "the chips are in use\nby another process" in text and "\njax: " in text
     assert "JAX has no devices: Unable to initialize backend 'tpu'" in capsys.readouterr().err
 
 
@@ -239,11 +230,11 @@ def test_every_config_that_may_be_taken_is_right(candidate):
 def found_of(**changes):
     """A first run that went well, and what is changed of it."""
     settings = resolve(read_command(["firstrun", *TINY], {})[0])
-    found = Found(settings, "python -m parallax.firstrun")
+    found = FirstRun(settings)
     found.planned_bytes = 1000
     found.topology = read_topology("v5e:2x4")
-    found.planned = SimpleNamespace(secs=1.0, mfu=0.5)
-    found.compiled_bytes, found.most_bytes = 1000, 1050
+    found.plan = SimpleNamespace(secs=1.0, mfu=0.55)
+    found.made, found.most_bytes = CompiledStep("", peak_bytes=1000), 1050
     found.steps = [Taken(9.0, 5.9, 1.0, False), Taken(1.0, 5.5, 1.0, False), *[Taken(1.1, 5.0, 1.0, False)] * 3]
     for name, value in changes.items():
         setattr(found, name, value)
@@ -260,14 +251,14 @@ def step(**changes):
     [
         ({}, None),
         ({"most_bytes": 1200}, "memory is 120.0 % of what was planned"),
-        ({"most_bytes": None, "compiled_bytes": 1200}, "memory is 120.0 % of what was planned"),
-        ({"planned": SimpleNamespace(secs=0.8, mfu=0.5)}, "a step takes 137.5 % of the planned time"),
+        ({"most_bytes": None, "made": CompiledStep("", peak_bytes=1200)}, "memory is 120.0 % of what was planned"),
+        ({"plan": SimpleNamespace(secs=0.8, mfu=0.5)}, "the time of a step is 137.5 % of what was planned"),
         ({"steps": step(secs=2.0)}, "the slowest step takes 1.8 times the median"),
         ({"steps": step(loss=math.nan)}, "loss or gradient is not finite in step 5"),
         ({"steps": step(loss=5.9)}, "the loss does not fall: 5.9000 in the first step, 5.9000 in the last"),
         ({"steps": step(skipped=True)}, "the guard skipped 1 of 5 steps"),
         ({"steps": [Taken(1.0, 9.0, 1.0, False), *step()[1:]]}, "near ln(vocab) = 5.951"),
-        ({"unplanned": "chip 'x' is unknown", "planned": None}, "no time was planned: chip 'x' is unknown"),
+        ({"unplanned": "chip 'x' is unknown", "plan": None}, "no time was planned: chip 'x' is unknown"),
     ],
 )
 def test_what_somebody_should_look_at_is_a_warning(changes, warning):
@@ -276,23 +267,24 @@ def test_what_somebody_should_look_at_is_a_warning(changes, warning):
 
 
 def test_times_leave_the_warm_up_out():
-    found = found_of(step_flops=1.1 * 0.5 * 8 * 197e12)
-    assert WARM_UP == 2 and found.median_secs == 1.1 and found.mfu == pytest.approx(0.5)
+    found = found_of()
+    assert WARM_UP == 2 and found.median_secs == 1.1 and rows(found)["MFU"] == ["55.0 %", "50.0 %"]
 
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
-    found = found_of(planned=None, topology=None)
+    found = found_of(plan=None, topology=None)
     found.settings = resolve(found.settings, Devices.here())
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
     assert found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
-    assert found.planned_bytes > 1000 and found.mfu is None
+    assert found.planned_bytes > 1000 and rows(found)["MFU"] == ["not known", "not known"]
 
 
 class Program:
     """A compiled program of this text."""
 
     def __init__(self, text):
+        self.compile = lambda: self
         self.as_text = lambda: text
         sizes = ("argument", "temp", "output", "alias", "host_argument", "host_output", "host_temp")
         self.memory_analysis = lambda: SimpleNamespace(
@@ -300,14 +292,21 @@ class Program:
         )
 
 
-def test_a_program_that_cannot_be_priced_is_run_all_the_same(capsys):
-    found = found_of(step_flops=8e6, step=SimpleNamespace(model=build((2, 4, 1))))
-    found.program = Program(with_cycles(CHAIN))
-    price_program(found)
-    assert found.compiled_step_secs == pytest.approx(6 * 4750 / 1.5e9) and not capsys.readouterr().err  # of six turns
-    found.program = Program(CHAIN)
-    price_program(found)
-    assert capsys.readouterr().err.startswith("the compiled program is not priced: ConfigError: ")
+@pytest.mark.parametrize(
+    ("text", "secs", "said"),
+    [
+        (with_cycles(CHAIN), 6 * 4750 / 1.5e9, ""),  # of six turns
+        (CHAIN, None, ""),
+        ("no program", None, "the compiled program cannot be read: KeyError"),
+    ],
+)
+def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys, monkeypatch):
+    found = found_of(made=None)
+    step = SimpleNamespace(model=build((2, 4, 1)), lower=lambda *shape: Program(text))
+    monkeypatch.setattr(firstrun, "step_of", lambda *_: step)
+    compile_step(found, firstrun.say)
+    assert said in capsys.readouterr().err and (found.made is None) == bool(said)
+    assert secs is None or found.made.time.total_secs == pytest.approx(secs)
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():
@@ -324,4 +323,4 @@ def test_two_processes_write_one_file(tmp_path):
     launcher = ["-m", "parallax.launch", "--processes=2", "--devices-per-process=4", "--", "-m", "parallax.firstrun"]
     ended = subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "| processes | 2, 4 devices in each |" in out.read_text() and "All phases are done." in out.read_text()
+    assert "cpu-8, 4 local devices" in out.read_text() and "steps: done in" in out.read_text()

@@ -25,7 +25,7 @@ from test_parity import check_parity
 
 from parallax.analysis.compiled.program import costs_of
 from parallax.analysis.traced.flops import flops_by_direction, matmul_parameters_by_stack
-from parallax.analysis.traced.memory import carried_by_ticks, memory
+from parallax.analysis.traced.memory import memory, tick_state
 from parallax.analysis.traced.recompute import forward_flops, name_of_set, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.traced.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
@@ -85,8 +85,8 @@ def saved_bytes(remat, schedule, microbatches, **changes):
     model = build((2, 1, 1), remat=remat, schedule=schedule, microbatches=microbatches, **WIDE | changes)
     tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
-    carried = carried_by_ticks(model, ROWS, SEQ)
-    sizes = [np.prod(shape) * 4 for shape, component in carried if component == "saved_activations"]
+    carried = tick_state(model, ROWS, SEQ)
+    sizes = [np.prod(shape) * 4 for shape, component, _ in carried if component == "saved_activations"]
     return model, sum(map(int, sizes)), plan.saved_activations
 
 
@@ -119,8 +119,8 @@ def test_widths_of_parts_are_those_of_the_slots(attention):
     def saved(parts):
         how = dict(attention=attention, d_latent_q=model.d_latent_q, qk_norm=model.qk_norm)
         built = build((1, 1, 1), remat=" ".join(parts), microbatches=1, **how)
-        carried = carried_by_ticks(built, ROWS, SEQ)
-        entries = [np.prod(shape) for shape, component in carried if component == "saved_activations"]
+        carried = tick_state(built, ROWS, SEQ)
+        entries = [np.prod(shape) for shape, component, _ in carried if component == "saved_activations"]
         return sum(entries) / (ROWS * SEQ)
 
     everything = saved(costs)

@@ -88,6 +88,11 @@ class Computation(NamedTuple):
         """The instruction of this name."""
         return next((one for one in self.instructions if one.name == name), None)
 
+    def shape_of(self, name: str) -> str:
+        """The shape of the instruction of this name; "" without it."""
+        op = self.find(name)
+        return op.shape if op is not None else ""
+
 
 class Module(NamedTuple):
     """A program: its computations by name, and the one that it starts with."""

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.profiler import ProfileData
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, module_of
+from parallax.display.plain import as_plain
 from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
 from parallax.errors import DataError, errors_as
@@ -137,9 +139,12 @@ def _home(file: Path) -> Path | None:
 
 def _read(file: Path) -> Trace:
     home = _home(file)
-    about = _about(home / TRACED) if home else {}
+    about, text = {}, ""
+    if home:
+        with errors_as(DataError, f"{home / TRACED}, or {PROGRAM} beside it, cannot be read: ", "", ValueError):
+            about = read_object(home / TRACED)
+            text = read_bytes(home / PROGRAM).decode("utf-8", "replace") if (home / PROGRAM).is_file() else ""
     mesh = about.get("mesh", {})
-    text = _text(home / PROGRAM) if home and (home / PROGRAM).is_file() else ""
     try:
         data = ProfileData.from_serialized_xspace(read_bytes(file, MOST_TRACE_BYTES))
         planes = list(data.planes)
@@ -168,16 +173,6 @@ def _read(file: Path) -> Trace:
         order=tuple(about.get("devices", sorted(devices))),
         kind=about.get("kind", ""),
     )
-
-
-def _about(file: Path) -> dict[str, Any]:
-    with errors_as(DataError, f"{file} cannot be read: ", "", ValueError):
-        return read_object(file)
-
-
-def _text(file: Path) -> str:
-    with errors_as(DataError, f"{file} cannot be read: "):
-        return read_bytes(file).decode("utf-8", "replace")
 
 
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
@@ -278,14 +273,9 @@ class StepProfile:
     idle: float
     devices: tuple[DeviceTime, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists that JSON can hold."""
-        named = {name: [one._asdict() for one in getattr(self, name)] for name in ("modules", "collectives", "devices")}
-        return dataclasses.asdict(self) | named
-
     def to_json(self) -> str:
         """The whole profile as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(as_plain(self), indent=2)
 
     def __repr__(self) -> str:
         sections = [_heading(self), _parts(self), _devices(self)]
@@ -350,11 +340,8 @@ def _place(trace: Trace, number: int) -> str:
     """Mesh coordinates of a device, as "pp=0 dp=1 tp=0"."""
     if number not in trace.order or not trace.mesh:
         return ""
-    rest, ranks = trace.order.index(number), []
-    for axis, size in reversed(trace.mesh.items()):
-        rest, rank = divmod(rest, size)
-        ranks.append(f"{axis}={rank}")
-    return " ".join(reversed(ranks))
+    ranks = np.unravel_index(trace.order.index(number), tuple(trace.mesh.values()))
+    return " ".join(f"{axis}={rank}" for axis, rank in zip(trace.mesh, ranks, strict=True))
 
 
 SHOWN_DEVICES = 16

@@ -63,11 +63,6 @@ def costs_of(model: ModelConfig, remat: str, *, seq: int) -> Costs:
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
-def branch_shares(model: ShardedModel, *, seq: int) -> Shares:
-    """Branch shares of a model's step on rows of `seq` tokens; the remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model.config, model.pipeline.remat, seq=seq))
-
-
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
     """Shares by name of the conditional: "F", "B" and "W" for whether a rank runs this pass in a tick, "F/end" and
     "B/end" for whether it then runs the pipeline's first or last stage, "exit" for the head.
@@ -279,7 +274,7 @@ class TimelineReader:
         if self._is_for_usual_load(op):
             share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
-            dearest = max(range(len(sides)), key=lambda side: branch_cost(sides[side]))
+            dearest = max(range(len(sides)), key=lambda side: weight(sides[side]))
             only = tuple(float(side == dearest) for side in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.average, share.average), (1 - share.lockstep, share.lockstep), sides)
@@ -380,7 +375,7 @@ class TimelineReader:
 
     def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
         """Bytes of the operands that are sent; of a ragged exchange, only rows in use."""
-        sizes = [shape_bytes(_shape(home, name)) for name in piece.operands]
+        sizes = [shape_bytes(home.shape_of(name)) for name in piece.operands]
         if not piece.kind.startswith(RAGGED_EXCHANGE):
             return sum(sizes)
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
@@ -393,7 +388,7 @@ class TimelineReader:
         return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
 
     def _kernel(self, op: Instruction, computation: Computation) -> Kernel:
-        shapes = [_shape(computation, name) for name in op.operands]
+        shapes = [computation.shape_of(name) for name in op.operands]
         operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(op.shape), _kernel_flops(op, computation)
         if _is_grouped(op):
             operands, result = round(sum(map(self._used_bytes, shapes))), round(self._used_bytes(op.shape))
@@ -421,7 +416,8 @@ def executed(events: list, average: float = 1.0, lockstep: float = 1.0) -> Itera
 
 
 def weight(events: list) -> tuple[float, float, float]:
-    """Cost of one pass through a timeline on the slowest rank: cycles, FLOPs, bytes sent. Kernels have FLOPs only."""
+    """Cost of one pass through a timeline on the slowest rank: FLOPs, cycles, bytes sent. FLOPs come first, since
+    kernels have no others: so ordered, it tells the dearest side of a branch."""
     cycles, flops, sent = 0.0, 0.0, 0.0
     for event, _, count in executed(events):
         if isinstance(event, Compute):
@@ -431,12 +427,6 @@ def weight(events: list) -> tuple[float, float, float]:
             flops += count * event.flops
         elif isinstance(event, CompiledCollective):
             sent += count * event.bytes
-    return cycles, flops, sent
-
-
-def branch_cost(events: list) -> tuple[float, float, float]:
-    """Key that orders the sides of a branch by cost: FLOPs, which kernels have too, then cycles and bytes sent."""
-    cycles, flops, sent = weight(events)
     return flops, cycles, sent
 
 
@@ -445,7 +435,7 @@ def _with_cycles_between(event: Any, after: list) -> Any:
     if not isinstance(event, CompiledCollective):
         return event
     last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
-    return event._replace(cycles_between=weight(after[:last])[0])
+    return event._replace(cycles_between=weight(after[:last])[1])
 
 
 def _operand_in_chain(home: Computation, op: Instruction) -> Instruction:
@@ -456,11 +446,6 @@ def _operand_in_chain(home: Computation, op: Instruction) -> Instruction:
 
 def _chained(piece: Instruction) -> str:
     return f"{piece.kind} of chain {piece.chain}"
-
-
-def _shape(computation: Computation, name: str) -> str:
-    op = computation.find(name)
-    return op.shape if op is not None else ""
 
 
 class CompiledFlops(NamedTuple):
@@ -501,8 +486,10 @@ class Compiled(NamedTuple):
 
 
 def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -> Compiled:
-    """`read_compiled` for a training step of this model on rows of `seq` tokens."""
-    return read_compiled(compiled, model.mesh, branch_shares(model, seq=seq), model.load)
+    """`read_compiled` for a training step of this model on rows of `seq` tokens; the remat policy sets the costs of
+    passes."""
+    costs = costs_of(model.config, model.pipeline.remat, seq=seq)
+    return read_compiled(compiled, model.mesh, shares_of(model.schedule, costs), model.load)
 
 
 def read_compiled(
@@ -707,7 +694,7 @@ def _has_rows(shape: str) -> bool:
 
 def _kernel_flops(op: Instruction, home: Computation) -> int:
     if _is_grouped(op):
-        operands = [dims for name in op.operands for dims in _factors(_shape(home, name))]
+        operands = [dims for name in op.operands for dims in _factors(home.shape_of(name))]
         results = _factors(op.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, results[0]) if results else 0
     name = op.name
@@ -715,7 +702,7 @@ def _kernel_flops(op: Instruction, home: Computation) -> int:
         name = triton[0]
     elif op.target.startswith(CUDNN_CALLS):
         name = "cudnn_bwd" if re.search("bwd|Backward", op.target) else "cudnn_fwd"
-    return kernel_flops(name, [dims for name in op.operands for dims in float_dims(_shape(home, name))]) or 0
+    return kernel_flops(name, [dims for name in op.operands for dims in float_dims(home.shape_of(name))]) or 0
 
 
 def _dims(home: Computation, name: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def moved_bytes(op: Instruction, home: Computation, module: Module) -> int:
     written = re.findall(r"\w+\[[\d,]*\]", op.shape)
     if op.kind == "custom-call":  # a library call has a workspace after a product's result
         written = [array for at, array in enumerate(written) if not (at and array.startswith(WORKSPACE))]
-    return sum(map(shape_bytes, written)) + sum(shape_bytes(_shape(home, name)) for name in dict.fromkeys(op.operands))
+    return sum(map(shape_bytes, written)) + sum(shape_bytes(home.shape_of(name)) for name in dict.fromkeys(op.operands))
 
 
 def _of_fusion(op: Instruction, home: Computation, module: Module) -> int:
@@ -73,7 +73,7 @@ def _written(root: Instruction, inside: Computation) -> int:
 
 def _updated(op: Instruction, home: Computation) -> int:
     """Bytes that an update in place writes; the operands of a scatter have indices before the update."""
-    return shape_bytes(_shape(home, op.operands[1 if op.kind == UPDATES[0] else -1]))
+    return shape_bytes(home.shape_of(op.operands[1 if op.kind == UPDATES[0] else -1]))
 
 
 def _read(number: int, inside: Computation, module: Module) -> int:
@@ -96,8 +96,3 @@ def _uses(op: Instruction, inside: Computation, module: Module) -> Iterable[int]
             yield shape_bytes(user.shape)
         elif user.kind not in UPDATES or places != [0]:
             yield shape_bytes(op.shape)
-
-
-def _shape(home: Computation, name: str) -> str:
-    op = home.find(name)
-    return op.shape if op is not None else ""

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallax.analysis.planned.topology import Topology
@@ -94,10 +95,7 @@ class Choice(NamedTuple):
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout instead of their own."""
-        for section in set(SECTION_OF.values()):
-            values = {name: getattr(self, name) for name in self._fields if SECTION_OF[name] == section}
-            settings = with_changes(settings, section, **values)
-        return settings
+        return with_keys(settings, {f"{SECTION_OF[name]}.{name}": value for name, value in self._asdict().items()})
 
     def variations(self, further: Sequence[str], sets: Sequence[str] = REMAT) -> list["Choice"]:
         """Layouts that differ in one setting or in the sizes of two axes; `further` are axes besides pp, dp and tp,
@@ -118,15 +116,25 @@ class Choice(NamedTuple):
         varied = (choice if choice.pp > 1 else choice._replace(schedule="gpipe", virtual=1) for choice in varied)
         return [choice for choice in varied if choice != self]
 
-    def flags_to(self, other: "Choice") -> list[str]:
-        """Flags that turn this layout's command line into that of another one."""
-        changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
-        return [f"--config.{SECTION_OF[name]}.{name}={getattr(other, name)}" for name in changed]
+    def keys_to(self, other: "Choice") -> dict[str, Any]:
+        """The keys in which another layout differs, with its values."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return {f"{SECTION_OF[name]}.{name}": theirs for name, mine, theirs in pairs if mine != theirs}
 
 
-def with_changes(settings: Settings, section: str, **changes: object) -> Settings:
-    """The settings with other values in one section."""
-    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
+def with_keys(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with other values of keys, as {"pipeline.remat": "layer"}."""
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    changed = {name: dataclasses.replace(getattr(settings, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(settings, **changed)
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """The flags of a command line that give keys these values."""
+    return [f"--config.{key}={value}" for key, value in values.items()]
 
 
 def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:

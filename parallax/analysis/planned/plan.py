@@ -5,37 +5,35 @@ import dataclasses
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
-from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, build_if_legal, with_changes
+from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, with_keys
 from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
-    Overlap,
     compiled_parts,
     predict,
-    predict_of,
     time_parts,
 )
 from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.config.sections import STATE_DTYPES
-from parallax.config.settings import Settings, check_settings
+from parallax.config.settings import Settings, check_settings, default_settings
 from parallax.display.html import parts_html
 from parallax.display.tables import Table, parts_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, ParallaxError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 from parallax.model.experts.exchange import EXCHANGES
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
-from parallax.sharding.host import DEVICE, HOST
+from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
 from parallax.step.resolve import resolve
 
@@ -114,9 +112,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.configured)]
-        verdicts = (verdict(plan.peak_bytes, self.topology, "predicted") for plan in self.too_large)
-        layouts = (f"{plan.layout.mesh} remat {plan.layout.remat}" for plan in self.too_large)
-        return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
+        layouts = ((f"{plan.layout.mesh} remat {plan.layout.remat}", plan.peak_bytes) for plan in self.too_large)
+        return "\n".join([*lines, *(f"{name} {verdict(size, self.topology, 'predicted')}" for name, size in layouts)])
 
     def _repr_svg_(self) -> str:
         return draw(f"{self.name} on {self.topology.name}", self._rows, self.topology, self.configured)
@@ -162,13 +159,12 @@ SHOWN_ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dt
 
 
 class Change(NamedTuple):
-    """Flags to add to the command and their effect: bytes of a chip, and a share of the step's time. `changed` are the
-    settings with them, and `together` is the number of single changes that they are."""
+    """Other values of keys, as {"pipeline.remat": "layer"}, and their effect: bytes of a chip, and a share of the
+    step's time. `together` is the number of single changes that they are."""
 
-    flags: str
+    values: Mapping[str, Any]
     bytes: int
     secs: float
-    changed: Settings | None = None
     together: int = 1
 
 
@@ -193,14 +189,14 @@ def helpful_changes(
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     faster.sort(key=by_secs)
     smaller.sort(key=by_bytes)
-    alone = sorted(best_of_each_key(settings, faster, most), key=by_secs)
-    alone += sorted(best_of_each_key(settings, smaller, least), key=by_bytes)
+    alone = sorted(best_of_each_key(faster, most), key=by_secs)
+    alone += sorted(best_of_each_key(smaller, least), key=by_bytes)
     return alone + best_together(settings, topology, now, faster)
 
 
-def best_of_each_key(settings: Settings, ordered: Sequence[Change], count: int) -> list[Change]:
+def best_of_each_key(ordered: Sequence[Change], count: int) -> list[Change]:
     """So many of these changes: the first one of each key before second ones."""
-    keys = [frozenset(changed_keys(settings, change.changed)) if change.changed else change.flags for change in ordered]
+    keys = [change.values.keys() for change in ordered]
     numbers = sorted(range(len(ordered)), key=lambda number: keys[number] in keys[:number])
     return [ordered[number] for number in numbers[:count]]
 
@@ -210,131 +206,80 @@ def best_together(settings: Settings, topology: Topology, now: Estimate, faster:
     still saves time. Changes of dtypes and of memory, which do more than move work, are left to the user."""
     best, pair = None, []
     for change in faster:
-        if change.changed is None or not changed_keys(settings, change.changed).isdisjoint(SHOWN_ALONE):
+        if change.values.keys() & (SHOWN_ALONE | (best.values.keys() if best else set())):
             continue
         if best is None:
             best = change
             continue
-        both = with_both(settings, best.changed, change.changed)
-        then = both and _price(f"{best.flags} {change.flags}", both, topology, now)
+        then = _price({**best.values, **change.values}, settings, topology, now)
         if then and then.bytes <= topology.chip.usable_bytes - now.peak_bytes and then.secs < best.secs - LEAST_GAIN:
             best = then._replace(together=best.together + 1)
             pair += [best] * (best.together == 2)
     return pair + [best] * (best is not None and best.together > 2)
 
 
-def changed_keys(settings: Settings, other: Settings) -> set[str]:
-    """The keys in which settings differ, as "pipeline.remat"."""
-    sections = (field.name for field in dataclasses.fields(Settings))
-    pairs = ((name, getattr(settings, name), getattr(other, name)) for name in sections)
-    return {
-        f"{name}.{field.name}"
-        for name, mine, theirs in pairs
-        for field in dataclasses.fields(mine)
-        if getattr(mine, field.name) != getattr(theirs, field.name)
-    }
-
-
-def with_both(settings: Settings, first: Settings, other: Settings) -> Settings | None:
-    """The settings with the changes of both; None if both change a key, or if they do not go together."""
-    keys = changed_keys(settings, other)
-    if not keys.isdisjoint(changed_keys(settings, first)):
-        return None
-    for section in {key.split(".")[0] for key in keys}:
-        names = [key.split(".")[1] for key in keys if key.startswith(f"{section}.")]
-        try:
-            first = with_changes(first, section, **{name: getattr(getattr(other, section), name) for name in names})
-        except ConfigError:
-            return None
-    return first
-
-
 def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
     tried = list(single_changes(settings, topology))
-    for done, (flags, changed) in enumerate(tried):
+    for done, values in enumerate(tried):
         show(done, len(tried))
-        if priced := _price(flags, changed, topology, now):
+        if priced := _price(values, settings, topology, now):
             yield priced
 
 
-def _price(flags: str, changed: Settings, topology: Topology, now: Estimate) -> Change | None:
+def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, now: Estimate) -> Change | None:
     """The effect of a change; None if it is not legal, or if the host's memory cannot hold it."""
-    model = build_if_legal(changed, topology)
-    if model is None:
-        return None
-    with contextlib.suppress(ConfigError):  # an optimizer may not support this for these parameters
-        then = predict_of(model, changed, topology)
+    with contextlib.suppress(ParallaxError):
+        then = predict(with_keys(settings, values), topology)
         if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
-            return Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1, changed)
+            return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
     return None
 
 
-def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
-    """Settings that differ in one key, legal or not, with the flags for them. Attention kernels are those that the
-    topology's chips run, not those that they interpret."""
-    layout = Choice.of(settings)
+def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
+    """Other values of one key, or of those that go together, legal or not. Attention kernels are those that the
+    topology's chips run, not those that they interpret; for products it is the dtype that is fastest on the chip, if it
+    is faster than the others."""
+    chip, optimizer, layout = topology.chip, settings.optimizer, Choice.of(settings)
     further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.layer_kinds)
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
-    for choice in layout.variations(further, sets):
-        yield shlex.join(layout.flags_to(choice)), choice.applied(settings)
+    yield from map(layout.keys_to, layout.variations(further, sets))
     for kernel, runs in ATTENTION_KERNELS.items():
-        if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
-            yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
+        if settings.model.kernel == "xla" != kernel and chip.platform in runs.native:
+            yield {"model.kernel": kernel}
     if settings.model.dtype != "float32" and layout.data_ranks > 1:
         # Sums in float32 are rings, which use the network interfaces of all GPUs of a host; exchanges use each its own.
         # On TPUs an exchange loads the links of a torus more, but compute waits for rings unless SparseCores run them.
-        rings = has_gpu_hosts(topology) or hides_reduce_scatters(topology.chip.name)
-        reduce = "compute" if settings.fsdp.reduce == "float32" else "float32" * rings
-        if reduce:
-            yield f"--config.fsdp.reduce={reduce}", with_changes(settings, "fsdp", reduce=reduce)
+        if settings.fsdp.reduce == "float32":
+            yield {"fsdp.reduce": "compute"}
+        elif has_gpu_hosts(topology) or hides_reduce_scatters(chip.name):
+            yield {"fsdp.reduce": "float32"}
     now = _exchange(settings, topology)
-    for exchange in EXCHANGES if now else ():
-        if exchange != now:
-            yield f"--config.layout.exchange={exchange}", with_changes(settings, "layout", exchange=exchange)
-    chunk = settings.loss.chunk_tokens // 2
-    changes = [("loss", {"chunk_tokens": chunk})] if chunk else []
-    for section, values in (*changes, *_narrower(settings, topology), *_on_host(settings, topology)):
-        flags = shlex.join(f"--config.{section}.{name}={value}" for name, value in values.items())
-        with contextlib.suppress(ConfigError):  # a value may not be allowed with others of the section
-            yield flags, with_changes(settings, section, **values)
+    yield from ({"layout.exchange": exchange} for exchange in EXCHANGES if now and exchange != now)
+    if chunk := settings.loss.chunk_tokens // 2:
+        yield {"loss.chunk_tokens": chunk}
+    for dtype in STATE_DTYPES:
+        wider = STATE_DTYPES[: STATE_DTYPES.index(dtype)]
+        if states := [key for key in ("m_dtype", "v_dtype") if getattr(optimizer, key) in wider]:
+            yield {f"optimizer.{key}": dtype for key in states}
+    if optimizer.weights_dtype == "float32":
+        yield {"optimizer.weights_dtype": "bfloat16"}
+    if settings.fsdp.gather_dtype == "compute" and layout.data_ranks > 1:
+        yield {"fsdp.gather_dtype": "int8"}
+    if settings.model.matmul == "compute" != fastest_matmul(chip):
+        yield {"model.matmul": fastest_matmul(chip)}
+    elif settings.model.matmul != "compute" == settings.model.matmul_residuals:
+        yield {"model.matmul_residuals": "8bit"}
+    where = {"optimizer.states_on": optimizer.states_on, "optimizer.masters_on": optimizer.masters_on}
+    where |= {"pipeline.residuals_on": settings.pipeline.residuals_on}
+    # Only if the speed of the chip's link to the host is known.
+    yield from ({key: HOST} for key, memory in where.items() if chip.host_bandwidth and memory != HOST)
 
 
 def has_gpu_hosts(topology: Topology) -> bool:
     """Whether these are GPUs on several hosts."""
     return topology.chip.platform == "gpu" and topology.devices > topology.shape[-1]
-
-
-Values = tuple[str, dict[str, Any]]  # a section, and other values of keys in it
-
-
-def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
-    """Values in fewer bits: states, parameters, weights that are sent, operands of products. For products the dtype
-    that is fastest on the chip, if it is faster than the others."""
-    optimizer, layout = settings.optimizer, Choice.of(settings)
-    now = {"m_dtype": optimizer.m_dtype, "v_dtype": optimizer.v_dtype}
-    for dtype in STATE_DTYPES:
-        narrower = {key: dtype for key, old in now.items() if STATE_DTYPES.index(old) < STATE_DTYPES.index(dtype)}
-        if narrower:
-            yield "optimizer", narrower
-    if optimizer.weights_dtype == "float32":
-        yield "optimizer", {"weights_dtype": "bfloat16"}
-    if settings.fsdp.gather_dtype == "compute" and layout.data_ranks > 1:
-        yield "fsdp", {"gather_dtype": "int8"}
-    fastest = fastest_matmul(topology.chip)
-    if settings.model.matmul == "compute" != fastest:
-        yield "model", {"matmul": fastest}
-    elif settings.model.matmul != "compute" == settings.model.matmul_residuals:
-        yield "model", {"matmul_residuals": "8bit"}
-
-
-def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
-    """Values that may be in host memory, if the speed of the chip's link to it is known."""
-    keys = [("optimizer", "states_on"), ("optimizer", "masters_on"), ("pipeline", "residuals_on")]
-    for section, key in keys if topology.chip.host_bandwidth else ():
-        if getattr(getattr(settings, section), key) != HOST:
-            yield section, {key: HOST}
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
@@ -372,24 +317,20 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
 
 
 def dtype_lines(settings: Settings) -> Iterator[str]:
-    """Arrays in fewer bits than float32 between steps, arrays sent in 8 bits, and arrays in host memory."""
-    if settings.fsdp.gather_dtype != "compute":
-        yield f"matrices of layers are sent in {settings.fsdp.gather_dtype}"
-    optimizer = settings.optimizer
-    where = {"residuals": settings.pipeline.residuals_on, "m and v": optimizer.states_on}
-    where |= {"weights between steps": optimizer.masters_on}
-    if moved := [name + f" ({on})" * (on != HOST) for name, on in where.items() if on != DEVICE]:
-        yield "in host memory: " + ", ".join(moved)
-    kept = {"weights": optimizer.weights_dtype, "m": optimizer.m_dtype, "v": optimizer.v_dtype}
-    if {*kept.values()} != {"float32"}:
-        yield "between steps " + ", ".join(f"{name} in {dtype}" for name, dtype in kept.items())
+    """Keys of other dtypes of weights and states, and of arrays in host memory, with their values."""
+    now, base = settings.to_dict(), default_settings().to_dict()
+    keys = (key.split(".") for key in sorted(SHOWN_ALONE) if not key.startswith("model."))
+    changed = [
+        f"{section}.{key}={now[section][key]}" for section, key in keys if now[section][key] != base[section][key]
+    ]
+    yield from [", ".join(changed)] * bool(changed)
 
 
 def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> Iterator[str]:
     """Compares the step with products in 8 bits and the same without."""
     if settings.model.matmul == "compute":
         return
-    plain = with_changes(settings, "model", matmul="compute", matmul_residuals="compute")
+    plain = with_keys(settings, {"model.matmul": "compute", "model.matmul_residuals": "compute"})
     without = predict(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [
@@ -486,33 +427,21 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     yield ""
     yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
     if topology.chip.platform == "gpu":
-        yield from ["", *sent_table(made.sent)] * bool(made.sent)
-        yield from ("", *(f"{name}: {what}" for name, what in rests_on(topology).items()))
-
-
-def sent_table(sent: Sequence[Overlap]) -> Iterator[str]:
-    """Collectives of a compiled step, with the shares that are asynchronous and hidden."""
-    rows = [
-        [f"{axes} {kind}", f"{calls:,.0f}", in_bytes(size), *map(percent, shares)]
-        for axes, kind, calls, size, *shares in sent
-    ]
-    yield from text_table(["a GPU sends", "calls", "bytes", "asynchronous", "hidden"], rows, left=1)
-
-
-def rests_on(topology: Topology) -> dict[str, str]:
-    """How each figure of a step that was compiled for GPUs is determined."""
-    chip = topology.chip
-    links = f"{chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host"
-    network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
-    sent = f"their bytes at {links}{network}; hidden: as far as there is compute between start and done"
-    return {
-        "memory": "the buffers that XLA assigned",
-        "compute": "for each fusion of the program the longer of its products at the chip's peak and its bytes at "
-        f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
-        **({"messages": sent} if topology.devices > 1 else {}),
-        "attention": f"cuDNN's FLOPs at {100 * KERNEL_EFFICIENCY:.0f} % of the chip's peak, or its bytes",
-        "not counted": "launches, latency, caches, tiles that do not fill the GPU: most steps take longer",
-    }
+        head = ["a GPU sends", "calls", "bytes", "asynchronous", "hidden"]
+        rows = [
+            [f"{axes} {kind}", f"{calls:,.0f}", in_bytes(size), *map(percent, shares)]
+            for axes, kind, calls, size, *shares in made.sent
+        ]
+        yield from ["", *text_table(head, rows, left=1)] * bool(rows)
+        chip = topology.chip
+        hosts = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * has_gpu_hosts(topology)
+        links = f"; messages at {chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host{hosts}"
+        yield ""
+        yield (
+            f"compute: the longer of products at the chip's peak, attention's at {100 * KERNEL_EFFICIENCY:.0f} %, "
+            f"and bytes at {chip.hbm_bandwidth / 1e9:,.0f} GB/s{links * (topology.devices > 1)}"
+        )
+        yield "not counted: launches, latency, caches, tiles that do not fill the GPU: most steps take longer"
 
 
 def changes_table(changes: Sequence[Change]) -> Iterator[str]:
@@ -521,16 +450,11 @@ def changes_table(changes: Sequence[Change]) -> Iterator[str]:
     for change in changes:
         figures = [f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"]
         if change.together == 1:
-            rows.append([change.flags, *figures])
+            rows.append([shlex.join(flags_of(change.values)), *figures])
         else:
             rows.append([names.get(change.together, "all that help, together"), *figures])
-            rows += [[f"  {flag}", "", ""] for flag in quoted_flags(change.flags)]
+            rows += [[f"  {shlex.quote(flag)}", "", ""] for flag in flags_of(change.values)]
     yield from text_table([head, "memory", "step"], rows, left=1)
-
-
-def quoted_flags(flags: str) -> list[str]:
-    """The flags one by one, quoted for a shell."""
-    return [shlex.quote(flag) for flag in shlex.split(flags)]
 
 
 TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and of the value of remat in it
@@ -592,21 +516,17 @@ def fastest_line(compiled: dict[Choice, CompiledStep], configured: Choice) -> It
     if not timed:
         return
     best = min(timed, key=lambda choice: timed[choice].total_secs)
-    flags = shlex.join(configured.flags_to(best)) or "the config as it is"
+    flags = shlex.join(flags_of(configured.keys_to(best))) or "the config as it is"
     source = ", ".join(filter(None, ["fastest as compiled", timed[best].kernels]))
     yield f"{source}: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
-def passed_over_line(search: Sweep) -> str:
-    """Number of layouts that were priced, and the reasons why others were not."""
+def passed_over_lines(search: Sweep) -> Iterator[str]:
+    """Number of layouts that were priced, and the reasons why others were not; how many `--most` left out that may be
+    faster, how long they would take, and how to ask for them."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items() if number)
-    return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
-
-
-def left_out_line(search: Sweep) -> Iterator[str]:
-    """How many layouts `--most` left out that may be faster, how long they would take, and how to ask for them."""
-    left = search.passed["beyond --most"]
-    if left:
+    yield f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
+    if left := search.passed["beyond --most"]:
         rate = f", about {duration(left * search.mean_secs)} more" if search.mean_secs else ""
         yield f"left out by --most={search.most}: {left:,} layouts that may be faster; --most=0 looks at all{rate}"
 

@@ -145,11 +145,7 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     True
     """
     settings = resolve(settings, topology.as_devices)
-    return predict_of(model_on_topology(settings, topology), settings, topology)
-
-
-def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
-    """`predict` for a model that exists already and settings without -1 in the mesh."""
+    model = model_on_topology(settings, topology)
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
     return estimate(settings, topology, held, traced_work(model, settings), host)
 
@@ -200,8 +196,9 @@ def estimate(
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, topology, settings, traced.per_use)
-    hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
-    exposed = exposed_parts(sent, hidden)
+    hiding = sum(message.secs for message in sent if message.hides)
+    hidden = hidden_secs(work, hiding)
+    exposed = [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
@@ -297,12 +294,6 @@ def hidden_secs(work: float, sent: float) -> float:
     (0.181..., 0.550..., 0.999...)
     """
     return -work * math.expm1(-sent / work) if work else 0.0
-
-
-def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[CollectiveTime]:
-    """The messages with their exposed seconds, if `hidden` seconds of those that can overlap are hidden."""
-    hiding = sum(message.secs for message in sent if message.hides)
-    return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
 
 def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
@@ -482,9 +473,8 @@ def compile_and_read(
 ) -> CompiledStep:
     """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
     settings = resolve(settings, topology.as_devices)
-    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
-    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
-    model, lowered = step.model, step.lower(*shape)
+    step = step_of(settings, make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices))
+    lowered = step.lower(settings.data.global_batch, settings.data.seq)
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -492,19 +482,33 @@ def compile_and_read(
             raise
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
-    compiled = read_step(program, model, seq=shape[1])
-    if is_absent_gpus(mesh):
+    return read_figures(program, step.model, settings, topology, kernel_efficiency=kernel_efficiency)
+
+
+def read_figures(
+    program: jax.stages.Compiled,
+    model: ShardedModel,
+    settings: Settings,
+    topology: Topology | None,
+    *,
+    kernel_efficiency: float = KERNEL_EFFICIENCY,
+) -> CompiledStep:
+    """The compiler's figures for the compiled step of a model; without a topology, its memory."""
+    compiled, seq = read_step(program, model, seq=settings.data.seq), settings.data.seq
+    if is_absent_gpus(model.mesh):
         # JAX names no host memory for GPUs that are not present: in their program what rests there is on the device.
         host = predicted_host_memory(model_on_topology(settings, topology), settings)
         compiled = compiled._replace(arguments=compiled.arguments - host.parameters - host.optimizer)
     # The peak of other backends, as of the one for CPU, may leave temporaries out.
-    peak = compiled.peak if topology.is_tpu else compiled.together
-    if compiled.cycles is None:
-        return CompiledStep("", compiled.arguments, compiled.temporaries, peak)
-    flops = flops_per_token(settings.model, model.plan.declared, seq=shape[1]) * math.prod(shape) / topology.devices
+    peak = compiled.peak if model.mesh.devices.flat[0].platform == "tpu" else compiled.together
+    sizes = compiled.arguments, compiled.temporaries, peak
+    if compiled.cycles is None or topology is None:
+        return CompiledStep("", *sizes)
+    tokens = settings.data.global_batch * seq
+    flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * tokens / topology.devices
     kernels = dict(dtype=settings.model.dtype, matmul=settings.model.matmul, kernel_efficiency=kernel_efficiency)
     time = step_time(compiled, topology.chip, flops, **kernels)
-    return CompiledStep("", compiled.arguments, compiled.temporaries, peak, time, overlaps(compiled, topology.chip))
+    return CompiledStep("", *sizes, time, overlaps(compiled, topology.chip))
 
 
 def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:

@@ -40,11 +40,6 @@ def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str
     return dict(counts)
 
 
-def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
-    """Parameters of layers by component, without norms."""
-    return {name: count for name, count in counts.items() if name not in (EMBEDDING, NORMS, HEAD)}
-
-
 def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
     """Parameters active for one token, by component: of the experts, those that it is sent to.
 

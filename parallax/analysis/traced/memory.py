@@ -126,7 +126,7 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))
     kinds = dict.fromkeys(traced.invars[:params], PARAMETERS) | dict.fromkeys(traced.invars[params:], DATA)
     made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
-    held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
+    held = Liveness(model, tick_state(model, global_batch, seq), made_of).peak(program)
     on_host = (row.memory == HOST for row in jax.tree.leaves(model.plan.rows))
     waiting = {var for var, waits in zip(traced.invars, on_host) if waits}
     inputs = zip(mapped.invars, program.inputs)
@@ -142,13 +142,9 @@ def bytes_on_device(tree: Any, *, memory: str = DEVICE) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
 
-def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str]]:
-    """Shape on a device and component of each array that the loops over ticks carry."""
-    return [(shape, component) for shape, component, _ in tick_state(model, global_batch, seq)]
-
-
 def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
-    """The same with the bytes of each; the component of arrays in host memory is WAITING."""
+    """Shape on a device, component and bytes of each array that the loops over ticks carry; the component of arrays in
+    host memory is WAITING."""
     arrays: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
@@ -311,13 +307,13 @@ class Buffers:
 class Liveness:
     """Finds the peak of a program's memory, and its components at that moment."""
 
-    def __init__(self, model: ShardedModel, state: list[tuple[tuple[int, ...], str]], inputs: dict[Value, int]):
-        """`state` is the ticks' state, see `carried_by_ticks`; `inputs` say what each input depends on."""
+    def __init__(self, model: ShardedModel, state: list[tuple[tuple[int, ...], str, int]], inputs: dict[Value, int]):
+        """`state` is the ticks' state, see `tick_state`; `inputs` say what each input depends on."""
         vocab = model.config.padded_vocab
         self.columns, self.state, self.inputs = {vocab, vocab // model.axis_sizes["tp"]}, state, inputs
         # Residuals that are used in the tick that writes them are not part of a loop's state.
         of_a_tick = not model.carries_residuals
-        self.residuals = {shape for shape, component in state if of_a_tick and component == "saved_activations"}
+        self.residuals = {shape for shape, component, _ in state if of_a_tick and component == "saved_activations"}
         weights = (value.shape for value, kind in inputs.items() if kind == PARAMETERS)
         self.weight_shapes = {shape for whole in weights for shape in (whole, whole[1:])}
         self.named: dict[Value, str] = {}
@@ -333,7 +329,7 @@ class Liveness:
         """Components of a loop's state if it is the ticks' state, or a part of it in the same order."""
         names, rest = {}, iter(self.state)
         for value in op.outs[: op.loop.carried] if op.loop else ():
-            names[value] = next((component for shape, component in rest if shape == value.shape), None)
+            names[value] = next((component for shape, component, _ in rest if shape == value.shape), None)
         return {} if None in names.values() else names
 
     def _inside(self, program: Program, made_of: tuple[int, ...]) -> tuple[Counter, list[int]]:
