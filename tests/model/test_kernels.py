@@ -401,7 +401,7 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     context = training_context(Rope(model.config), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.config.d_model))
     weights = {"params": weights}
-    given = dict(weights=weights, x=x, context=context, constant=model.plan.constant("blocks"))
+    given = dict(weights=weights, x=x, context=context, plan=model.plan, stack="blocks")
     passes = layer_passes(block, "none", split=False, in_rows=False, **given)
     return passes, weights, x, context
 
