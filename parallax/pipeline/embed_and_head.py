@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
 from parallax.model.batch import IGNORED
-from parallax.model.embedding import TableForm, logits
+from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.pipeline.slots import index
@@ -72,7 +72,7 @@ class EmbedAndHead:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered(HEAD)
         arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
-        return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
+        return chunked_loss(self.loss, self.parts.head.form.table, *arrays, entries=self.parts.head.entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
@@ -84,10 +84,10 @@ class EmbedAndHead:
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self._form.table, *arrays, earlier, entries=self._entries, trained=trained
+            self.loss, self.parts.head.form.table, *arrays, earlier, entries=self.parts.head.entries, trained=trained
         )
-        found, dy = pull(d_hidden.reshape(hidden.shape))
-        shares = {HEAD: {name: grad for name, grad in found.items() if name != "table"}}
+        of_head, dy = pull(d_hidden.reshape(hidden.shape))
+        shares = {HEAD: {name: grad for name, grad in of_head.items() if name != "table"}}
         if in_place and trained:
             totals = totals | {home: totals[home] | {"table": d_table}}
         elif trained:
@@ -97,20 +97,11 @@ class EmbedAndHead:
 
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, sharded as the embedding's form says."""
-        weights = self._gathered(HEAD)
-        rows = self.parts.head.rows
-        return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
+        weights, head = self._gathered(HEAD), self.parts.head
+        return logits(head.form, head.rows, self._hidden(weights, y), self._table(weights), head.entries)
 
     def _gathered(self, part: str) -> Any:
         return self.plan.use(self.weights[part], part)
-
-    @property
-    def _form(self) -> TableForm:
-        return self.parts.head.form
-
-    @property
-    def _entries(self) -> int:
-        return self.parts.head.entries
 
     def _embed(self, weights: Any, ids_BS: Array, rows_B: Array) -> Array:
         key = self.tokens.key
@@ -122,13 +113,12 @@ class EmbedAndHead:
         return self.parts.head.apply({"params": self.plan.stop_frozen(weights, HEAD)}, y)
 
     def _table(self, head_weights: Any) -> Array:
-        tied = self.parts.head.tied
-        weights = self._gathered(EMBEDDING) if tied else head_weights
+        weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
     def _by_token(self, hidden: Array, labels_BS: Array) -> tuple[Array, Array]:
         rows = self.parts.head.rows
-        labels = cut(f"{rows} {SEQ} -> {self._form.ids(rows)}", labels_BS)
+        labels = cut(f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}", labels_BS)
         return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
     def zero_grads(self) -> Any:
@@ -140,7 +130,7 @@ class EmbedAndHead:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which the losses of devices must be summed."""
-        used = self._form.ids(self.parts.head.rows).used_axes()
+        used = self.parts.head.form.ids(self.parts.head.rows).used_axes()
         return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
 
     @property

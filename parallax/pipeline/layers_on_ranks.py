@@ -2,6 +2,8 @@
 many leaves, instead of one message for each."""
 
 import dataclasses
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -212,19 +214,14 @@ class Arrangement:
 def _repeated(runs: Sequence[LayerRun]) -> tuple[Repeat, ...]:
     """Runs with repeated sequences written once; the choice that leaves the fewest."""
     shapes = [run.shape for run in runs]
-    best, saved = (0, 0, 1), 0
-    for first in range(len(runs)):
-        for size in range(1, (len(runs) - first) // 2 + 1):
-            block, times = shapes[first : first + size], 1
-            while shapes[first + times * size : first + (times + 1) * size] == block:
-                times += 1
-            if (times - 1) * size > saved:
-                best, saved = (first, size, times), (times - 1) * size
-    first, size, times = best
-    if times == 1:
+    letters = "".join(chr(ord("a") + shapes.index(shape)) for shape in shapes)  # a letter for each shape
+    of_size = (re.finditer(rf"(?=((.{{{size}}})\2+))", letters) for size in range(1, len(runs) // 2 + 1))
+    blocks = itertools.chain(*of_size)
+    best = max(blocks, key=lambda block: (len(block[1]) - len(block[2]), -block.start()), default=None)
+    if best is None:
         return (Repeat(1, tuple(runs)),)
-    last = first + size * times
-    parts = (1, runs[:first]), (times, runs[first : first + size]), (1, runs[last:])
+    (first, last), size = best.span(1), len(best[2])
+    parts = (1, runs[:first]), ((last - first) // size, runs[first : first + size]), (1, runs[last:])
     return tuple(Repeat(count, tuple(part)) for count, part in parts if part)
 
 
