@@ -44,13 +44,14 @@ def traced_vjp(
     block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
 ) -> tuple[LayerVjp, ClosedJaxpr]:
     """The vjp in weights and x of arguments of these shapes, and the program from (weights, x, context) to
-    (y, *residuals). Rounded kernels are constants; weights that are not trained have a gradient of zeros."""
+    (y, *residuals). Weights that are not trained are constants, and so are rounded kernels."""
 
     def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
-        def run(params: Any, x: Array) -> Array:
-            return block.apply(weights | {"params": plan.stop_frozen(params, stack)}, x, context)
+        def run(trained: Any, x: Array) -> Array:
+            params = jax.tree.map(lambda weight, new: weight if new is None else new, weights["params"], trained)
+            return block.apply(weights | {"params": params}, x, context)
 
-        return jax.vjp(run, weights["params"], x)
+        return jax.vjp(run, plan.trained_of(weights["params"], stack), x)
 
     traced, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
     jaxpr, before = traced.jaxpr, len(jax.tree.leaves(weights))
@@ -149,14 +150,14 @@ class Divided:
             return whole.vjp.with_residuals(weights, context, residuals)(dy)
 
         given = weights, context, residuals, y
-        traced = jax.make_jaxpr(backward)(*given)
+        traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)
         known, dx = len(jax.tree.leaves((weights, context))), len(traced.out_avals) - 1
         readable = range(known, known + len(residuals)) if later_is_saved else ()
         halves = split_backward(traced, wanted=[dx], readable=readable)
         later = tuple(place - known for place in halves.reads)
         now = dx + 1 - len(halves.deferred)
         b_residuals = jax.eval_shape(jaxpr_as_fun(halves.first), *jax.tree.leaves(given))[now:]
-        passes = Divided(whole, halves, jax.tree.structure(weights["params"]), later, {})
+        passes = Divided(whole, halves, jax.tree.structure(dw), later, {})
         return dataclasses.replace(passes, saved=passes._by_reader(whole.saved["FB"]) | {"BW": b_residuals})
 
     @property
@@ -165,7 +166,9 @@ class Divided:
 
     @property
     def last_gradient(self) -> int:
-        return self.halves.deferred[0] if self.halves.deferred else 0
+        places = self._tree(self.halves.deferred, self.halves.deferred)
+        leaves = jax.tree.leaves(places, is_leaf=lambda leaf: leaf is None)
+        return next((place for place, leaf in enumerate(leaves) if leaf is not None), 0)
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         return self.whole.run(weights, x, context)

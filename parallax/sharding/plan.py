@@ -351,6 +351,12 @@ class ShardingPlan:
         whole = self._gather(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
+    def trained_of(self, weights: Any, part: str) -> Any:
+        """A part's weights, with None for constants of the backward pass."""
+        return jax.tree.map(
+            lambda row, weight: None if row.spec.is_constant else weight, entry(self.rows, part), weights
+        )
+
     def stop_frozen(self, weights: Any, part: str) -> Any:
         """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
         backward pass, which saves and computes nothing for them."""

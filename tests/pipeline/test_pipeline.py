@@ -48,7 +48,7 @@ class ToyModel:
     def use(self, weights, stack):
         return weights
 
-    stop_frozen = use
+    trained_of = use
 
     def add_up(self, stack, totals, place, grads):
         return {name: x if grads[name] is None else x.at[place].add(grads[name]) for name, x in totals.items()}

@@ -12,7 +12,7 @@ from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_to
 # By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
 # scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
 # or a loop, for dq alone, and make scores and the weights' gradient in both.
-PRODUCTS = {
+KERNEL_PRODUCTS = {
     "xla": {"fwd": (1, 1), "bwd": (3, 2)},
     "cudnn": {"fwd": (1, 1), "bwd": (3, 2)},
     "splash": {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
@@ -23,7 +23,7 @@ PRODUCTS = {
 def attention_flops(
     kernel: str, part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1
 ) -> int:
-    """FLOPs of the matrix products of an attention kernel in a pass, a key of PRODUCTS, 2 for each multiply-add.
+    """FLOPs of the matrix products of an attention kernel in a pass, a key of KERNEL_PRODUCTS, 2 for each multiply-add.
 
     `ranks` context ranks share the queries of `seq` tokens, and each computes the same number of blocks.
 
@@ -32,7 +32,7 @@ def attention_flops(
     """
     if kernel == "triton":
         d_qk = d_v = triton_width(max(d_qk, d_v))
-    of_qk, of_v = PRODUCTS[kernel][part]
+    of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
     return 2 * rows * heads * computed_scores(kernel, part, seq, d_qk, ranks) * (of_qk * d_qk + of_v * d_v)
 
 
