@@ -31,8 +31,7 @@ CONTEXTS = {
 class Family(NamedTuple):
     """Layouts of projections; `{dim}` is the contracted dim."""
 
-    x: str  # layout of a projection's input, after the rows
-    kernel: str  # layout of the kernel's contracted dim
+    contracted: str  # layout of that dim, in a projection's input and in its kernel
     keeps_tp: bool  # whether the kernel's output dims are sharded over tp
     context: ContextForm = ContextForm(SEQ, SEQ, WHOLE)
 
@@ -42,7 +41,7 @@ class Family(NamedTuple):
         >>> FAMILIES["scatter"].input("d_model").split()[-1]
         'd_model/tp'
         """
-        return activation(self.x.format(dim=dim), seq=seq)
+        return activation(self.contracted.format(dim=dim), seq=seq)
 
     def into(self, dim: str, out: str) -> str:
         """The layout of a kernel from `dim` to `out`; `out` says how the output is sharded.
@@ -51,7 +50,7 @@ class Family(NamedTuple):
         ['d_model d_ff/tp', 'd_model/tp d_ff']
         """
         out = out if self.keeps_tp else out.replace("/tp", "")
-        return f"{self.kernel.format(dim=dim)} {out}"
+        return f"{self.contracted.format(dim=dim)} {out}"
 
     def back(self, dims: str) -> str:
         """Layout of a kernel from sharded `dims` back to d_model: partial sums, reduce-scattered, in both families.
@@ -64,7 +63,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     # Gather the input over tp; each rank computes its own columns of the output.
-    "column_row": Family("{dim}", "{dim}", keeps_tp=True),
+    "column_row": Family("{dim}", keeps_tp=True),
     # Keep the input sharded; each rank computes a partial sum of the whole output, which is reduce-scattered.
-    "scatter": Family("{dim}/tp", "{dim}/tp", keeps_tp=False),
+    "scatter": Family("{dim}/tp", keeps_tp=False),
 }

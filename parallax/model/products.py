@@ -17,12 +17,12 @@ them into the next step's scales.
     measured  products in the compute dtype; maxima as above
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -136,46 +136,38 @@ def scaled_product(
 def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str) -> Any:
     """A layer's weights, with kernels of 8-bit products in 8 bits: rounded once for all uses, before the gather.
     `scales` is that of its part of the plan."""
-    if not isinstance(weights, Mapping):
-        return weights
-    inner = {name: rounded_kernels(weight, scales[name], dtype, form) for name, weight in weights.items()}
-    for name, amax in _kernels_of(scales):
-        kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[name].astype(dtype)
-        inner[name] = Operand.of(kernel, kind, lax.stop_gradient(weights[amax])[WEIGHT]).values
-    return inner
+    flat, kind = flatten_dict(weights), EIGHT_BIT_PRODUCTS[form].operand
+    for kernel, amax in _kernels_of(scales).items():
+        scale = lax.stop_gradient(flat[amax])[WEIGHT]
+        flat[kernel] = Operand.of(flat[kernel].astype(dtype), kind, scale).values
+    return unflatten_dict(flat)
 
 
 def apart(weights: Any, scales: Any, dtype: str) -> dict[str, Any]:
     """Collections of such weights, gathered: ROUNDED, and "params" with zeros in place of 8-bit kernels, for their
     gradients."""
-    if not isinstance(weights, Mapping):
-        return {"params": weights}
-    of_each = {name: apart(weight, scales[name], dtype) for name, weight in weights.items()}
-    params = {name: inner["params"] for name, inner in of_each.items()}
-    rounded = {name: inner[ROUNDED] for name, inner in of_each.items() if inner.get(ROUNDED)}
-    for name, _ in _kernels_of(scales):
-        values = weights[name]
-        params[name], rounded[name] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
-    return {"params": params, ROUNDED: rounded}
+    params, rounded = flatten_dict(weights), {}
+    for kernel in _kernels_of(scales):
+        values = rounded[kernel] = params[kernel]
+        params[kernel] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values))
+    return {"params": unflatten_dict(params), ROUNDED: unflatten_dict(rounded)}
 
 
 def with_largest_weights(grads: Any, weights: Any, scales: Any, dtype: str) -> Any:
     """Gradients of layers, completed with the largest magnitudes of rounded kernels, which products do not measure."""
-    if not isinstance(grads, Mapping):
-        return grads
-    completed = {name: with_largest_weights(grad, weights[name], scales[name], dtype) for name, grad in grads.items()}
-    for name, amax in _kernels_of(scales):
-        kernels = weights[name].astype(dtype)
+    completed, flat = flatten_dict(grads), flatten_dict(weights)
+    for kernel, amax in _kernels_of(scales).items():
+        kernels = flat[kernel].astype(dtype)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
         most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
         completed[amax] = as_varying(completed[amax]).at[..., WEIGHT].set(as_varying(most))
-    return completed
+    return unflatten_dict(completed)
 
 
-def _kernels_of(scales: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The names of a module's kernels with 8-bit products, and of their scales."""
-    return [(name, amax) for name, amax in scales.items() if isinstance(amax, str) and amax]
+def _kernels_of(scales: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The paths of kernels with 8-bit products, and of their scales."""
+    return {path: (*path[:-1], amax) for path, amax in flatten_dict(scales).items() if amax}
 
 
 def latest_amax(maxima: Array, before: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
 from parallax.model.batch import IGNORED
-from parallax.model.embedding import TableForm, logits
+from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.pipeline.slots import index
@@ -72,7 +72,7 @@ class EmbedAndHead:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered(HEAD)
         arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
-        return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
+        return chunked_loss(self.loss, self.parts.head.form.table, *arrays, entries=self.parts.head.entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
@@ -84,10 +84,10 @@ class EmbedAndHead:
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self._form.table, *arrays, earlier, entries=self._entries, trained=trained
+            self.loss, self.parts.head.form.table, *arrays, earlier, entries=self.parts.head.entries, trained=trained
         )
-        found, dy = pull(d_hidden.reshape(hidden.shape))
-        shares = {HEAD: {name: grad for name, grad in found.items() if name != "table"}}
+        of_head, dy = pull(d_hidden.reshape(hidden.shape))
+        shares = {HEAD: {name: grad for name, grad in of_head.items() if name != "table"}}
         if in_place and trained:
             totals = totals | {home: totals[home] | {"table": d_table}}
         elif trained:
@@ -97,20 +97,11 @@ class EmbedAndHead:
 
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, sharded as the embedding's form says."""
-        weights = self._gathered(HEAD)
-        rows = self.parts.head.rows
-        return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
+        weights, head = self._gathered(HEAD), self.parts.head
+        return logits(head.form, head.rows, self._hidden(weights, y), self._table(weights), head.entries)
 
     def _gathered(self, part: str) -> Any:
         return self.plan.use(self.weights[part], part)
-
-    @property
-    def _form(self) -> TableForm:
-        return self.parts.head.form
-
-    @property
-    def _entries(self) -> int:
-        return self.parts.head.entries
 
     def _embed(self, weights: Any, ids_BS: Array, rows_B: Array) -> Array:
         key = self.tokens.key
@@ -122,13 +113,12 @@ class EmbedAndHead:
         return self.parts.head.apply({"params": self.plan.stop_frozen(weights, HEAD)}, y)
 
     def _table(self, head_weights: Any) -> Array:
-        tied = self.parts.head.tied
-        weights = self._gathered(EMBEDDING) if tied else head_weights
+        weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
     def _by_token(self, hidden: Array, labels_BS: Array) -> tuple[Array, Array]:
         rows = self.parts.head.rows
-        labels = cut(f"{rows} {SEQ} -> {self._form.ids(rows)}", labels_BS)
+        labels = cut(f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}", labels_BS)
         return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
     def zero_grads(self) -> Any:
@@ -140,7 +130,7 @@ class EmbedAndHead:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which the losses of devices must be summed."""
-        used = self._form.ids(self.parts.head.rows).used_axes()
+        used = self.parts.head.form.ids(self.parts.head.rows).used_axes()
         return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
 
     @property
@@ -159,10 +149,11 @@ def add_gradients(total: Any, share: Any) -> Any:
     return total | {part: added(part) for part in share}
 
 
-class MicrobatchState(NamedTuple):
-    """What ticks carry of both ends; of a forward pass the loss alone."""
+class EndsState(NamedTuple):
+    """What ticks carry of both ends; None where a form of the ends, or a forward pass, has no such thing."""
 
-    exits: Array | None  # [exit slots, ...] gradients of the last stage's outputs
+    entries: Array | None  # [M, ...] the first stage's inputs, then their gradients
+    exits: Array | None  # [M or exit slots, ...] the last stage's outputs, then their gradients
     loss: Array
     grads: Any
 
@@ -176,35 +167,35 @@ class MicrobatchHead(EmbedAndHead):
         backward  all_gather of its gradient over pp
     """
 
-    def start(self, slots: int) -> MicrobatchState:
+    def start(self, slots: int) -> EndsState:
         """The state before the first tick; `slots` are those of gradients of the last stage's outputs."""
         x = jax.eval_shape(lambda: self.first_stage_input(None, jnp.int32(0)))
         exits = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
-        return MicrobatchState(exits, self.zero_loss(), self.zero_grads())
+        return EndsState(None, exits, self.zero_loss(), self.zero_grads())
 
-    def first_stage_input(self, state: MicrobatchState | None, microbatch: Array) -> Array:
+    def first_stage_input(self, state: EndsState | None, microbatch: Array) -> Array:
         """The first stage's input."""
         return self.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
 
-    def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
+    def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
         """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
         whole, share = self._residual
         loss, grads, d_share = self.head_loss_and_grads(*self._share(y, microbatch), state.grads)
         with jax.named_scope(GRADIENTS):
             dy = all_gather(f"{share} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
-        return MicrobatchState(exits, state.loss + loss, grads)
+        return EndsState(None, exits, state.loss + loss, grads)
 
-    def last_stage_gradient(self, state: MicrobatchState, microbatch: Array, slot: Array) -> Array:
+    def last_stage_gradient(self, state: EndsState, microbatch: Array, slot: Array) -> Array:
         """The gradient with respect to the last stage's output."""
         return index(state.exits, slot)
 
-    def on_first_stage_gradient(self, state: MicrobatchState, microbatch: Array, dx: Array) -> MicrobatchState:
+    def on_first_stage_gradient(self, state: EndsState, microbatch: Array, dx: Array) -> EndsState:
         """Take the gradient with respect to the first stage's input."""
         ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
         return state._replace(grads=add_gradients(state.grads, self.embed_grads(ids, rows, dx)))
 
-    def finish(self, state: MicrobatchState) -> MicrobatchState:
+    def finish(self, state: EndsState) -> EndsState:
         """What is left to do after the last tick."""
         return state
 
@@ -227,10 +218,10 @@ class MicrobatchHead(EmbedAndHead):
 class LossOnly(MicrobatchHead):
     """The same for the forward pass alone."""
 
-    def start(self, slots: int) -> MicrobatchState:
-        return MicrobatchState(None, self.zero_loss(), None)
+    def start(self, slots: int) -> EndsState:
+        return EndsState(None, None, self.zero_loss(), None)
 
-    def on_last_stage_output(self, state: MicrobatchState, microbatch: Array, slot: Array, y: Array) -> MicrobatchState:
+    def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
         loss = self.head_loss(*self._share(y, microbatch))
         return state._replace(loss=state.loss + loss)
 
@@ -244,15 +235,6 @@ def folds(rows: int, ranks: int) -> int:
     return ranks // math.gcd(rows, ranks)
 
 
-class BatchedState(NamedTuple):
-    """What ticks carry of both ends."""
-
-    entries: Array  # [M, ...] the first stage's inputs, then their gradients
-    exits: Array  # [M, ...] the last stage's outputs, then their gradients
-    loss: Array
-    grads: Any
-
-
 class BatchedHead(EmbedAndHead):
     """Embedding before all ticks, head between forward and backward: every pipeline rank processes its share of rows.
 
@@ -263,39 +245,39 @@ class BatchedHead(EmbedAndHead):
     Each rank sends the activations of every microbatch about once, like a stage boundary.
     """
 
-    def start(self, slots: int) -> BatchedState:
+    def start(self, slots: int) -> EndsState:
         """The state before the first tick: all rows are embedded."""
         x = self.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
         assert slots == len(entries), "all microbatches wait for the head together"
-        return BatchedState(entries, jnp.zeros_like(entries), self.zero_loss(), self.zero_grads())
+        return EndsState(entries, jnp.zeros_like(entries), self.zero_loss(), self.zero_grads())
 
-    def first_stage_input(self, state: BatchedState, microbatch: Array) -> Array:
+    def first_stage_input(self, state: EndsState, microbatch: Array) -> Array:
         """The first stage's input."""
         return index(state.entries, microbatch)
 
-    def on_last_stage_output(self, state: BatchedState, microbatch: Array, slot: Array, y: Array) -> BatchedState:
+    def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
         """Keep the last stage's output, which is `y` on its rank."""
         return state._replace(exits=lax.dynamic_update_index_in_dim(state.exits, y, microbatch, 0))
 
-    def run_head(self, state: BatchedState) -> BatchedState:
+    def run_head(self, state: EndsState) -> EndsState:
         """The loss of all microbatches and its gradients, after the last F and before the first B."""
         y = self.from_last(state.exits)
         labels = self._own_rows(self.tokens.labels)
         loss, grads, dy = self.head_loss_and_grads(y, labels, state.grads)
         with jax.named_scope(GRADIENTS):
             exits = self._to_first(dy)
-        return BatchedState(state.entries, exits, state.loss + loss, grads)
+        return EndsState(state.entries, exits, state.loss + loss, grads)
 
-    def last_stage_gradient(self, state: BatchedState, microbatch: Array, slot: Array) -> Array:
+    def last_stage_gradient(self, state: EndsState, microbatch: Array, slot: Array) -> Array:
         """The gradient with respect to the last stage's output."""
         return index(state.exits, microbatch)
 
-    def on_first_stage_gradient(self, state: BatchedState, microbatch: Array, dx: Array) -> BatchedState:
+    def on_first_stage_gradient(self, state: EndsState, microbatch: Array, dx: Array) -> EndsState:
         """Keep the gradient with respect to the first stage's input."""
         return state._replace(entries=lax.dynamic_update_index_in_dim(state.entries, dx, microbatch, 0))
 
-    def finish(self, state: BatchedState) -> BatchedState:
+    def finish(self, state: EndsState) -> EndsState:
         """Send the gradients of the first stage's inputs back to the ranks that embedded them."""
         with jax.named_scope(GRADIENTS):
             dx = self._scatter_rows(0, state.entries)

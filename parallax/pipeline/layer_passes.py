@@ -19,6 +19,7 @@ from parallax.model.context import Context
 from parallax.pipeline.slots import row_major
 from parallax.pipeline.split_program import BackwardSplit, Selection, select, split_backward
 from parallax.sharding.collectives import as_varying
+from parallax.sharding.plan import ShardingPlan
 
 Pools = dict[str, list[Array]]  # a layer's residuals
 
@@ -32,11 +33,6 @@ class LayerVjp(NamedTuple):
     structure: Any  # of the vjp, a tree
     known: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
 
-    def residuals(self, pull: Any) -> list[Array]:
-        """The arrays of a vjp that must be saved. They vary over pp, as arrays from a slot do."""
-        leaves = zip(jax.tree.leaves(pull), self.known, strict=True)
-        return [as_varying(leaf, ["pp"]) for leaf, place in leaves if place is None]
-
     def with_residuals(self, weights: Any, context: Context, residuals: list[Array]) -> Any:
         """The vjp again: a function from the output's gradient to those of weights and input."""
         there, rest = jax.tree.leaves((weights, context)), iter(residuals)
@@ -44,32 +40,20 @@ class LayerVjp(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def vjp_of(block: nn.Module, constant: tuple[bool, ...], weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
-    """A layer's output, and its vjp in x and in the weights that are trained, a list. The others are constants, and so
-    are rounded kernels."""
-    leaves, structure = jax.tree.flatten(weights["params"])
-
-    def run(trained: list[Array], x: Array) -> Array:
-        given = iter(trained)
-        whole = [leaf if still else next(given) for leaf, still in zip(leaves, constant, strict=True)]
-        return block.apply(weights | {"params": jax.tree.unflatten(structure, whole)}, x, context)
-
-    return jax.vjp(run, [leaf for leaf, still in zip(leaves, constant, strict=True) if not still], x)
-
-
-def with_missing(constant: tuple[bool, ...], gradients: Iterable[Array | None]) -> list[Array | None]:
-    """The gradients of all weights, None for those that are not trained."""
-    given = iter(gradients)
-    return [None if still else next(given) for still in constant]
-
-
 def traced_vjp(
-    block: nn.Module, constant: tuple[bool, ...], weights: Any, x: Array, context: Context
+    block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
 ) -> tuple[LayerVjp, ClosedJaxpr]:
-    """The vjp of arguments of these shapes, and the program from (weights, x, context) to (y, *residuals)."""
-    traced, (_, pull) = jax.make_jaxpr(lambda *given: vjp_of(block, constant, *given), return_shape=True)(
-        weights, x, context
-    )
+    """The vjp in weights and x of arguments of these shapes, and the program from (weights, x, context) to
+    (y, *residuals). Weights that are not trained are constants, and so are rounded kernels."""
+
+    def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
+        def run(trained: Any, x: Array) -> Array:
+            params = jax.tree.map(lambda weight, new: weight if new is None else new, weights["params"], trained)
+            return block.apply(weights | {"params": params}, x, context)
+
+        return jax.vjp(run, plan.trained_of(weights["params"], stack), x)
+
+    traced, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(weights, x, context)
     jaxpr, before = traced.jaxpr, len(jax.tree.leaves(weights))
     places = {var: place for place, var in enumerate([*jaxpr.invars[:before], *jaxpr.invars[before + 1 :]])}
     y, *held = jaxpr.outvars
@@ -84,8 +68,8 @@ class SaveAll:
     """Passes that save all that the backward pass reads."""
 
     block: nn.Module
-    constant: tuple[bool, ...]  # for each weight, whether it gets no gradient
-    vjp: LayerVjp | None
+    vjp: LayerVjp
+    program: ClosedJaxpr  # see traced_vjp
     saved: Pools  # shapes of a layer's residuals
     names: tuple[str, ...] = ()  # of the first residuals in "FB"
     last_gradient = 0  # a leaf of the gradients to which the last pass of a tick adds
@@ -96,22 +80,22 @@ class SaveAll:
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
-        y, pull = vjp_of(self.block, self.constant, weights, x, context)
-        return y, {"FB": self.vjp.residuals(pull)}
+        y, residuals = self.output_and_residuals(weights, x, context)
+        return y, {"FB": residuals}
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
-        dw, dx = self.pull(weights, context, saved)(dy)
-        structure = jax.tree.structure(weights["params"])
-        return dx, jax.tree.unflatten(structure, with_missing(self.constant, dw)), {}
-
-    def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
-        """The layer's vjp."""
-        return self.vjp.with_residuals(weights, context, self.residuals(weights, context, saved))
+        dw, dx = self.vjp.with_residuals(weights, context, self.residuals(weights, context, saved))(dy)
+        return dx, dw, {}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         """What the vjp holds besides weights and context: saved, or recomputed from what is saved."""
         return saved["FB"]
+
+    def output_and_residuals(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
+        """The layer's output, and residuals, which vary over pp, as arrays from a slot do."""
+        y, *residuals = jaxpr_as_fun(self.program)(*jax.tree.leaves((weights, x, context)))
+        return y, [as_varying(leaf, ["pp"]) for leaf in residuals]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,8 +112,8 @@ class SaveNamed(SaveAll):
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         x, *named = saved["FB"]
         named = [row_major(leaf) for leaf in named] if self.in_rows else named
-        found = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
-        return [as_varying(leaf, ["pp"]) for leaf in found]
+        recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
+        return [as_varying(leaf, ["pp"]) for leaf in recomputed]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,12 +123,9 @@ class SaveLayerInput(SaveAll):
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         return self.block.apply(weights, x, context), {"FB": [x]}
 
-    def pull(self, weights: Any, context: Context, saved: Pools) -> Any:
-        (x,) = saved["FB"]
-        return vjp_of(self.block, self.constant, weights, x, context)[1]
-
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
-        return self.vjp.residuals(self.pull(weights, context, saved))
+        (x,) = saved["FB"]
+        return self.output_and_residuals(weights, x, context)[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,14 +150,14 @@ class Divided:
             return whole.vjp.with_residuals(weights, context, residuals)(dy)
 
         given = weights, context, residuals, y
-        traced = jax.make_jaxpr(backward)(*given)
+        traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)
         known, dx = len(jax.tree.leaves((weights, context))), len(traced.out_avals) - 1
         readable = range(known, known + len(residuals)) if later_is_saved else ()
         halves = split_backward(traced, wanted=[dx], readable=readable)
         later = tuple(place - known for place in halves.reads)
         now = dx + 1 - len(halves.deferred)
         b_residuals = jax.eval_shape(jaxpr_as_fun(halves.first), *jax.tree.leaves(given))[now:]
-        passes = Divided(whole, halves, jax.tree.structure(weights["params"]), later, {})
+        passes = Divided(whole, halves, jax.tree.structure(dw), later, {})
         return dataclasses.replace(passes, saved=passes._by_reader(whole.saved["FB"]) | {"BW": b_residuals})
 
     @property
@@ -185,8 +166,9 @@ class Divided:
 
     @property
     def last_gradient(self) -> int:
-        trained = [place for place, still in enumerate(self.whole.constant) if not still]
-        return trained[self.halves.deferred[0]] if self.halves.deferred else 0
+        places = self._tree(self.halves.deferred, self.halves.deferred)
+        leaves = jax.tree.leaves(places, is_leaf=lambda leaf: leaf is None)
+        return next((place for place, leaf in enumerate(leaves) if leaf is not None), 0)
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         return self.whole.run(weights, x, context)
@@ -198,26 +180,23 @@ class Divided:
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradient of x, those of weights that take no matrix product, and what is saved for W."""
         later, rest = dict(zip(self.later, saved.get("FW", ()), strict=True)), iter(saved["FB"])
-        both = [later[at] if at in later else next(rest) for at in range(len(later) + len(saved["FB"]))]
+        both = [later[place] if place in later else next(rest) for place in range(len(later) + len(saved["FB"]))]
         residuals = self.whole.residuals(weights, context, {"FB": both})
-        found = jaxpr_as_fun(self.halves.first)(*jax.tree.leaves((weights, context)), *residuals, dy)
-        trained = self.whole.constant.count(False)
-        now = [at for at in range(trained) if at not in self.halves.deferred]
-        return found[len(now)], self._tree(now, found[: len(now)]), {"BW": found[len(now) + 1 :]}
+        outputs = jaxpr_as_fun(self.halves.first)(*jax.tree.leaves((weights, context)), *residuals, dy)
+        now = [place for place in range(self.structure.num_leaves) if place not in self.halves.deferred]
+        return outputs[len(now)], self._tree(now, outputs[: len(now)]), {"BW": outputs[len(now) + 1 :]}
 
     def weight_gradients(self, saved: Pools) -> Any:
         """W: the other gradients of weights, from what F and B have saved."""
-        found = jaxpr_as_fun(self.halves.second)(*saved["FW"], *saved["BW"])
-        return self._tree(self.halves.deferred, found)
+        return self._tree(self.halves.deferred, jaxpr_as_fun(self.halves.second)(*saved["FW"], *saved["BW"]))
 
     def _by_reader(self, saved: list[Array]) -> Pools:
-        rest = [leaf for at, leaf in enumerate(saved) if at not in self.later]
-        return {"FB": rest, "FW": [saved[at] for at in self.later]}
+        rest = [leaf for place, leaf in enumerate(saved) if place not in self.later]
+        return {"FB": rest, "FW": [saved[place] for place in self.later]}
 
-    def _tree(self, places: Iterable[int], found: list[Array]) -> Any:
-        of_place = dict(zip(places, found, strict=True))
-        trained = (of_place.get(place) for place in range(self.whole.constant.count(False)))
-        return jax.tree.unflatten(self.structure, with_missing(self.whole.constant, trained))
+    def _tree(self, places: Iterable[int], gradients: list[Array]) -> Any:
+        of_place = dict(zip(places, gradients, strict=True))
+        return jax.tree.unflatten(self.structure, [of_place.get(place) for place in range(self.structure.num_leaves)])
 
 
 # How the layers of one kind run.
@@ -230,20 +209,19 @@ def layer_passes(
     *,
     split: bool,
     in_rows: bool,
+    plan: ShardingPlan,
+    stack: str,
     weights: Any,
     x: Any,
     context: Context,
-    constant: tuple[bool, ...],
 ) -> LayerPasses:
-    """The passes of a block for a gathered layer's weights, an input and a context of these shapes.
+    """The passes of a stack's layers for a gathered layer's weights, an input and a context of these shapes.
 
-    `constant` as in SaveAll, `in_rows` as in `relays_what_is_read`. With remat="stage" a stage runs its layers again
-    before B, and these passes save all for the time of B.
+    `in_rows` as in `relays_what_is_read`. With remat="stage" a stage runs its layers again before B, and these passes
+    save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
-    if remat == "layer" and not split:
-        return SaveLayerInput(block, constant, None, {"FB": [x]}, (LAYER_INPUT,))
-    vjp, program = traced_vjp(block, constant, weights, x, context)
+    vjp, program = traced_vjp(block, plan, stack, weights, x, context)
     given = jax.tree.leaves((weights, x, context))
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
@@ -253,9 +231,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, constant, vjp, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, constant, vjp, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, vjp, program, {"FB": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, constant, vjp, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

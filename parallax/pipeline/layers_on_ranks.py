@@ -2,6 +2,8 @@
 many leaves, instead of one message for each."""
 
 import dataclasses
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -179,27 +181,28 @@ class Arrangement:
 
         Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
-        rows = jnp.asarray(self.numbers.reshape(-1))
-        on_every_rank = ["pp" not in layout.used_axes() for layout in stored]
-        found = [_take(x, self.own_numbers()) if whole else x for whole, x in zip(on_every_rank, leaves, strict=True)]
-        for members, dims in exchanged_together(stored, leaves):
-            moved = layers_to_ranks([leaves[member] for member in members], dims, rows)
-            for member, x in zip(members, moved, strict=True):
-                found[member] = x
-        return found
+        return self._moved(stored, leaves, self.numbers.reshape(-1), back=False)
 
     def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """The inverse for gradients: this device's pieces of stored parameters; if pp shards no dim, its summand of a
         sum over pp."""
         flat = self.numbers.reshape(-1)
-        rows = jnp.asarray(np.argsort(flat, stable=True)[flat.size - self.layers :])
-        on_every_rank = ["pp" not in layout.used_axes() for layout in stored]
-        found = [self._given_back(x) if whole else x for whole, x in zip(on_every_rank, leaves, strict=True)]
-        for members, dims in exchanged_together(stored, leaves):
-            moved = layers_from_ranks([leaves[member] for member in members], dims, rows)
-            for member, x in zip(members, moved, strict=True):
-                found[member] = x
-        return found
+        return self._moved(stored, leaves, np.argsort(flat, stable=True)[flat.size - self.layers :], back=True)
+
+    def _moved(self, stored: Sequence[Layout], leaves: Sequence[Array], rows: np.ndarray, *, back: bool) -> list[Array]:
+        """Both moves; `rows` are those of `layers_to_ranks`, or of `layers_from_ranks`."""
+        moved, together = [*leaves], defaultdict(list)
+        for member, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
+            if "pp" not in layout.used_axes():
+                moved[member] = self._given_back(x) if back else _take(x, self.own_numbers())
+            elif "pp" not in layout.cut_of("layers"):
+                together[x.dtype, varying_axes(x)].append(member)  # what an array can hold
+        for members in together.values():
+            dims = [next(dim for dim, axes in enumerate(stored[member].axes) if "pp" in axes) for member in members]
+            given = [leaves[member] for member in members], dims, jnp.asarray(rows)
+            for member, x in zip(members, layers_from_ranks(*given) if back else layers_to_ranks(*given), strict=True):
+                moved[member] = x
+        return moved
 
     def _given_back(self, x: Array) -> Array:
         whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
@@ -211,19 +214,14 @@ class Arrangement:
 def _repeated(runs: Sequence[LayerRun]) -> tuple[Repeat, ...]:
     """Runs with repeated sequences written once; the choice that leaves the fewest."""
     shapes = [run.shape for run in runs]
-    best, saved = (0, 0, 1), 0
-    for first in range(len(runs)):
-        for size in range(1, (len(runs) - first) // 2 + 1):
-            block, times = shapes[first : first + size], 1
-            while shapes[first + times * size : first + (times + 1) * size] == block:
-                times += 1
-            if (times - 1) * size > saved:
-                best, saved = (first, size, times), (times - 1) * size
-    first, size, times = best
-    if times == 1:
+    letters = "".join(chr(ord("a") + shapes.index(shape)) for shape in shapes)  # a letter for each shape
+    of_size = (re.finditer(rf"(?=((.{{{size}}})\2+))", letters) for size in range(1, len(runs) // 2 + 1))
+    blocks = itertools.chain(*of_size)
+    best = max(blocks, key=lambda block: (len(block[1]) - len(block[2]), -block.start()), default=None)
+    if best is None:
         return (Repeat(1, tuple(runs)),)
-    last = first + size * times
-    parts = (1, runs[:first]), (times, runs[first : first + size]), (1, runs[last:])
+    (first, last), size = best.span(1), len(best[2])
+    parts = (1, runs[:first]), ((last - first) // size, runs[first : first + size]), (1, runs[last:])
     return tuple(Repeat(count, tuple(part)) for count, part in parts if part)
 
 
@@ -234,17 +232,6 @@ def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str
     ['blocks/dense', 'blocks/moe']
     """
     return {stack: Arrangement(placement, kinds, kind) for kind, stack in stacks_of(kinds).items()}
-
-
-def exchanged_together(stored: Sequence[Layout], leaves: Sequence[Array]) -> list[tuple[list[int], list[int]]]:
-    """Indices of leaves in which pp shards another dim than `layers`, and these dims, in groups that one array can
-    hold: of one dtype, varying over the same axes."""
-    groups = defaultdict(list)
-    for member, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
-        if "pp" in layout.used_axes() and "pp" not in layout.cut_of("layers"):
-            groups[x.dtype, varying_axes(x)].append(member)
-    cut = [next((dim for dim, axes in enumerate(layout.axes) if "pp" in axes), 0) for layout in stored]
-    return [(members, [cut[member] for member in members]) for members in groups.values()]
 
 
 def _take(x: Array, numbers: Array) -> Array:

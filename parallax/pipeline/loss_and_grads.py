@@ -104,8 +104,7 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
         ends = BatchedHead(*given)
     else:
         ends = MicrobatchHead(*given) if use == "train" else LossOnly(*given)
-    blocks = zip(parts.blocks.values(), model.orders, strict=True)
-    passes = [SaveAll(block, model.plan.constant(stack), None, {}) for block, stack in blocks]
+    passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     layers = Layers(model, [*model.orders], passes, [weights[stack] for stack in model.orders], numbers, kinds)
@@ -133,11 +132,11 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     model = layers.model
     x = jax.eval_shape(lambda: zeros(ends.first_stage_input(ends.start(model.schedule.exit_slots), jnp.int32(0))))
     context = jax.eval_shape(lambda: model.context(ends.tokens, jnp.int32(0)))
-    settings = dict(split=model.schedule.split, in_rows=relays_what_is_read(model.mesh), x=x, context=context)
+    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
+    settings |= dict(plan=model.plan, x=x, context=context)
     gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])
-    kinds = zip(layers.passes, gathered, strict=True)
-    remat = model.pipeline.remat
-    return [layer_passes(p.block, remat, weights=w, constant=p.constant, **settings) for p, w in kinds]
+    kinds = zip(layers.passes, layers.stacks, gathered, strict=True)
+    return [layer_passes(passes.block, stack=stack, weights=weights, **settings) for passes, stack, weights in kinds]
 
 
 def microbatches(model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | None, count: int) -> Tokens:

@@ -98,7 +98,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if "F" in kinds:
 
         def forward() -> tuple[Array, Any]:
-            x = stage_input(pipeline, state, row)
+            x = received(pipeline, state, row, "F")
             return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
 
         def idle() -> tuple[Array, Any]:
@@ -120,7 +120,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if "B" in kinds:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
-            dy, this = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
+            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
             dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
             return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
 
@@ -128,8 +128,8 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             return vary_over_pp((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
 
         with jax.named_scope(BACKWARD):
-            found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
-        outputs["B"], grads, residuals, of_ends = found
+            after_backward = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
+        outputs["B"], grads, residuals, of_ends = after_backward
         state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
 
@@ -170,26 +170,19 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
 # ---- what a pass reads
 
 
-def stage_input(pipeline: Pipeline, state: State, row: Row) -> Array:
-    """The embedded tokens in the first stage, a message in the others."""
-    if pipeline.schedule.stages == 1:
-        return pipeline.ends.first_stage_input(state.ends, row["F"])
-    return lax.cond(
-        row.values["message F"] < 0,
-        lambda: vary_over_pp(pipeline.ends.first_stage_input(state.ends, row["F"])),
-        lambda: vary_over_pp(index(state.messages["F"], row["message F"])),
-    )
+def received(pipeline: Pipeline, state: State, row: Row, kind: str) -> Array:
+    """What F or B begins with: embedded tokens in the first stage, the head's gradient in the last one, else a
+    message."""
 
+    def from_end() -> Array:
+        if kind == "F":
+            return vary_over_pp(pipeline.ends.first_stage_input(state.ends, row["F"]))
+        return vary_over_pp(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"]))
 
-def stage_output_gradient(pipeline: Pipeline, state: State, row: Row) -> Array:
-    """The head's gradient in the last stage, a message in the others."""
     if pipeline.schedule.stages == 1:
-        return pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])
-    return lax.cond(
-        row.values["message B"] < 0,
-        lambda: vary_over_pp(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])),
-        lambda: vary_over_pp(index(state.messages["B"], row["message B"])),
-    )
+        return from_end()
+    message = f"message {kind}"
+    return lax.cond(row.values[message] < 0, from_end, lambda: vary_over_pp(index(state.messages[kind], row[message])))
 
 
 def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:

@@ -351,18 +351,20 @@ class ShardingPlan:
         whole = self._gather(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
         return jax.tree.unflatten(structure, whole)
 
-    def constant(self, part: str) -> tuple[bool, ...]:
-        """For each leaf of a part, whether it is a constant of the backward pass, which returns no gradient for it."""
-        return tuple(row.spec.is_constant for row in self.rows_of(part))
+    def trained_of(self, weights: Any, part: str) -> Any:
+        """A part's weights, with None for constants of the backward pass."""
+        return jax.tree.map(
+            lambda row, weight: None if row.spec.is_constant else weight, entry(self.rows, part), weights
+        )
 
     def stop_frozen(self, weights: Any, part: str) -> Any:
         """A part's weights, without a gradient with respect to those that are not trained: they are constants of the
         backward pass, which saves and computes nothing for them."""
-        rows, (leaves, structure) = self.rows_of(part), jax.tree.flatten(weights)
-        if not any(row.spec.is_constant for row in rows):
-            return weights
-        stopped = [lax.stop_gradient(x) if row.spec.is_constant else x for row, x in zip(rows, leaves, strict=True)]
-        return jax.tree.unflatten(structure, stopped)
+
+        def stopped(row: ParameterPlan, weight: Array) -> Array:
+            return lax.stop_gradient(weight) if row.spec.is_constant else weight
+
+        return jax.tree.map(stopped, entry(self.rows, part), weights)
 
     def add_up(self, stack: str, totals: Any, place: Array, grads: Any) -> Any:
         """Add a layer's gradients to summed gradients of the layers in a stack; where they are maxima, the maximum is

@@ -22,7 +22,7 @@ from support.traced_equations import equations, inside
 
 from configs.base import get_config
 from parallax.analysis.planned.topology import read_topology
-from parallax.analysis.traced.flops import product_flops
+from parallax.analysis.traced.flops import KERNEL_CALLS
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
@@ -32,7 +32,7 @@ from parallax.model.checks import check_context, check_kernel, check_kernel_on, 
 from parallax.model.context import training_context
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.kernels.cudnn import described_attention
-from parallax.model.kernels.flops import cudnn_flops, kernel_flops, splash_flops, triton_flops
+from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention
 from parallax.model.mask import Mask
 from parallax.model.rope import Rope
@@ -145,19 +145,6 @@ def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
         assert error(actual, expected) < 1e-5
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(kv_heads=4, d_qk=24, d_v=24)])
-def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
-    """So its operands, results and products are those of attention; a plan traces it, and nothing else does."""
-    arrays, segments = heads(**shape)
-    bias = jnp.where(Mask(segments).dense(segments.shape[1]), 0.0, -1e30)
-    described = lambda q, k, v: described_attention(q, k, v, bias, 0.1)  # noqa: E731
-    plain = lambda q, k, v: with_scores(q, k, v, segments, 0.1)  # noqa: E731
-    both = (jax.jit(functools.partial(value_and_pulled, f))(arrays) for f in (described, plain))
-    for actual, expected in zip(*both, strict=True):
-        assert error(actual, expected) < 1e-5
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cudnn_is_told_what_is_causal_and_a_mask_says_the_rest(ranks, monkeypatch):
     """Of whole rows the mask knows documents alone: cuDNN then skips what is behind the diagonal."""
@@ -229,7 +216,7 @@ def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls
     devices = dict.fromkeys(AXES, 1)
     model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, **GQA)
     model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.config, kernel="cudnn"))
-    names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
+    names = [name_of(e) for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
     assert names == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
 
 
@@ -391,7 +378,7 @@ def test_a_model_trains_as_with_scores_by_the_kernel_for_triton(mesh, kind, chan
     check_model(mesh, kind, "triton", **changes)
 
 
-def layer_alone(kind, seq=SEQ, kernel="splash"):
+def layer_alone(kind, seq=SEQ, kernel="splash", split=False):
     """The passes of a layer of the tiny model on one device, and what they take."""
     model = build((1, 1, 1), kernel=kernel, **settings(**kind))
     block = model.parts.blocks["dense"]
@@ -401,8 +388,8 @@ def layer_alone(kind, seq=SEQ, kernel="splash"):
     context = training_context(Rope(model.config), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.config.d_model))
     weights = {"params": weights}
-    given = dict(weights=weights, x=x, context=context, constant=model.plan.constant("blocks"))
-    passes = layer_passes(block, "none", split=False, in_rows=False, **given)
+    given = dict(weights=weights, x=x, context=context, plan=model.plan, stack="blocks")
+    passes = layer_passes(block, "none", split=split, in_rows=False, **given)
     return passes, weights, x, context
 
 
@@ -464,19 +451,18 @@ def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
 @pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("layer", 2)])
 def test_tritons_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
     model = build((1, 1, 1), kernel="triton", remat=remat, **GQA)
-    names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, batch()) if is_kernel(e)]
+    names = [name_of(e) for e in equations(model.loss_and_grad, model.shapes, batch()) if is_kernel(e)]
     assert names == ["mha_forward"] * calls + ["mha_preprocess_backward", "mha_backward"]
 
 
 @pytest.mark.slow
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
-    stage, weights, x, context = layer_alone(GQA)
-    vjp, (y, saved) = stage.vjp, stage.save(weights, x, context)
-    vjp.plan_split(weights, saved, context, y, saved_is_kept=True)
+    passes, weights, x, context = layer_alone(GQA, split=True)
+    y, saved = passes.forward(weights, x, context)
     kernels = lambda *args: [e for e in equations(*args) if is_kernel(e)]  # noqa: E731
-    handed = vjp.input_backward(weights, saved, context, y)[2]
-    assert len(kernels(lambda dy: vjp.input_backward(weights, saved, context, dy), y)) == 2
-    assert not kernels(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
+    for_w = passes.backward(weights, context, saved, y)[2] | {"FW": saved["FW"]}
+    assert len(kernels(lambda dy: passes.backward(weights, context, saved, dy), y)) == 2
+    assert not kernels(passes.weight_gradients, for_w)
 
 
 # ---- what they cost, what they refuse
@@ -540,7 +526,11 @@ def test_flops_of_triton_are_those_of_the_products_in_the_blocks_that_run():
 
 
 def is_kernel(equation):
-    return equation.primitive.name == "pallas_call"
+    return equation.primitive.name in KERNEL_CALLS
+
+
+def name_of(call):
+    return call.params[KERNEL_CALLS[call.primitive.name]]
 
 
 def live_blocks(seq, ranks, size=256):
@@ -550,23 +540,26 @@ def live_blocks(seq, ranks, size=256):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
+def test_what_stands_for_cudnn_has_the_operands_and_the_flops_of_attention(ranks):
+    """A call forward, and one backward, whose products are those of attention with scores, which it makes again."""
     (q, k, v), segments = heads()
-    own = SEQ // ranks  # queries, of which a mask of all is cut as well
-    bias = jnp.where(Mask(segments).dense(SEQ)[:, :, :own], 0.0, -1e30)
-    run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
-    kernels = [e for e in equations(run, q[:, :own], k, v) if is_kernel(e)]
-    assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
-    for equation in kernels:
-        a_call = sum(product_flops(e) for e in inside(equation.params["jaxpr"]) if e.primitive.name == "dot_general")
-        shapes = [var.aval.shape for var in equation.invars]
-        assert kernel_flops(equation.params["name"], shapes) == a_call
+    q = q[:, : SEQ // ranks]
+    bias = jnp.where(Mask(segments).dense(SEQ)[:, :, : SEQ // ranks], 0.0, -1e30)
+    run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias), heads)  # noqa: E731
+    calls = [e for e in equations(run, q, k, v) if is_kernel(e)]
+    assert [name_of(e) for e in calls] == ["cudnn_fwd", "cudnn_bwd"]
+    given, (rows, queries, count, width) = [x.shape for x in (q, k, v, bias)], q.shape
+    shapes = [[var.aval.shape for var in e.invars] for e in calls]
+    assert shapes == [given, [*given, q.shape, (rows, count, queries), q.shape]]
+    assert [var.aval.shape for var in calls[1].outvars] == given[:3]
+    a_product = 2 * rows * count * queries * SEQ * width
+    assert [kernel_flops(name_of(e), of) for e, of in zip(calls, shapes)] == [2 * a_product, 5 * a_product]
 
 
-@pytest.mark.parametrize("flops_of, block", [(splash_flops, 512), (cudnn_flops, 128), (triton_flops, 64)])
-def test_blocks_behind_the_diagonal_cost_nothing(flops_of, block):
+@pytest.mark.parametrize("kernel, block", [("splash", 512), ("cudnn", 128), ("triton", 64)])
+def test_blocks_behind_the_diagonal_cost_nothing(kernel, block):
     whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
-    cost = lambda seq: flops_of("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
+    cost = lambda seq: attention_flops(kernel, "fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
     assert cost(block) == whole(block)
     assert cost(8 * block) == whole(8 * block) * 36 // 64
 

@@ -84,8 +84,8 @@ def layer_alone():
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     weights = {"params": weights}
-    given = dict(in_rows=False, weights=weights, x=x, context=context)
-    given["constant"] = (False,) * len(jax.tree.leaves(weights))
+    plan = build((1, 1, 1), attention="mla").plan
+    given = dict(in_rows=False, plan=plan, stack="blocks", weights=weights, x=x, context=context)
     whole, divided = (layer_passes(block, "none", split=split, **given) for split in (False, True))
     return whole, divided, weights, x, context, dy
 

@@ -48,13 +48,15 @@ class ToyModel:
     def use(self, weights, stack):
         return weights
 
+    trained_of = use
+
     def add_up(self, stack, totals, place, grads):
         return {name: x if grads[name] is None else x.at[place].add(grads[name]) for name, x in totals.items()}
 
 
 def passes_of(remat, split, weights, x):
     one = {"params": jax.tree.map(lambda w: w[0], weights)}
-    given = dict(weights=one, x=x, context=NoDropout(), constant=(False,) * 3)
+    given = dict(weights=one, x=x, context=NoDropout(), plan=ToyModel(LAYERS, 0), stack="blocks")
     return layer_passes(ToyLayer(), remat, split=split, in_rows=False, **given)
 
 
@@ -175,7 +177,7 @@ def test_a_layer_saves_neither_weights_nor_context():
 
     weights, x, dy = toy()
     one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
-    given = dict(weights=one, x=x, context=context, constant=(False,) * 3)
+    given = dict(weights=one, x=x, context=context, plan=ToyModel(LAYERS, 0), stack="blocks")
     passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, **given)
     assert isinstance(passes, SaveAll)
     _, saved = passes.forward(one, x, context)

@@ -31,7 +31,7 @@ from parallax.analysis.traced.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
 from parallax.errors import ConfigError
-from parallax.model.kernels.flops import blockwise_flops
+from parallax.model.kernels.flops import attention_flops
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state
 
@@ -149,7 +149,7 @@ def traced_flops(remat, **changes):
 
 PARAMETERS = {"q": 32 * 8 * 8, "kv": 32 * 2 * 2 * 8, "out": 8 * 8 * 32, "ffn": 2 * 32 * 96}
 ROTATED = {"q": 8 * 8 * 8, "kv": 2 * 8 * 8}  # queries and keys by a product with a matrix of a head's width
-SCORES = MODEL["layers"] * blockwise_flops("fwd", rows=ROWS, heads=8, seq=SEQ, d_qk=8, d_v=8)
+SCORES = MODEL["layers"] * attention_flops("xla", "fwd", rows=ROWS, heads=8, seq=SEQ, d_qk=8, d_v=8)
 
 
 @pytest.mark.fast(1)

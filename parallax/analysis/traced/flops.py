@@ -15,7 +15,7 @@ from parallax.analysis.traced.trace import Origin, abstract_mesh, step_program, 
 from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, WHOLE
-from parallax.model.kernels.flops import blockwise_flops, cudnn_flops, kernel_flops, splash_flops, triton_flops
+from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import is_simulated
@@ -98,13 +98,6 @@ def scores_flops(model: ModelConfig, seq: int) -> int:
     return 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
 
 
-# The kernels of attention and their passes.
-ATTENTION_FLOPS = {
-    "xla": (blockwise_flops, ("fwd", "bwd")),
-    "cudnn": (cudnn_flops, ("fwd", "bwd")),
-    "splash": (splash_flops, ("fwd", "dq", "dkv")),
-    "triton": (triton_flops, ("fwd", "bwd")),
-}
 GROUPED = ("ragged_dot", "ragged_dot_general")
 KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the parameter that holds the kernel's name
 UNCOUNTED = ("conv_general_dilated",)
@@ -264,8 +257,7 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     shared = CONTEXTS[model.layout.context].meets != WHOLE
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
-    flops_of, parts = ATTENTION_FLOPS[config.kernel]
-    products = ranks * sum(flops_of(part, **sizes) for part in parts)
+    products = ranks * sum(attention_flops(config.kernel, part, **sizes) for part in KERNEL_PRODUCTS[config.kernel])
     if config.kernel == "splash":  # of each output with its gradient, before both kernels
         products += 2 * rows * config.heads * seq * config.d_head
     return config.layers * products - causal

@@ -95,13 +95,13 @@ def gated_by_group(
     are two kernels, and the first writes gate twice: to be kept, and for the second.
     """
     result = jax.ShapeDtypeStruct((len(x_ND), gate_EDU.shape[2]), x_ND.dtype)
-    gate, read = _fused("gmm_gate", lambda sums: 2 * sums, 2 * [result], sizes_E, [x_ND], [gate_EDU], [], sums=1)
+    gate, read = _fused("gmm_gate", lambda gate: (gate, gate), 2 * [result], sizes_E, [x_ND], [gate_EDU], [])
 
-    def end(sums: Sequence[Array], gate: Array, weight: Array) -> tuple[Array, ...]:
-        up = sums[0].astype(x_ND.dtype)
+    def end(up: Array, gate: Array, weight: Array) -> tuple[Array, ...]:
+        up = up.astype(x_ND.dtype)
         return up, gated(gate, up, weight)
 
-    up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1], sums=1)
+    up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1])
     return gate, up, hidden
 
 
@@ -109,7 +109,7 @@ def input_gradient_by_group(d_gate_NU: Array, d_up_NU: Array, gate_EDU: Array, u
     """The sum of both gradients times their group's matrices transposed, [N, D] in their dtype."""
     result = jax.ShapeDtypeStruct((len(d_up_NU), up_EDU.shape[1]), d_up_NU.dtype)
     arrays = [d_gate_NU, d_up_NU], [gate_EDU, up_EDU], []
-    return _fused("gmm_input_gradient", tuple, [result], sizes_E, *arrays, sums=1, transposed=True)[0]
+    return _fused("gmm_input_gradient", lambda total: (total,), [result], sizes_E, *arrays, transposed=True)[0]
 
 
 def _fused(
@@ -121,11 +121,10 @@ def _fused(
     matrices: Sequence[Array],
     others: Sequence[Array],
     *,
-    sums: int,
     transposed: bool = False,
 ) -> Sequence[Array]:
-    """Results of `end`, [N, O], on blocks of one or two sums of products in float32 and on the same rows
-    of `others`, [N, 1] or [N, O]. Each matrix is multiplied with its own left side, or all with one."""
+    """Results of `end`, [N, O], on blocks of the sum of products in float32 and on the same rows of `others`, [N, 1] or
+    [N, O]. Each matrix is multiplied with its own left side."""
     (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
     size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
     blocks = -(-inner // block)
@@ -162,7 +161,7 @@ def _fused(
                 + [narrow if x.shape[1] == 1 else by_column for x in others],
                 out_specs=[by_column] * len(results),
                 grid=(-(-outer // width), active, blocks),
-                scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)] * sums,
+                scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)],
             ),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -186,20 +185,18 @@ def _fused_block(
     tiles: Any,
     *refs: Any,
 ) -> None:
-    """One block of the sums' terms; after the last one, the results of a block. Other groups' rows are unchanged."""
-    (lefts, matrices, others, results), sums = _split(refs, counts), refs[sum(counts) :]
+    """One block of the sum's terms; after the last one, the results of a block. Other groups' rows are unchanged."""
+    lefts, matrices, others, results, (total,) = _split(refs, (*counts, 1))
     visit, k = pl.program_id(1), pl.program_id(2)
     size, block = lefts[0].shape
     last = pl.cdiv(inner, block) - 1
 
     @pl.when(k == 0)
     def _clear() -> None:
-        for total in sums:
-            total[...] = jnp.zeros_like(total)
+        total[...] = jnp.zeros_like(total)
 
     def add(entries: int) -> None:
-        for number, matrix in enumerate(matrices):
-            left, total = lefts[min(number, len(lefts) - 1)], sums[min(number, len(sums) - 1)]
+        for left, matrix in zip(lefts, matrices, strict=True):
             right = matrix[:, :entries] if transposed else matrix[:entries]
             contracted = (([1], [1 if transposed else 0]), ([], []))
             total[...] += lax.dot_general(left[:, :entries], right, contracted, preferred_element_type=jnp.float32)
@@ -209,7 +206,7 @@ def _fused_block(
     @pl.when(k == last)
     def _end() -> None:
         add(inner - last * block)
-        values = end([total[...] for total in sums], *(other[...] for other in others))
+        values = end(total[...], *(other[...] for other in others))
         for ref, value in zip(results, values, strict=True):
             row = tiles[visit] * size + lax.broadcasted_iota(jnp.int32, value.shape, 0)
             in_group = (row >= starts[groups[visit]]) & (row < starts[groups[visit] + 1])

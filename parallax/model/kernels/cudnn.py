@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
 
 from parallax.model.kernels.pallas import unchecked
 from parallax.model.mask import Mask
@@ -29,8 +27,8 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, 
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
     Of whole rows blocks after the diagonal are skipped. What else the mask hides cuDNN takes as a bias, and computes
-    these scores, too. JAX looks for a GPU when it traces the call. If there is none, a call with the same operands,
-    results and products takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
+    these scores, too. JAX looks for a GPU when it traces the call. If there is none, a call with the same operands and
+    results takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
@@ -42,7 +40,7 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, 
 
     def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
         bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
-        return described_attention(q, k, v, bias, scale)
+        return described_attention(q, k, v, bias)
 
     return _named(described, *vary_alike(arrays))
 
@@ -87,67 +85,25 @@ def is_for_absent_gpus() -> bool:
     return platform_traced() == "gpu" != jax.default_backend()
 
 
-# ---- cuDNN's operands, results and products as Pallas calls; for GPUs that are not present, as opaque calls
+# ---- cuDNN's operands and results as opaque calls, for GPUs that are not present
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
-    """The computation of cuDNN, with one call for each of its calls; for tracing, and interpreted on CPU for tests. If
-    there are as many queries as keys, they are in order, and attention is causal."""
-    return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
+@jax.custom_vjp
+def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array) -> Array:
+    """As many calls as cuDNN gets, with its operands and results; they can be traced, and compiled, but not run."""
+    return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST)[0]
 
 
-def _described_forward(q: Array, k: Array, v: Array, bias: Array, scale: float) -> tuple[Array, Any]:
-    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref):
-        scores_BGHST = _scores(q_ref[...], k_ref[...], bias_ref[...], scale)
-        logsumexp = jax.nn.logsumexp(scores_BGHST, axis=-1, keepdims=True)
-        weights = jnp.exp(scores_BGHST - logsumexp).astype(v_ref.dtype)
-        out_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", weights, v_ref[...]).reshape(out_ref.shape)
-        logsumexp_ref[...] = logsumexp.reshape(logsumexp_ref.shape)
-
+def _described_forward(q: Array, k: Array, v: Array, bias: Array) -> tuple[Array, Any]:
     rows, seq, heads, _ = q.shape
     shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, seq), jnp.float32)]
-    out, logsumexp = unchecked(_described_call("cudnn_fwd", kernel, shapes), q, k, v, bias)
+    out, logsumexp = unchecked(jax.ffi.ffi_call("cudnn_fwd", shapes), q, k, v, bias)
     return out, (q, k, v, bias, out, logsumexp)
 
 
-def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, Array]:
-    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref, dy_ref, dq_ref, dk_ref, dv_ref):
-        q, k, v, dy = q_ref[...], k_ref[...], v_ref[...], _by_group(dy_ref[...], k_ref.shape[2])
-        scores_BGHST = _scores(q, k, bias_ref[...], scale)
-        weights = jnp.exp(scores_BGHST - logsumexp_ref[...].reshape(*scores_BGHST.shape[:-1], 1))
-        dv_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", weights.astype(v.dtype), dy)
-        dweights = jnp.einsum("BSGHJ,BTGJ->BGHST", dy, v, preferred_element_type=jnp.float32)
-        row_sums = (dy.astype(jnp.float32) * _by_group(out_ref[...], k.shape[2])).sum(axis=-1)
-        dscores = (scale * weights * (dweights - rearrange(row_sums, "B S G H -> B G H S 1"))).astype(q.dtype)
-        dq_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", dscores, k).reshape(dq_ref.shape)
-        dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
-
+def _described_backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, Array]:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
-    grads = unchecked(_described_call("cudnn_bwd", kernel, shapes), *saved, dy)
-    return *grads, jnp.zeros_like(saved[3])
+    return *unchecked(jax.ffi.ffi_call("cudnn_bwd", shapes), *saved, dy), jnp.zeros_like(saved[3])
 
 
 described_attention.defvjp(_described_forward, _described_backward)
-
-
-def _described_call(name: str, kernel: Callable, shapes: list[jax.ShapeDtypeStruct]) -> Callable:
-    """For GPUs that are not present: an opaque call with the right operands and results. An interpreted kernel would be
-    compiled as written, with all scores in memory."""
-    if is_for_absent_gpus():
-        return jax.ffi.ffi_call(name, shapes)
-    return pl.pallas_call(kernel, shapes, name=name, interpret=True)
-
-
-def _by_group(x_BSHJ: Array, groups: int) -> Array:
-    """Query heads by group, [B, S, G, H / G, J]."""
-    return rearrange(x_BSHJ, "B S (G H) J -> B S G H J", G=groups)
-
-
-def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
-    """Scores in float32, [B, G, H / G, S, T]."""
-    q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
-    scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
-    queries, keys = scores.shape[-2:]
-    is_seen_ST = jnp.tri(queries, keys, dtype=bool) if queries == keys else jnp.full((queries, keys), True)
-    return jnp.where(is_seen_ST, scale * scores + bias_B1ST[:, :, None], -jnp.inf)

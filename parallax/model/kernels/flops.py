@@ -9,59 +9,47 @@ from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.splash import splash_block_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
 
+# By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
+# scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
+# or a loop, for dq alone, and make scores and the weights' gradient in both.
+KERNEL_PRODUCTS = {
+    "xla": {"fwd": (1, 1), "bwd": (3, 2)},
+    "cudnn": {"fwd": (1, 1), "bwd": (3, 2)},
+    "splash": {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
+    "triton": {"fwd": (1, 1), "bwd": (4, 3)},
+}
 
-def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """FLOPs of the matrix products of `blockwise_attention`, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd" or "bwd", which recomputes the scores. `ranks` context ranks share the queries of `seq` tokens, and
-    each computes the same number of blocks.
+def attention_flops(
+    kernel: str, part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1
+) -> int:
+    """FLOPs of the matrix products of an attention kernel in a pass, a key of KERNEL_PRODUCTS, 2 for each multiply-add.
 
-    >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
+    `ranks` context ranks share the queries of `seq` tokens, and each computes the same number of blocks.
+
+    >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
+    if kernel == "triton":
+        d_qk = d_v = triton_width(max(d_qk, d_v))
+    of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
+    return 2 * rows * heads * computed_scores(kernel, part, seq, d_qk, ranks) * (of_qk * d_qk + of_v * d_v)
+
+
+def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int) -> int:
+    """Scores of a head that a rank computes: those of blocks that are not behind the diagonal. cuDNN skips no block if
+    context ranks share the queries."""
+    if kernel == "cudnn":
+        blocks = -(-seq // CUDNN_BLOCK)
+        return seq * seq * (blocks + 1) // (2 * blocks) if ranks == 1 else seq * seq // ranks
     chunks = 1 if ranks == 1 else 2 * ranks
-    size = tokens_of_block(seq // chunks)
+    size = {
+        "xla": lambda: tokens_of_block(seq // chunks),
+        "splash": lambda: splash_block_tokens(seq, ranks),
+        "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
+    }[kernel]()
     blocks = chunks * -(-seq // chunks // size)
-    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    return 2 * rows * heads * blocks * (blocks + 1) // 2 // ranks * size**2 * widths[part]
-
-
-def splash_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
-
-    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both recompute the scores. `ranks` context
-    ranks share the queries of `seq` tokens, and each computes the same number of blocks.
-
-    >>> splash_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
-    True
-    """
-    size = splash_block_tokens(seq, ranks)
-    blocks = seq // size
-    scores = rows * heads * blocks * (blocks + 1) // 2 // ranks * size * size
-    # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
-    widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
-    return 2 * scores * widths[part]
-
-
-def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """The same for cuDNN's kernels, which recompute the scores once: `part` is "fwd" or "bwd".
-
-    For whole rows it skips blocks after the diagonal; if context ranks share the queries, it skips none.
-    """
-    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    blocks = -(-seq // CUDNN_BLOCK)
-    scores = seq * seq * (blocks + 1) // (2 * blocks) if ranks == 1 else seq * seq // ranks
-    return 2 * rows * heads * scores * widths[part]
-
-
-def triton_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """The same for the kernels for Triton, of whole rows and heads padded to a power of two: `part` is "fwd" or "bwd",
-    which recomputes the scores twice, for the gradients of keys and of queries."""
-    width = triton_width(max(d_qk, d_v))
-    size = triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK
-    blocks = seq // size
-    products = {"fwd": 2, "bwd": 7}  # scores, output; scores, dv, dp, dk, and scores, dp, dq
-    return 2 * rows * heads * blocks * (blocks + 1) // 2 * size**2 * width * products[part]
+    return blocks * (blocks + 1) // 2 // ranks * size**2
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
@@ -71,11 +59,12 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
-        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
+        sizes = dict(rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
+        return attention_flops("cudnn", part[1], **sizes)
     if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
         (*rows_and_heads, seq, heads, width), *_ = float_shapes
         sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width)
-        return 0 if part[2] else triton_flops({"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
+        return 0 if part[2] else attention_flops("triton", {"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None
@@ -83,4 +72,4 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     *rows, heads, queries, d_qk = q
     seq, d_v = v[-2:]
     sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
-    return splash_flops(part[1], **sizes)
+    return attention_flops("splash", part[1], **sizes)
