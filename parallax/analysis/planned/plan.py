@@ -157,7 +157,8 @@ CHANGES_SHOWN = 8
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
 # Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
-SHOWN_ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype", "pipeline.residuals_on"}
+SHOWN_ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype"}
+SHOWN_ALONE |= {f"pipeline.{key}" for key in ("residuals_on", "grads_dtype", "grads_on")}
 SHOWN_ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dtype", "states_on", "masters_on")}
 
 
@@ -320,6 +321,8 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
             yield "optimizer", narrower
     if optimizer.weights_dtype == "float32":
         yield "optimizer", {"weights_dtype": "bfloat16"}
+    if settings.pipeline.grads_dtype == "float32":
+        yield "pipeline", {"grads_dtype": "bfloat16"}
     if settings.fsdp.gather_dtype == "compute" and layout.data_ranks > 1:
         yield "fsdp", {"gather_dtype": "int8"}
     fastest = fastest_matmul(topology.chip)
@@ -331,7 +334,8 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
 
 def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
     """Values that may be in host memory, if the speed of the chip's link to it is known."""
-    keys = [("optimizer", "states_on"), ("optimizer", "masters_on"), ("pipeline", "residuals_on")]
+    keys = [("optimizer", "states_on"), ("optimizer", "masters_on")]
+    keys += [("pipeline", "residuals_on"), ("pipeline", "grads_on")]
     for section, key in keys if topology.chip.host_bandwidth else ():
         if getattr(getattr(settings, section), key) != HOST:
             yield section, {key: HOST}
@@ -377,12 +381,14 @@ def dtype_lines(settings: Settings) -> Iterator[str]:
         yield f"matrices of layers are sent in {settings.fsdp.gather_dtype}"
     optimizer = settings.optimizer
     where = {"residuals": settings.pipeline.residuals_on, "m and v": optimizer.states_on}
-    where |= {"weights between steps": optimizer.masters_on}
+    where |= {"weights between steps": optimizer.masters_on, "sums of gradients": settings.pipeline.grads_on}
     if moved := [name + f" ({on})" * (on != HOST) for name, on in where.items() if on != DEVICE]:
         yield "in host memory: " + ", ".join(moved)
     kept = {"weights": optimizer.weights_dtype, "m": optimizer.m_dtype, "v": optimizer.v_dtype}
     if {*kept.values()} != {"float32"}:
         yield "between steps " + ", ".join(f"{name} in {dtype}" for name, dtype in kept.items())
+    if settings.pipeline.grads_dtype != "float32":
+        yield f"sums of the layers' gradients in {settings.pipeline.grads_dtype}"
 
 
 def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> Iterator[str]:
