@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "m and v bfloat16": NARROW,
     "m and v float8": NARROWER,
     "weights bfloat16": WEIGHTS,
+    "gradients bfloat16": {"pipeline.grads_dtype": "bfloat16"},
     "gathers int8": {"fsdp.gather_dtype": "int8"},
     "gathers float8": {"fsdp.gather_dtype": "float8"},
     "products int8": {"model.matmul": "int8"},
@@ -52,6 +53,7 @@ COLOURS = (
     "#000099",
     "#66aa00",
     "#aa4499",
+    "#117733",
 )
 
 

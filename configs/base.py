@@ -115,6 +115,10 @@ def get_config() -> ConfigDict:
     # "device" | "host" | a set of parts, as "input ffn": memory of saved activations; a set names the parts that are in
     # host memory
     config.pipeline.residuals_on = "device"
+    # "float32" | "bfloat16": dtype of summed gradients of layers' matrices; bfloat16 is rounded stochastically at each
+    # addition
+    config.pipeline.grads_dtype = "float32"
+    config.pipeline.grads_on = "device"  # "device" | "host": memory of summed gradients of layers' matrices
 
     # How data axes shard parameters, and so when weights and gradients are sent over them.
     config.data_parallel = ConfigDict()

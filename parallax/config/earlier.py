@@ -21,7 +21,7 @@ ADDED = {
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
     "matmul_residuals mlp norm dense kinds",
     "layout": "context exchange expert_chunk_tokens",
-    "pipeline": "residuals_on",
+    "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",
     "fsdp": "gather_dtype",
     "loss": "name balance_coefficient router_z_coefficient",

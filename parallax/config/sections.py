@@ -445,6 +445,13 @@ class PipelineConfig(Section, most=2**14, saved=True):
         saved=True,
     )
 
+    grads_dtype: str = key(
+        "float32",
+        "dtype of summed gradients of layers' matrices; bfloat16 is rounded stochastically at each addition",
+        choices=("float32", "bfloat16"),
+    )
+    grads_on: str = key("device", "memory of summed gradients of layers' matrices", choices=("device", "host"))
+
     def check(self) -> None:
         object.__setattr__(self, "remat", canonical_remat(self.remat))
         object.__setattr__(self, "residuals_on", canonical_residuals_on(self.residuals_on))

@@ -19,11 +19,11 @@ from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
-from parallax.pipeline.slots import index
 from parallax.sharding.activations import ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS, ShardingPlan
+from parallax.sharding.slots import index
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from parallax.config.remat import LAYER_INPUT, saved_parts
 from parallax.jaxprs import part
 from parallax.model.context import Context
-from parallax.pipeline.slots import row_major
 from parallax.pipeline.split_program import BackwardSplit, Selection, select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.plan import ShardingPlan
+from parallax.sharding.slots import row_major
 
 Pools = dict[str, list[Array]]  # a layer's residuals
 

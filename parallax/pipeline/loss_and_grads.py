@@ -20,15 +20,16 @@ from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHe
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
-from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
 from parallax.pipeline.tick import Pipeline, State, run_ticks
 from parallax.schedules import gpipe_on
 from parallax.sharding import activations
-from parallax.sharding.activations import BATCH, CONTEXT_AXIS, ROWS, SHARED_ROWS, TOKENS
+from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, SHARED_ROWS, TOKENS
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import relays_what_is_read
 from parallax.sharding.layout import Layout
+from parallax.sharding.rounding import rounding_key
+from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
@@ -91,7 +92,8 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     schedule, weight = model.schedule, None
     if use != "train":
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
-    tokens = microbatches(model, batch, noise, schedule.microbatches)
+    shared = use == "train" and model.plan.rounds_grads
+    tokens = microbatches(model, batch, noise, schedule.microbatches, shared)
     if use == "train":
         weight = 1 / jnp.maximum(tokens.count(), 1)
     # As varying: else the vjp of each use would sum its gradient over the ranks, where the plan sums it once.
@@ -112,7 +114,10 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
     saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
-    layers = layers._replace(passes=passes_of_training(layers, ends))
+    rounding = None
+    if model.plan.rounds_grads:
+        rounding = as_varying(rounding_key(jnp.zeros(2, jnp.int32) if noise is None else noise))
+    layers = layers._replace(passes=passes_of_training(layers, ends), rounding=rounding)
     return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
 
 
@@ -139,11 +144,16 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     return [layer_passes(passes.block, stack=stack, weights=weights, **settings) for passes, stack, weights in kinds]
 
 
-def microbatches(model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | None, count: int) -> Tokens:
-    """This device's tokens, in so many microbatches."""
+def microbatches(
+    model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | None, count: int, shared: bool = False
+) -> Tokens:
+    """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
+    every mesh, which data ranks share; otherwise each rank divides its own rows."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
     own, segments = _in_context_order(batch)
     own["segments"] = segments
+    if shared:
+        own, rows = {name: _share_of_each(x, count) for name, x in own.items()}, _share_of_each(rows, count)
     cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in own.items()}
     key = None
     if noise is not None and model.config.dropout > 0:
@@ -151,6 +161,18 @@ def microbatches(model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | 
         key = as_varying(jax.random.fold_in(root, noise[1]))
     arrays = (cut[name] for name in BATCH_ARRAYS)
     return Tokens(*arrays, rows.reshape(count, -1), key)
+
+
+def _share_of_each(x: Array, count: int) -> Array:
+    """This rank's rows of each of so many microbatches with consecutive rows of the batch, from its own rows.
+
+    Communication:
+        forward   all_gather of x over data axes
+        backward  nothing
+    """
+    whole = all_gather(f"{ROWS} seq -> batch seq", as_varying(x.reshape(len(x), -1), BATCH_AXES))
+    shares = rearrange(whole, "(M ranks B) S -> ranks (M B) S", M=count, ranks=len(whole) // len(x))
+    return shares[offset(BATCH, "batch", 1)].reshape(x.shape)
 
 
 def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:

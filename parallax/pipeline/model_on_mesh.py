@@ -27,7 +27,6 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
-from parallax.pipeline.slots import index
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
@@ -38,6 +37,7 @@ from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.parameter import stored_as
 from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
+from parallax.sharding.slots import index
 from parallax.user_code import refuse_saved
 
 
@@ -82,8 +82,11 @@ class ModelOnMesh:
             gather_first=partial(first_group, mesh),
             masters_on=optimizer.masters_on,
             states_on=optimizer.states_on,
+            grads_dtype=pipeline.grads_dtype,
+            grads_on=pipeline.grads_on,
         )
         self._check_prefetch()
+        self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)

@@ -20,8 +20,8 @@ from parallax.pipeline.layer_passes import LayerPasses, Pools
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
-from parallax.pipeline.slots import host_slots, read_slot, write_slot, zeros
 from parallax.sharding.collectives import after, vary_over_pp
+from parallax.sharding.slots import host_slots, read_slot, write_slot, zeros
 
 
 class Layers(NamedTuple):
@@ -33,6 +33,7 @@ class Layers(NamedTuple):
     weights: Sequence[Any]  # resident, with a leading dim of places
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
+    rounding: Array | None = None  # key of the step's random bits; None if no sum of gradients is rounded
 
     def per_stage(self, kind: int) -> int:
         """The number of places of a stage for layers of this kind."""
@@ -46,6 +47,7 @@ class Pass(NamedTuple):
     context: Context | None  # of the microbatch; None in W
     chunk: Array | int  # which of the rank's stages
     slots: dict[str, tuple]  # for each pool, the indices of the microbatch's slot
+    rounding: Array | None = None  # key of the microbatch's random bits
     work: str = ""  # set by what runs it: "run", "forward", "backward", "weight_gradients" or "observe"
 
     @property
@@ -221,7 +223,8 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
             x = passes.run(weights, x, context)
             saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
     if gradients is not None:
-        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients)
+        at_layer = dict(layer=numbers[on_rank], key=this.rounding)
+        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients, **at_layer)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
     return vary_over_pp(((x, saved), grads))
 

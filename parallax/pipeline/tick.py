@@ -15,7 +15,6 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
-from parallax.pipeline.slots import index
 from parallax.pipeline.stage import (
     Layers,
     Pass,
@@ -27,7 +26,9 @@ from parallax.pipeline.stage import (
 )
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import after, permute, vary_over_pp
+from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
+from parallax.sharding.slots import index, read_slot
 
 # The scopes of the passes in traces and profiles.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
@@ -158,7 +159,7 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
             grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
             # Those of parameters that are not trained are empty.
             made = next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
-            output = after(output, made)
+            output = after(output, read_slot(made, *(0,) * made.ndim) if is_on_host(made) else made)
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot = messages[kind], row[name]
@@ -202,7 +203,8 @@ def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     context = pipeline.layers.model.context(pipeline.ends.tokens, row[kind]) if kind in "FB" else None
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
-    return Pass(pipeline.layers, context, chunk, slots)
+    key = pipeline.layers.rounding
+    return Pass(pipeline.layers, context, chunk, slots, None if key is None else jax.random.fold_in(key, row[kind]))
 
 
 def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:

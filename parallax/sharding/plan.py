@@ -15,11 +15,10 @@ Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP), and "lean
 """
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,9 +36,11 @@ from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
-from parallax.sharding.host import DEVICE, HOST, argument_to_device, to_host
+from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
+from parallax.sharding.rounding import bits_in_layer, to_bfloat16
+from parallax.sharding.slots import host_zeros, map_slots, read_slot, write_slot
 from parallax.user_code import named, names_code
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
@@ -127,6 +128,18 @@ class ParameterPlan:
     rounded_for: str | None = None  # the same for a kernel of 8-bit products that each use gathers
     memory: str = DEVICE  # memory kind between steps
     states: str = DEVICE  # memory kind of its optimizer states
+    grads: str = "float32"  # dtype of its summed gradient
+    grads_on: str = DEVICE  # memory kind of that
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes on the device of an entry of its summed gradient, or of its statistic."""
+        return 0 if self.spec.is_constant or self.grads_on == HOST else jnp.dtype(self.grads).itemsize
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether gradients are added in float32 on the device."""
+        return (self.grads, self.grads_on) == ("float32", DEVICE)
 
     @property
     def is_gathered_per_use(self) -> bool:
@@ -190,6 +203,7 @@ class ShardingPlan:
         gather_first: `first` of `all_gather`.
         masters_on: memory of parameters between steps; `states_on` is that of their optimizer states. Norms and biases,
             which no data axis may shard, are always on the device.
+        grads_dtype: of summed gradients, see PipelineConfig; `grads_on` is their memory.
     Raises:
         ConfigError: the policies do not fit these parameters.
     """
@@ -207,6 +221,8 @@ class ShardingPlan:
     gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1
     masters_on: str = DEVICE
     states_on: str = DEVICE
+    grads_dtype: str = "float32"
+    grads_on: str = DEVICE
 
     def __post_init__(self):
         self.policies.check(named_leaves(layouts_of(self.declared)))
@@ -283,6 +299,16 @@ class ShardingPlan:
         """Whether any parameter or optimizer state is in host memory between steps."""
         return any(HOST in (row.memory, row.states) for row in jax.tree.leaves(self.rows))
 
+    @property
+    def rounds_grads(self) -> bool:
+        """Whether sums of gradients are rounded."""
+        return any(row.grads != "float32" for row in jax.tree.leaves(self.rows))
+
+    @property
+    def grads_on_host(self) -> bool:
+        """Whether summed gradients are in host memory."""
+        return any(row.grads_on == HOST for row in jax.tree.leaves(self.rows))
+
     @cached_property
     def statistics(self) -> dict[str, ParameterPlan]:
         """The rows of parameters that follow from a step's statistics, by name."""
@@ -322,10 +348,42 @@ class ShardingPlan:
         if not declared.at_rest:
             return found
         found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
+        if spec.stack and spec.is_trained:
+            # Without tp, ranks along it may have summands, whose rounded sum would depend on the mesh.
+            dtype = self.grads_dtype if "tp" in compute.used_axes() else "float32"
+            found = dataclasses.replace(found, grads=dtype, grads_on=self.grads_on)
         if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(found, rounded_for=self.products)
         narrow = self.gather != "compute" and spec.role != Role.TABLE
         return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
+
+    def check_grads(self) -> None:
+        """Raise ConfigError if no gradient can be rounded or be in host memory, or if ranks have summands of one that
+        is rounded."""
+        rows = named_leaves(self.rows)
+        for key, asked, has in (
+            ("grads_dtype", self.grads_dtype, any(row.grads != "float32" for row in rows.values())),
+            ("grads_on", self.grads_on, any(row.grads_on == HOST for row in rows.values())),
+        ):
+            if asked not in ("float32", DEVICE) and not has:
+                raise ConfigError(
+                    f"pipeline.{key}={asked!r} has no effect: no matrix of this model's layers is trained that it is "
+                    f"for; use {ParameterPlan.__dataclass_fields__[key.removesuffix('_dtype')].default!r}."
+                )
+        for name, row in rows.items():
+            over = {
+                axis: size
+                for axis, size in self.axis_sizes.items()
+                if size > 1 and axis not in ("pp", *row.summed.used_axes())
+            }
+            if row.grads != "float32" and over:
+                ranks = " x ".join(f"mesh.{axis}={size}" for axis, size in over.items())
+                raise ConfigError(
+                    f"pipeline.grads_dtype={self.grads_dtype!r} rounds sums of gradients, but with "
+                    f"data_parallel.policy={self.policies.of(name)!r} each of {ranks} ranks has a summand of {name}, "
+                    "so the result would depend on the mesh; use data_parallel.policy='zero3' or 'zero2', without "
+                    "mesh.replica, or grads_dtype='float32'."
+                )
 
     # ---- the moves
 
@@ -366,17 +424,29 @@ class ShardingPlan:
 
         return jax.tree.map(stopped, entry(self.rows, part), weights)
 
-    def add_up(self, stack: str, totals: Any, place: Array, grads: Any) -> Any:
+    def add_up(self, stack: str, totals: Any, place: Array, grads: Any, layer: Array, key: Array | None) -> Any:
         """Add a layer's gradients to summed gradients of the layers in a stack; where they are maxima, the maximum is
-        taken. A gradient that is None is not there: another pass adds it, or the parameter is not trained."""
+        taken. A gradient that is None is not there: another pass adds it, or the parameter is not trained.
 
-        def added(row: ParameterPlan, total: Array, grad: Array | None) -> Array:
+        `place` is the layer's in the arrays, `layer` the model's; `key` is that of the microbatch's random bits, None
+        if no sum is rounded."""
+
+        def added(path: Any, row: ParameterPlan, total: Array, whole: Any, grad: Array | None) -> Array:
             if grad is None:
                 return total
-            share = self._scatter(row, row.compute, row.summed, grad).astype(total.dtype)
-            return total.at[place].max(share) if row.spec.role == Role.MAXIMA else total.at[place].add(share)
+            share = self._scatter(row, row.compute, row.summed, grad)
+            if row.spec.role == Role.MAXIMA:
+                return total.at[place].max(share.astype(total.dtype))
+            if row.adds_in_place:
+                return total.at[place].add(share.astype(total.dtype))
+            share += read_slot(total, place)
+            if row.grads == "bfloat16":
+                name = "/".join([stack, jax.tree_util.keystr(path, simple=True, separator="/")])
+                share = to_bfloat16(share, bits_in_layer(key, name, row.summed, whole.shape, layer, share.shape))
+            return write_slot(total, share, place)
 
-        return jax.tree.map(added, entry(self.rows, stack), totals, grads)
+        trees = totals, entry(self.shapes, stack), grads
+        return jax.tree_util.tree_map_with_path(added, entry(self.rows, stack), *trees)
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -393,16 +463,22 @@ class ShardingPlan:
                 rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(summed[stack])
                 for at, row in enumerate(rows):
                     target = row.at_rest if row.is_stored_at_once else row.staged
-                    leaves[at] = self._scatter(row, row.summed, target, leaves[at])
+                    if row.summed == target and not row.adds_in_place:
+                        continue
+                    scatter = partial(self._scatter, row, row.summed, target)
+                    if row.grads != "float32":  # no other rank has a summand of a sum that was rounded
+                        scatter = partial(_scatter_whole, row.summed, target)
+                    leaves[at] = map_slots(scatter, leaves[at]) if is_on_host(leaves[at]) else scatter(leaves[at])
                     # Of a table each pipeline rank has a summand; layers are on the ranks that ran them.
                     if not row.spec.stack and not row.spec.is_constant and target != row.at_rest:
                         with jax.named_scope(row.scope):
                             leaves[at] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[at])
                 kept = [at for at, row in enumerate(rows) if order and not row.spec.is_constant]
                 if kept:
-                    moved = order.to_model([rows[at].at_rest for at in kept], [leaves[at] for at in kept])
+                    here = [leaves[at] if order.in_order else to_device(leaves[at]) for at in kept]
+                    moved = order.to_model([rows[at].at_rest for at in kept], here)
                     for at, x in zip(kept, moved, strict=True):
-                        leaves[at] = x
+                        leaves[at] = to_host(x) if is_on_host(leaves[at]) else x
                 stored[stack] = jax.tree.unflatten(structure, leaves)
             stored = self._sum(nested(stored))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
@@ -417,7 +493,10 @@ class ShardingPlan:
             # Of a stack, whose layers may not divide over pp, there are as many as the rank has places.
             one = Layout(row.summed.names[stacked:], row.summed.axes[stacked:])
             shape = (0,) * len(one.names) if row.spec.is_constant else one.local_shape(sizes, self.axis_sizes)
-            return collectives.as_varying(jnp.zeros((*weight.shape[:stacked], *shape), jnp.float32))
+            if row.grads_on == HOST:
+                like = jax.eval_shape(lambda: collectives.as_varying(jnp.zeros(shape, row.grads)))
+                return host_zeros(like, len(weight))
+            return collectives.as_varying(jnp.zeros((*weight.shape[:stacked], *shape), row.grads))
 
         return jax.tree.map(zeros, entry(self.rows, stack), weights, entry(self.shapes, stack))
 
@@ -485,10 +564,14 @@ class ShardingPlan:
             if row.spec.is_constant:
                 continue
             axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
+            if is_on_host(leaves[at]):
+                if collectives.varying_axes(leaves[at]) & {*axes}:
+                    leaves[at] = map_slots(partial(collectives.sum_over, axes=axes), leaves[at])
+                continue
             alone = at if leaves[at].size > SMALL else None
             combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
-            messages[combine, axes, alone].append(at)
-        for (combine, axes, _), members in messages.items():
+            messages[combine, axes, alone, leaves[at].dtype].append(at)
+        for (combine, axes, *_), members in messages.items():
             for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
                 leaves[at] = total
         return jax.tree.unflatten(structure, leaves)
@@ -530,7 +613,7 @@ class _Line(NamedTuple):
         held = (
             entries(row.at_rest) * shape.dtype.itemsize * (row.memory == DEVICE),
             entries(row.resident) * width,
-            entries(row.summed) * FLOAT32_BYTES * (not row.spec.is_constant),
+            entries(row.summed) * row.grad_bytes,
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
@@ -576,7 +659,7 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
 
 def entry(tree: Any, path: str) -> Any:
     """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
-    return functools.reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
+    return reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
 
 
 def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -595,6 +678,11 @@ def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
 def empty_like(x: Array) -> Array:
     """In place of a gradient that is not there: no entries, in as many dims."""
     return jnp.zeros((0,) * x.ndim, jnp.float32)
+
+
+def _scatter_whole(before: Layout, after: Layout, x: Array) -> Array:
+    """The move of a sum that is whole on its rank: to axes of one rank, of which it then does not vary."""
+    return collectives.reduce_scatter(_pattern(before, after, x), x)
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:

@@ -8,23 +8,19 @@ mesh.
 Written here, since optax keeps a moment in another dtype by rounding to nearest (`mu_dtype`), and has no scaled blocks.
 """
 
-import math
-import zlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
-from jax.extend.random import threefry2x32_p
 
 from parallax.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import ParameterSpec, Role
+from parallax.sharding.rounding import random_bits, to_bfloat16
 
-ROUNDING = 0x524F554E  # "ROUN": separates these random bits from those of initial values and dropout
 WEIGHTS_FIELD = "weights"  # used like a name of an optimizer's field
 # The fields in which optax's transformations hold first and second moments, and the keys of their dtypes.
 MOMENT_FIELDS = {"mu": "m_dtype", "trace": "m_dtype", "nu": "v_dtype"}
@@ -173,62 +169,7 @@ def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) 
     return jax.tree_util.tree_map_with_path(leaf, params, like)
 
 
-# ---- rounding
-
-
-def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], layers: Array | None = None) -> Array:
-    """32 random bits for each entry of an array, uint32; with `layers` (int32) the array holds only those layers of a
-    stack.
-
-    They are those of threefry in the global view, which depend only on an entry's index: each device computes its own,
-    and nothing is sent.
-    """
-    key = jax.random.fold_in(jax.random.key(noise[0], impl="threefry2x32"), ROUNDING)
-    key = jax.random.fold_in(key, noise[1])
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{field} {name}".encode())))
-    if layers is None or 0 in shape:
-        return jax.random.bits(key, shape, jnp.uint32)
-    # As in jax.random.bits, which counts entries from the first.
-    return jnp.bitwise_xor(*threefry2x32_p.bind(*jax.random.key_data(key), *places_in_stack(shape, layers)))
-
-
-def places_in_stack(shape: tuple[int, ...], layers: Array) -> tuple[Array, Array]:
-    """Index in the whole stack of each entry of these layers, as the upper and the lower 32 bits.
-
-    >>> high, low = places_in_stack((1, 2, 4), jnp.int32([1 << 30]))
-    >>> [hex(int(half[0, 1, 3])) for half in (high, low)]
-    ['0x2', '0x7']
-    """
-    high, low = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        at = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        at = at if dim else layers.astype(jnp.uint32)[at]
-        more, part = _times(at, math.prod(shape[dim + 1 :]))
-        low += part
-        high += more + (low < part).astype(jnp.uint32)
-    return high, low
-
-
-def _times(x: Array, factor: int) -> tuple[Array, Array]:
-    """The upper and the lower 32 bits of a product with a number below 2**64."""
-    upper, lower = (np.uint32(factor >> bits & 0xFFFFFFFF) for bits in (32, 0))
-    (a, b), (c, d) = ((word >> 16, word & 0xFFFF) for word in (x, lower))
-    middle = a * d + (b * d >> 16)
-    other = b * c + (middle & 0xFFFF)
-    return a * c + (middle >> 16) + (other >> 16) + x * upper, x * lower
-
-
-def to_bfloat16(x: Array, bits: Array) -> Array:
-    """Round each entry to its neighbour towards 0 or away from 0, by 16 random bits; non-finite entries stay as they
-    are.
-
-    >>> x = jnp.full(4, 1 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
-    >>> to_bfloat16(x, jnp.uint32([0, 0xBFFF0000, 0xC0000000, 0xFFFFFFFF])).astype(float)
-    Array([1.       , 1.       , 1.0078125, 1.0078125], dtype=float32)
-    """
-    word = lax.bitcast_convert_type(x, jnp.uint32)
-    high = ((word + (bits >> 16)) >> 16).astype(jnp.uint16)
-    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(high, jnp.bfloat16), x.astype(jnp.bfloat16))
+# ---- rounding to 8 bits
 
 
 def to_e4m3(x: Array, bits: Array) -> Array:

@@ -10,15 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
 from parallax.errors import ConfigError, quoted
-from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
+from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, sum_over, varying_axes
+from parallax.sharding.host import is_on_host
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
+from parallax.sharding.slots import read_slot
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
 from parallax.user_code import name_in_module, named, names_code, takes
 
@@ -226,6 +228,17 @@ def muon_dims(spec: ParameterSpec, layout: Layout) -> Any:
     return optax.contrib.MuonDimensionNumbers(inputs, outputs) if inputs and outputs else None
 
 
+def _sum_of_squares(x: Array) -> Array:
+    """In float32; of an array in host memory layer by layer."""
+    if not is_on_host(x):
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    def turn(number: Array, total: Array) -> Array:
+        return total + _sum_of_squares(read_slot(x, number))
+
+    return lax.fori_loop(0, len(x), turn, as_varying(jnp.float32(0), varying_axes(x)))
+
+
 def global_norm(grads: Any, rows: Any = None) -> Array:
     """Global gradient norm in float32, over the whole mesh; in the local view for pieces, with the plan's rows of their
     parameters. Statistics among them do not count, but make it non-finite if they are: rounding to 8 bits can hide
@@ -236,7 +249,7 @@ def global_norm(grads: Any, rows: Any = None) -> Array:
     """
     leaves, structure = jax.tree.flatten(grads)
     there = [at for at, x in enumerate(leaves) if x.size]
-    squares = [jnp.sum(jnp.square(leaves[at].astype(jnp.float32))) for at in there]
+    squares = [_sum_of_squares(leaves[at]) for at in there]
     if bound_axis_sizes():
         rows = [structure.flatten_up_to(rows)[at] for at in there]
         squares = [0 * square if row.spec.is_statistic else square for row, square in zip(rows, squares, strict=True)]

@@ -241,13 +241,14 @@ class TrainStep:
 
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
             wide = widened(params)
-            updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
+            given = dict(grad_norm=grad_norm, noise=noise, layers=layers)
+            updates, opt_state = tx.update(widened(grads), opt_state, wide, **given)
             old, wide, updates = (_trained(rows, tree) for tree in (params, wide, updates))
             new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
             return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state
 
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
-            if self.model.plan.uses_host or has_blocks(opt_state):
+            if self.model.plan.uses_host or self.model.plan.grads_on_host or has_blocks(opt_state):
                 shardings = self.shardings[1:3]
                 params, opt_state = in_their_memory((params, opt_state), shardings)
                 updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads, shardings)

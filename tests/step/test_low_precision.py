@@ -24,13 +24,12 @@ from parallax.config.settings import load_settings
 from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
 from parallax.sharding.layout import named_leaves
+from parallax.sharding.rounding import random_bits, to_bfloat16
 from parallax.step.expert_load import EXPERT_COUNTS
 from parallax.step.low_precision import (
     WEIGHTS_FIELD,
     from_float8,
     has_blocks,
-    random_bits,
-    to_bfloat16,
     to_e4m3,
     to_float8,
     with_states_in,

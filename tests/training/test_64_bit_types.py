@@ -11,7 +11,7 @@ from support.traced_equations import inside
 from parallax.cli import evaluate, generate
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.sharding.mesh import make_mesh
-from parallax.step.low_precision import random_bits
+from parallax.sharding.rounding import random_bits
 from parallax.step.step import abstract_state, model_of, optimizer_of
 from parallax.training.run import train
 

@@ -30,6 +30,7 @@ SAME_BITS = {
     "`data_parallel.policy=zero2`": (dict(policy="zero2"), {}),
     "`pipeline.residuals_on=host`": (dict(residuals_on="host"), {}),
     '`pipeline.residuals_on="input ffn"`': (dict(remat="norm swiglu", residuals_on="input ffn"), {}),
+    "`pipeline.grads_on=host`": (dict(grads_on="host"), {}),
     "`optimizer.states_on=host`": (dict(states_on="host"), {}),
     "Muon, `optimizer.states_on=host`": (dict(states_on="host"), dict(name="muon")),
     "mixture, `pipeline.remat=layer`": (dict(remat="layer"), MIXTURE),

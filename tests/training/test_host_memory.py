@@ -26,7 +26,7 @@ from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.sharding.host import rests_on_host
 from parallax.sharding.plan import ShardingPlan
-from parallax.step.low_precision import places_in_stack, random_bits
+from parallax.sharding.rounding import places_in_stack, random_bits
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import abstract_state, make_train_step
 from parallax.training.run import train

@@ -52,12 +52,19 @@ def bytes_in_step(plan: ShardingPlan) -> int:
     held = 0
     for row, size in _layers(plan):
         if not row.spec.is_constant:
-            held += _entries(plan, row.summed, size) * FLOAT32_BYTES
+            held += _entries(plan, row.summed, size) * row.grad_bytes
         if row.at_rest != row.resident == row.compute:
             narrow = row.rounded_to or row.rounded_for
             width = 1 if narrow else jnp.dtype(row.dtype or jnp.float32).itemsize
             held += _entries(plan, row.compute, size) * width
     return held
+
+
+def read_by_update(plan: ShardingPlan) -> int:
+    """Bytes of a device's gradients, which the update reads."""
+    leaves = zip(jax.tree.leaves(plan.rows), jax.tree.leaves(plan.shapes), strict=True)
+    trained = ((row, leaf.size) for row, leaf in leaves if row.spec.is_trained)
+    return sum(_entries(plan, row.at_rest, size) * jnp.dtype(row.grads).itemsize for row, size in trained)
 
 
 def most_pieces(plan: ShardingPlan) -> int:

@@ -154,7 +154,8 @@ CHANGES_SHOWN = 8
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
 # Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
-SHOWN_ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype", "pipeline.residuals_on"}
+SHOWN_ALONE = {"model.matmul", "model.matmul_residuals", "fsdp.gather_dtype"}
+SHOWN_ALONE |= {f"pipeline.{key}" for key in ("residuals_on", "grads_dtype", "grads_on")}
 SHOWN_ALONE |= {f"optimizer.{key}" for key in ("m_dtype", "v_dtype", "weights_dtype", "states_on", "masters_on")}
 
 
@@ -265,6 +266,8 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             yield {f"optimizer.{key}": dtype for key in states}
     if optimizer.weights_dtype == "float32":
         yield {"optimizer.weights_dtype": "bfloat16"}
+    if settings.pipeline.grads_dtype == "float32":
+        yield {"pipeline.grads_dtype": "bfloat16"}
     if settings.fsdp.gather_dtype == "compute" and layout.data_ranks > 1:
         yield {"fsdp.gather_dtype": "int8"}
     if settings.model.matmul == "compute" != fastest_matmul(chip):
@@ -272,7 +275,7 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     elif settings.model.matmul != "compute" == settings.model.matmul_residuals:
         yield {"model.matmul_residuals": "8bit"}
     where = {"optimizer.states_on": optimizer.states_on, "optimizer.masters_on": optimizer.masters_on}
-    where |= {"pipeline.residuals_on": settings.pipeline.residuals_on}
+    where |= {f"pipeline.{key}": getattr(settings.pipeline, key) for key in ("residuals_on", "grads_on")}
     # Only if the speed of the chip's link to the host is known.
     yield from ({key: HOST} for key, memory in where.items() if chip.host_bandwidth and memory != HOST)
 

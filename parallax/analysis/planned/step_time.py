@@ -28,7 +28,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
@@ -44,11 +43,17 @@ from parallax.analysis.compiled.program import (
     read_step,
 )
 from parallax.analysis.planned.layouts import model_on_topology
-from parallax.analysis.planned.moves import SentPerUse
+from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
 from parallax.analysis.traced.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
-from parallax.analysis.traced.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
+from parallax.analysis.traced.memory import (
+    HostMemory,
+    Memory,
+    moved_in_step,
+    predicted_host_memory,
+    predicted_memory,
+)
 from parallax.analysis.traced.trace import Origin, step_program, walk
 from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
 from parallax.config.settings import Settings
@@ -62,7 +67,7 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES
+from parallax.sharding.plan import DATA_AXES
 from parallax.step.resolve import resolve
 from parallax.step.step import step_of
 
@@ -99,6 +104,7 @@ class TracedWork(NamedTuple):
     moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
     per_use: SentPerUse = SentPerUse()
     trained: float = 1.0  # share of the parameters that an update reads and writes
+    gradients: int = 0  # bytes that it reads of them
 
 
 class CollectiveTime(NamedTuple):
@@ -168,9 +174,10 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         sorted(sent._replace(count=times) for sent, times in counted[Sent]),
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.config, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
-        dict(counted[tuple]) if settings.pipeline.residuals_on != DEVICE else {},
+        dict(counted[tuple]) if HOST in moved_in_step(settings) else {},
         SentPerUse.of(model.plan),
         model.plan.trained,
+        read_by_update(model.plan),
     )
 
 
@@ -202,8 +209,7 @@ def estimate(
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
-    gradients = parameters * FLOAT32_BYTES // jnp.dtype(settings.optimizer.weights_dtype).itemsize
-    update = (gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
+    update = (traced.gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
     passes, once = link_waits(timed, update, traced.moved, host, topology.chip)
     secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
     secs += passes / (1 - bubble) + once
@@ -219,7 +225,7 @@ def estimate(
         secs=secs,
         mfu=mfu(traced.model_flops, secs, topology.chip.peak(settings.model.dtype)),
         host_bytes=host.total,
-        link_bytes=sum(traced.moved.values()) + 3 * host.parameters + 2 * host.optimizer,
+        link_bytes=sum(traced.moved.values()) + 3 * host.parameters + 2 * host.optimizer + 3 * host.gradients,
         link_secs=passes + once,
     )
 
@@ -237,7 +243,7 @@ def link_waits(
         return 0.0, 0.0
     if chip.platform == "gpu":
         # As measured on an H100 (docs/hardware.md): all wait, and one way for the other.
-        once = 3 * host.parameters + 2 * host.optimizer
+        once = 3 * host.parameters + 2 * host.optimizer + 3 * host.gradients
         return sum(moved.values()) / chip.host_bandwidth, once / chip.host_bandwidth
     work: Counter = Counter()
     for direction, secs in timed:
@@ -246,8 +252,9 @@ def link_waits(
     for scopes in ((FORWARD,), (BACKWARD, WEIGHTS)):
         each_way = [sum(moved.get((scope, target), 0) for scope in scopes) for target in (HOST, DEVICE)]
         waits += max(0.0, max(each_way) / chip.host_bandwidth - work[scopes[0]])
-    of_update = (host.parameters + host.optimizer) / chip.host_bandwidth
-    return waits, host.parameters / chip.host_bandwidth + max(0.0, of_update - update)
+    of_update = (host.parameters + host.optimizer + host.gradients) / chip.host_bandwidth
+    # Zeros of gradients are written before the passes, and their norm is taken before the update.
+    return waits, (host.parameters + 2 * host.gradients) / chip.host_bandwidth + max(0.0, of_update - update)
 
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:

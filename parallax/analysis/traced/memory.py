@@ -52,7 +52,7 @@ IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin", "device_put"}
 REDUCTION = "reduce_"
 # Components of the ticks' state by field; other fields are pipeline buffers.
-WAITING = "in host memory"
+WAITING, GRADIENTS_WAITING = "in host memory", "gradients in host memory"
 STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
 NOTHING, PARAMETERS, DATA = range(3)  # inputs that a value depends on: none, only parameters, the batch
 END = 1 << 60  # an index after all operations
@@ -85,11 +85,12 @@ class Memory(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Bytes of host memory used by a device between steps, and by its residuals during a step."""
+    """Bytes of host memory used by a device between steps, and by its residuals and gradients during a step."""
 
     parameters: int = 0
     optimizer: int = 0
     residuals: int = 0
+    gradients: int = 0
 
     @property
     def total(self) -> int:
@@ -98,11 +99,18 @@ class HostMemory(NamedTuple):
 
 def predicted_host_memory(model: ShardedModel, settings: Settings) -> HostMemory:
     """Bytes of host memory of a device."""
-    kept, residuals = predicted_state(model, settings), 0
-    if settings.pipeline.residuals_on != DEVICE:
-        state = tick_state(model, settings.data.global_batch, settings.data.seq)
-        residuals = sum(size for _, component, size in state if component == WAITING)
-    return HostMemory(*(bytes_on_device(tree, memory=HOST) for tree in (kept.params, kept.opt_state)), residuals)
+    kept, waiting = predicted_state(model, settings), Counter[str]()
+    if HOST in moved_in_step(settings):
+        for _, component, size in tick_state(model, settings.data.global_batch, settings.data.seq):
+            waiting[component] += size
+    between = (bytes_on_device(tree, memory=HOST) for tree in (kept.params, kept.opt_state))
+    return HostMemory(*between, waiting[WAITING], waiting[GRADIENTS_WAITING])
+
+
+def moved_in_step(settings: Settings) -> set[str]:
+    """The memories, HOST or DEVICE, of what a step's passes write."""
+    pipeline = settings.pipeline
+    return {HOST if pipeline.residuals_on != DEVICE else DEVICE, pipeline.grads_on}
 
 
 def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
@@ -144,7 +152,7 @@ def bytes_on_device(tree: Any, *, memory: str = DEVICE) -> int:
 
 def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
     """Shape on a device, component and bytes of each array that the loops over ticks carry; the component of arrays in
-    host memory is WAITING."""
+    host memory is WAITING, or GRADIENTS_WAITING."""
     arrays: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
@@ -152,7 +160,9 @@ def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[t
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
-            component = WAITING if is_on_host(leaf) else next(components, "pipeline_buffers")
+            component = next(components, "pipeline_buffers")
+            if is_on_host(leaf):
+                component = GRADIENTS_WAITING if component == "gradients" else WAITING
             arrays.append((leaf.shape, component, leaf.size * leaf.dtype.itemsize))
         return jnp.float32(0)
 

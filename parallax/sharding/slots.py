@@ -18,6 +18,21 @@ def zeros(like: Any, *leading: int) -> Array:
     return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
 
 
+def host_zeros(like: Any, count: int) -> Array:
+    """Zeros for such arrays in host memory, written one by one, so that the device never holds them all."""
+    return map_slots(lambda _: zeros(like), jnp.arange(count))
+
+
+def map_slots(function: Any, stacked: Array) -> Array:
+    """The results of a function of each entry, which is on the device; stacked in host memory."""
+    like = jax.eval_shape(lambda: function(read_slot(stacked, 0)))
+
+    def turn(number: Array, done: Array) -> Array:
+        return write_slot(done, function(read_slot(stacked, number)), number)
+
+    return lax.fori_loop(0, len(stacked), turn, host_slots(like, len(stacked)))
+
+
 def host_slots(like: Any, *leading: int) -> Array:
     """Slots for such arrays in host memory, unset; each is written before it is read. Zeros would travel there."""
     room = lax.empty((*leading, *like.shape), like.dtype)

@@ -1,0 +1,138 @@
+"""Sums of gradients in bfloat16 or in host memory: what a NumPy reference rounds, on every mesh."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support.low_precision_reference import ROUNDING, rounded
+from support.tiny_model import build, make_batch, params_of
+
+from parallax.errors import ConfigError
+from parallax.sharding.host import rests_on_host
+from parallax.sharding.layout import named_leaves
+from parallax.sharding.rounding import bits_in_layer, rounding_key
+
+MICROBATCHES, SEED, STEP = 4, 3, 5
+MODEL = dict(layers=4, attention="gqa", tied=False, microbatches=MICROBATCHES)
+MESHES = {
+    "one device": ((1, 1, 1), {}),
+    "data": ((1, 4, 1), {}),
+    "tensor": ((1, 1, 4), dict(policy="zero2")),
+    "all": ((2, 2, 2), dict(schedule="one_f_one_b")),
+    "split": ((4, 1, 2), dict(schedule="zero_bubble", remat="none")),
+    "rounds": ((2, 2, 1), dict(schedule="interleaved", virtual=2, remat="stage")),
+    "v": ((2, 1, 1), dict(schedule="zero_bubble_v")),
+    "context": ((1, 2, 1, 1, 2), dict(context="ring")),
+}
+# What a mesh adds in another order differs by a rounding of float32, 2**-24 of the largest summand; then a sum that is so
+# near to the boundary becomes the other one of its neighbours, which are 2**-7 apart. Entries of a matrix are within
+# 2**-8 of its largest one for the most part.
+OTHERS = 2**-5
+
+
+@functools.cache
+def batch_with_all_labels():
+    """Each microbatch has the same number of labels, so that its gradient alone is a multiple of its share by 4."""
+    batch = make_batch(rows=16)
+    return batch | {"labels": np.where(batch["labels"] < 0, 0, batch["labels"])}
+
+
+@functools.cache
+def shares():
+    """The gradient of each microbatch alone, by parameter, [M, layers, ...]."""
+    model = build((1, 1, 1), **MODEL | {"microbatches": 1})
+    run, parts = jax.jit(model.loss_and_grad), []
+    for rows in np.split(np.arange(16), MICROBATCHES):
+        grads = run(params_of(model), {name: x[rows] for name, x in batch_with_all_labels().items()})[1]
+        parts.append(named_leaves(jax.tree.map(lambda x: np.asarray(x) / MICROBATCHES, grads)))
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+@functools.cache
+def by_numpy(name):
+    """The sum of a parameter's gradient, rounded after each microbatch."""
+    total = np.zeros_like(shares()[name][0])
+    for number, share in enumerate(shares()[name]):
+        key = jax.random.key(SEED, impl="threefry2x32")
+        for part in (ROUNDING, STEP, number, np.uint32(zlib.crc32(f"gradients {name}".encode()))):
+            key = jax.random.fold_in(key, part)
+        bits = np.asarray(jax.random.bits(key, share.shape)).astype(np.int64)
+        total = rounded((total + share).astype(np.float32), bits, ml_dtypes.bfloat16, 16).astype(np.float32)
+    return total
+
+
+def gradients(mesh, **changes):
+    model = build(mesh, **MODEL | changes)
+    found = jax.jit(model.loss_and_grad)(params_of(model), batch_with_all_labels(), jnp.int32([SEED, STEP]))[1]
+    return model, named_leaves(found)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("case", MESHES)
+def test_sums_in_bfloat16_are_those_of_numpy_on_every_mesh(case):
+    mesh, changes = MESHES[case]
+    model, grads = gradients(mesh, **changes, grads_dtype="bfloat16")
+    narrow = {name for name, row in named_leaves(model.plan.rows).items() if row.grads == "bfloat16"}
+    assert {name.split("/")[-1] for name in narrow} == {"kernel"} and len(narrow) == 7
+    for name, grad in grads.items():
+        assert (grad.dtype == jnp.bfloat16) == (name in narrow)
+        if name not in narrow:
+            continue
+        found, expected = np.asarray(grad).astype(np.float32), by_numpy(name)
+        assert (found != expected).mean() <= OTHERS
+        # As far apart as roundings of all microbatches, each by at most the distance of neighbours.
+        allowed = MICROBATCHES * 2.0**-7 * np.abs(shares()[name]).sum(0)
+        assert (np.abs(found - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_in_host_memory_have_the_same_bits(dtype, monkeypatch):
+    # What is in an unset slot is not known; nan shows whether something reads it.
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    case = dict(schedule="one_f_one_b", grads_dtype=dtype)
+    model, there = gradients((2, 2, 1), **case, grads_on="host")
+    _, here = gradients((2, 2, 1), **case)
+    rows = named_leaves(model.plan.rows)
+    for name, grad in there.items():
+        assert rests_on_host(grad.sharding) == (rows[name].grads_on == "host")
+        np.testing.assert_array_equal(np.asarray(grad), np.asarray(here[name]), err_msg=name)
+    assert sum(rests_on_host(grad.sharding) for grad in there.values()) == 7
+
+
+def test_bits_depend_on_seed_step_microbatch_parameter_layer_and_entry():
+    layout, whole = build((1, 1, 1), **MODEL).plan.rows["blocks"]["mlp"]["up"]["kernel"].summed, (4, 32, 64)
+
+    def bits(seed=0, step=0, microbatch=0, name="up", layer=0):
+        key = jax.random.fold_in(rounding_key(jnp.int32([seed, step])), microbatch)
+        return np.asarray(bits_in_layer(key, name, layout, whole, jnp.int32(layer), (32, 64)))
+
+    others = [bits(**{name: value}) for name, value in dict(seed=1, step=1, microbatch=1, name="gate", layer=1).items()]
+    assert len(np.unique(np.stack([bits(), *others]))) > 0.999 * 6 * 32 * 64
+
+
+ERRORS = {
+    "summands": (
+        dict(mesh=(1, 2, 1), grads_dtype="bfloat16", policy="zero1"),
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy='zero1' each of "
+        "mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; use "
+        "data_parallel.policy='zero3' or 'zero2', without mesh.replica, or grads_dtype='float32'.",
+    ),
+    "replicas": (
+        dict(mesh=(1, 1, 1, 2), grads_dtype="bfloat16"),
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy='zero3' each of "
+        "mesh.replica=2 ranks has a summand of ",
+    ),
+    "unknown": (dict(mesh=(1, 1, 1), grads_dtype="float8"), "pipeline.grads_dtype='float8' is unknown; "),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_sums_that_cannot_be_rounded_are_refused(name):
+    changes, message = ERRORS[name]
+    with pytest.raises(ConfigError) as error:
+        build(**MODEL | changes)
+    assert str(error.value).startswith(message)
