@@ -582,10 +582,17 @@ class OptimizerConfig(Section, saved=True):
         code=("learning_rate?", "weight_decay?", "mask?", "rows?"),
     )
     learning_rate: float = key(3e-4, "peak")
-    schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
+    schedule: str = key(
+        "cosine",
+        "after warm-up; wsd stays at the peak and falls linearly at the end, wsd_sqrt falls as 1 - sqrt of the share of "
+        "the fall that is done",
+        choices=("cosine", "linear", "wsd", "wsd_sqrt", "constant"),
+    )
     warmup_steps: int = key(100, "steps in which the rate rises linearly to its peak")
     decay_fraction: float = key(
-        0.2, "wsd: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays", most=1
+        0.2,
+        "wsd, wsd_sqrt: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays",
+        most=1,
     )
     final_ratio: float = key(0.1, "last learning rate / peak; a run of one step has the peak", most=1)
     b1: float = key(0.9, "decay of AdamW's mean of gradients, also with muon", below=BELOW_ONE)
@@ -775,11 +782,18 @@ class TrainConfig(Section, says=TOO_SMALL):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
-    """When to save and what to keep: the last few, and the best few by eval/loss."""
+    """When to save and what to keep: the last few, the best few by eval/loss, and one of every so many steps for good.
+
+    When a checkpoint is on disk, those before it that none of the three keys keeps are removed. With
+    `keep_every_steps` = 1000 the first one at or after each of step 1000, 2000, 3000 and so on stays: usually these
+    steps themselves. The key as it is now decides, so a run that goes on with another value may remove what the value
+    before kept. Those that were set aside as damaged, and those of other folders, are never removed.
+    """
 
     every_steps: int = key(500, "0: only at the end")
     keep_last: int = key(2, "number of newest checkpoints to keep", least=1)
     keep_best: int = key(1, "by eval/loss; none without evaluations")
+    keep_every_steps: int = key(0, "the first checkpoint of every so many steps is kept for good; 0: none")
 
 
 @dataclass(frozen=True)
