@@ -167,6 +167,12 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
+    init_out: str = key(
+        "scaled",
+        "initial values of attention's output projection and of the down-projections of MLPs and experts: scaled, "
+        "normal with 1 / sqrt(2 layers) of other kernels' deviation; zeros, so that each layer begins as the identity",
+        choices=("scaled", "zeros"),
+    )
     dropout: float = key(0.0, "probability, on embedding and residual branches", below=1)
     dtype: str = key(
         "float32", "dtype of compute; optimizer.weights_dtype is that of parameters", choices=("float32", "bfloat16")
@@ -259,6 +265,12 @@ class ModelConfig(Section, most=2**24, saved=True):
             raise ConfigError(
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
+            )
+        if self.matmul != "compute" and self.init_out == "zeros":
+            raise ConfigError(
+                f"model.init_out='zeros' gives model.matmul={self.matmul!r} no first scales: they are largest "
+                "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', or "
+                "matmul='compute'."
             )
         # Of a mixture the router reads its input, too.
         saving = {"attention", *(["mlp"] if self.has_dense else [])}
@@ -584,8 +596,8 @@ class OptimizerConfig(Section, saved=True):
     learning_rate: float = key(3e-4, "peak")
     schedule: str = key(
         "cosine",
-        "after warm-up; wsd stays at the peak and falls linearly at the end, wsd_sqrt falls as 1 - sqrt of the share of "
-        "the fall that is done",
+        "after warm-up; wsd stays at the peak and falls at its end, linearly; wsd_sqrt falls as 1 - the root of the "
+        "share of the fall that is done",
         choices=("cosine", "linear", "wsd", "wsd_sqrt", "constant"),
     )
     warmup_steps: int = key(100, "steps in which the rate rises linearly to its peak")
