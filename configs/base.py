@@ -208,6 +208,10 @@ def get_config() -> ConfigDict:
     config.train.steps = 1000  # number of steps of the whole run, including those before a resume
     config.train.seed = 0  # seed of initial values and dropout
     config.train.init_from = ""  # run folder from which a fresh run takes the weights, and nothing else
+    # step of another run, as runs/mine/checkpoints/100, from which a fresh run goes on, with its weights, optimizer and
+    # step number
+    config.train.continue_from = ""
+    config.train.other_data = False  # continue_from: go on with other data than that run's, of the same tokenizer
     config.train.log_every_steps = 10  # steps between console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0: no evaluation

@@ -27,7 +27,7 @@ ADDED = {
     "loss": "name balance_coefficient router_z_coefficient",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
-    "train": "compile_cache",
+    "train": "compile_cache continue_from other_data",
     "checkpoint": "keep_every_steps",
     "sample": "special_tokens",
 }

@@ -47,6 +47,7 @@ BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "
 LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]\w*))(?:\*([1-9]\d{0,4}))?(?![\w*])")
 MOST_INT8_PRODUCTS = (2**31 - 1) // 127**2
+SAVED_STEP = re.compile(r"(.+)/checkpoints/([1-9]\d{0,9})/?")
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
 TOO_SMALL = "is too small; use {} or more"
@@ -736,6 +737,16 @@ class TrainConfig(Section, says=TOO_SMALL):
     init_from: str = key(
         "", "run folder from which a fresh run takes the weights, and nothing else", path=True, saved=True
     )
+    continue_from: str = key(
+        "",
+        "step of another run, as runs/mine/checkpoints/100, from which a fresh run goes on, with its weights, "
+        "optimizer and step number",
+        path=True,
+        saved=True,
+    )
+    other_data: bool = key(
+        False, "continue_from: go on with other data than that run's, of the same tokenizer", saved=True
+    )
     log_every_steps: int = key(10, "steps between console lines; metrics.jsonl has every step", least=1, saved=True)
     eval_every_steps: int = key(200, "0: only at the end", saved=True)
     eval_batches: int = key(4, "global batches in an evaluation; 0: no evaluation", saved=True)
@@ -763,6 +774,7 @@ class TrainConfig(Section, says=TOO_SMALL):
     profile_steps: str = key("", "FIRST:LAST, as 20:25: steps to trace, both included; empty: none", saved=False)
 
     def check(self) -> None:
+        self._check_source()
         if not self.compile_cache:
             raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
         profiled = self.profiled
@@ -771,6 +783,38 @@ class TrainConfig(Section, says=TOO_SMALL):
                 f"train.profile_steps={quoted(self.profile_steps)} ends at step {profiled[-1]}, but "
                 f"train.steps={self.steps}; use steps of the run"
             )
+
+    def _check_source(self) -> None:
+        if self.continue_from and self.init_from:
+            raise ConfigError(
+                f"train.init_from={quoted(self.init_from)} does nothing with train.continue_from="
+                f"{quoted(self.continue_from)}, whose step has weights; leave one of them empty"
+            )
+        if self.continue_from and not SAVED_STEP.fullmatch(self.continue_from):
+            raise ConfigError(
+                f"train.continue_from={quoted(self.continue_from)} is not a step of a run; write its folder, as "
+                "runs/mine/checkpoints/100"
+            )
+        if self.other_data and not self.continue_from:
+            raise ConfigError(
+                "train.other_data=True does nothing without train.continue_from; a run goes on with its own data"
+            )
+
+    @property
+    def first_run(self) -> str:
+        """The run folder from which a fresh run takes its weights; "" if it begins with initial values.
+
+        >>> TrainConfig(continue_from="runs/mine/checkpoints/100").first_run
+        'runs/mine'
+        """
+        step = SAVED_STEP.fullmatch(self.continue_from)
+        return step[1] if step else self.init_from
+
+    @property
+    def first_step(self) -> int:
+        """The step of that run from which a fresh run goes on; 0 if it only takes weights."""
+        step = SAVED_STEP.fullmatch(self.continue_from)
+        return int(step[2]) if step else 0
 
     @property
     def profiled(self) -> range:
