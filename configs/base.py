@@ -69,6 +69,10 @@ def get_config() -> ConfigDict:
     config.model.sliding_window = 0
     config.model.norm_eps = 1e-06  # added to the mean square in RMSNorm
     config.model.tied = True  # the head uses the embedding's table
+    # "scaled" | "zeros": initial values of attention's output projection and of the down-projections of MLPs and
+    # experts: scaled, normal with 1 / sqrt(2 layers) of other kernels' deviation; zeros, so that each layer begins as
+    # the identity
+    config.model.init_out = "scaled"
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     # "float32" | "bfloat16": dtype of compute; optimizer.weights_dtype is that of parameters
     config.model.dtype = "float32"
@@ -146,9 +150,11 @@ def get_config() -> ConfigDict:
     # "adamw" | "muon" | code: with muon, AdamW updates embedding, head, norms and biases
     config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 0.0003  # peak
-    config.optimizer.schedule = "cosine"  # "cosine" | "linear" | "wsd" | "constant": after warm-up
+    # "cosine" | "linear" | "wsd" | "wsd_sqrt" | "constant": after warm-up; wsd stays at the peak and falls at its end,
+    # linearly; wsd_sqrt falls as 1 - the root of the share of the fall that is done
+    config.optimizer.schedule = "cosine"
     config.optimizer.warmup_steps = 100  # steps in which the rate rises linearly to its peak
-    # wsd: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays
+    # wsd, wsd_sqrt: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays
     config.optimizer.decay_fraction = 0.2
     config.optimizer.final_ratio = 0.1  # last learning rate / peak; a run of one step has the peak
     config.optimizer.b1 = 0.9  # decay of AdamW's mean of gradients, also with muon
@@ -206,6 +212,10 @@ def get_config() -> ConfigDict:
     config.train.steps = 1000  # number of steps of the whole run, including those before a resume
     config.train.seed = 0  # seed of initial values and dropout
     config.train.init_from = ""  # run folder from which a fresh run takes the weights, and nothing else
+    # step of another run, as runs/mine/checkpoints/100, from which a fresh run goes on, with its weights, optimizer and
+    # step number
+    config.train.continue_from = ""
+    config.train.other_data = False  # continue_from: go on with other data than that run's, of the same tokenizer
     config.train.log_every_steps = 10  # steps between console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0: no evaluation
@@ -219,11 +229,12 @@ def get_config() -> ConfigDict:
     config.train.compile_cache = "auto"
     config.train.profile_steps = ""  # FIRST:LAST, as 20:25: steps to trace, both included; empty: none
 
-    # When to save and what to keep: the last few, and the best few by eval/loss.
+    # When to save and what to keep: the last few, the best few by eval/loss, and one of every so many steps for good.
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 500  # 0: only at the end
     config.checkpoint.keep_last = 2  # number of newest checkpoints to keep
     config.checkpoint.keep_best = 1  # by eval/loss; none without evaluations
+    config.checkpoint.keep_every_steps = 0  # the first checkpoint of every so many steps is kept for good; 0: none
 
     # How long the processes of a job wait for each other, and a process alone for its devices; in seconds.
     config.distributed = ConfigDict()

@@ -1,11 +1,11 @@
-"""Saves steps in the background, and keeps the last few and the best few."""
+"""Saves steps in the background, and keeps the last few, the best few and some for good."""
 
 import contextlib
 import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             steps.write_manifest(unfinished, self._in_flight)
 
     def _remove_replaced(self) -> None:
-        """Remove the steps that are neither among the last nor among the best."""
+        """Remove the steps that are neither among the last nor among the best, nor kept for good."""
         there = sorted(steps.check_steps(self._folder).valid)  # the next start sets damaged ones aside
         losses = {step: steps.read_manifest(self._folder, step)["loss"] for step in there}
         best = sorted((step for step in there if losses[step] is not None), key=losses.get)[: self._config.keep_best]
-        for step in sorted({*there} - {*there[-self._config.keep_last :], *best}):
+        for_good = first_of_every(there, self._config.keep_every_steps)
+        for step in sorted({*there} - {*there[-self._config.keep_last :], *best, *for_good}):
             try:
                 steps.remove_step(self._folder, step)
             except OSError as error:
@@ -144,6 +145,19 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             raise CheckpointError(
                 f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
             ) from error
+
+
+def first_of_every(ascending: Sequence[int], count: int) -> list[int]:
+    """The first step at or after each multiple of `count`, which are none if it is 0. A save may have been postponed
+    beyond the multiple, or the step of the multiple set aside.
+
+    >>> first_of_every([500, 1000, 1500, 2001, 2500], 1000), first_of_every([500], 0)
+    ([1000, 2001], [])
+    """
+    first: dict[int, int] = {}
+    for step in ascending if count else ():
+        first.setdefault(step // count, step)
+    return [step for multiple, step in first.items() if multiple]
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours

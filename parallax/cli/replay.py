@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step and print the result."""
-    line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *OF_DATA, "train.init_from", "pipeline.schedule"))
+    line = read_line_of_run(
+        argv, FLAGS, (*OF_A_MODEL, *OF_DATA, "train.init_from", "train.continue_from", "pipeline.schedule")
+    )
     for text in replay(read_settings(line.config), RunFolder(line.values["workdir"]), line.values["step"]):
         print(text)
 
@@ -94,10 +96,12 @@ def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) 
 def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
     """The newest intact checkpoint before this step, and its state; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
-        if parts.settings.train.init_from:
+        train = parts.settings.train
+        if train.first_run:
+            key = "continue_from" if train.continue_from else "init_from"
             raise CheckpointError(
                 f"{folder.path} has no checkpoint before this step, and began from "
-                f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
+                f"train.{key}={getattr(train, key)!r}; replay a step after its first checkpoint"
             )
         return begin(parts, folder, 0, print)[::-1]
     wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))

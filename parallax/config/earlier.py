@@ -19,7 +19,7 @@ ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
-    "matmul_residuals mlp norm dense kinds",
+    "matmul_residuals mlp norm dense kinds init_out",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",
@@ -27,7 +27,8 @@ ADDED = {
     "loss": "name balance_coefficient router_z_coefficient",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
-    "train": "compile_cache",
+    "train": "compile_cache continue_from other_data",
+    "checkpoint": "keep_every_steps",
     "sample": "special_tokens",
 }
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}

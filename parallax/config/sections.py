@@ -47,6 +47,7 @@ BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "
 LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]\w*))(?:\*([1-9]\d{0,4}))?(?![\w*])")
 MOST_INT8_PRODUCTS = (2**31 - 1) // 127**2
+SAVED_STEP = re.compile(r"(.+)/checkpoints/([1-9]\d{0,9})/?")
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
 TOO_SMALL = "is too small; use {} or more"
@@ -167,6 +168,12 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
+    init_out: str = key(
+        "scaled",
+        "initial values of attention's output projection and of the down-projections of MLPs and experts: scaled, "
+        "normal with 1 / sqrt(2 layers) of other kernels' deviation; zeros, so that each layer begins as the identity",
+        choices=("scaled", "zeros"),
+    )
     dropout: float = key(0.0, "probability, on embedding and residual branches", below=1)
     dtype: str = key(
         "float32", "dtype of compute; optimizer.weights_dtype is that of parameters", choices=("float32", "bfloat16")
@@ -254,6 +261,12 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul={self.matmul!r} and "
                 f"model.matmul_parts={quoted(self.matmul_parts)}; use matmul_residuals='compute', or 8-bit products of "
                 "attention or of dense layers: what experts and shared experts read is saved for the router."
+            )
+        if self.matmul != "compute" and self.init_out == "zeros":
+            raise ConfigError(
+                f"model.init_out='zeros' gives model.matmul={self.matmul!r} no first scales: they are largest "
+                "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', or "
+                "matmul='compute'."
             )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
         widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
@@ -571,10 +584,17 @@ class OptimizerConfig(Section, saved=True):
         code=("learning_rate?", "weight_decay?", "mask?", "rows?"),
     )
     learning_rate: float = key(3e-4, "peak")
-    schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
+    schedule: str = key(
+        "cosine",
+        "after warm-up; wsd stays at the peak and falls at its end, linearly; wsd_sqrt falls as 1 - the root of the "
+        "share of the fall that is done",
+        choices=("cosine", "linear", "wsd", "wsd_sqrt", "constant"),
+    )
     warmup_steps: int = key(100, "steps in which the rate rises linearly to its peak")
     decay_fraction: float = key(
-        0.2, "wsd: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays", most=1
+        0.2,
+        "wsd, wsd_sqrt: share of the steps after the warm-up, the last ones, in which the rate falls; 0: it stays",
+        most=1,
     )
     final_ratio: float = key(0.1, "last learning rate / peak; a run of one step has the peak", most=1)
     b1: float = key(0.9, "decay of AdamW's mean of gradients, also with muon", below=BELOW_ONE)
@@ -706,6 +726,16 @@ class TrainConfig(Section, says=TOO_SMALL):
     init_from: str = key(
         "", "run folder from which a fresh run takes the weights, and nothing else", path=True, saved=True
     )
+    continue_from: str = key(
+        "",
+        "step of another run, as runs/mine/checkpoints/100, from which a fresh run goes on, with its weights, "
+        "optimizer and step number",
+        path=True,
+        saved=True,
+    )
+    other_data: bool = key(
+        False, "continue_from: go on with other data than that run's, of the same tokenizer", saved=True
+    )
     log_every_steps: int = key(10, "steps between console lines; metrics.jsonl has every step", least=1, saved=True)
     eval_every_steps: int = key(200, "0: only at the end", saved=True)
     eval_batches: int = key(4, "global batches in an evaluation; 0: no evaluation", saved=True)
@@ -733,6 +763,7 @@ class TrainConfig(Section, says=TOO_SMALL):
     profile_steps: str = key("", "FIRST:LAST, as 20:25: steps to trace, both included; empty: none", saved=False)
 
     def check(self) -> None:
+        self._check_source()
         if not self.compile_cache:
             raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
         profiled = self.profiled
@@ -741,6 +772,38 @@ class TrainConfig(Section, says=TOO_SMALL):
                 f"train.profile_steps={quoted(self.profile_steps)} ends at step {profiled[-1]}, but "
                 f"train.steps={self.steps}; use steps of the run"
             )
+
+    def _check_source(self) -> None:
+        if self.continue_from and self.init_from:
+            raise ConfigError(
+                f"train.init_from={quoted(self.init_from)} does nothing with train.continue_from="
+                f"{quoted(self.continue_from)}, whose step has weights; leave one of them empty"
+            )
+        if self.continue_from and not SAVED_STEP.fullmatch(self.continue_from):
+            raise ConfigError(
+                f"train.continue_from={quoted(self.continue_from)} is not a step of a run; write its folder, as "
+                "runs/mine/checkpoints/100"
+            )
+        if self.other_data and not self.continue_from:
+            raise ConfigError(
+                "train.other_data=True does nothing without train.continue_from; a run goes on with its own data"
+            )
+
+    @property
+    def first_run(self) -> str:
+        """The run folder from which a fresh run takes its weights; "" if it begins with initial values.
+
+        >>> TrainConfig(continue_from="runs/mine/checkpoints/100").first_run
+        'runs/mine'
+        """
+        step = SAVED_STEP.fullmatch(self.continue_from)
+        return step[1] if step else self.init_from
+
+    @property
+    def first_step(self) -> int:
+        """The step of that run from which a fresh run goes on; 0 if it only takes weights."""
+        step = SAVED_STEP.fullmatch(self.continue_from)
+        return int(step[2]) if step else 0
 
     @property
     def profiled(self) -> range:
@@ -759,11 +822,18 @@ class TrainConfig(Section, says=TOO_SMALL):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
-    """When to save and what to keep: the last few, and the best few by eval/loss."""
+    """When to save and what to keep: the last few, the best few by eval/loss, and one of every so many steps for good.
+
+    When a checkpoint is on disk, those before it that none of the three keys keeps are removed. With
+    `keep_every_steps` = 1000 the first one at or after each of step 1000, 2000, 3000 and so on stays: usually these
+    steps themselves. The key as it is now decides, so a run that goes on with another value may remove what the value
+    before kept. Those that were set aside as damaged, and those of other folders, are never removed.
+    """
 
     every_steps: int = key(500, "0: only at the end")
     keep_last: int = key(2, "number of newest checkpoints to keep", least=1)
     keep_best: int = key(1, "by eval/loss; none without evaluations")
+    keep_every_steps: int = key(0, "the first checkpoint of every so many steps is kept for good; 0: none")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Dense(nn.Module):
     sizes: Mapping[str, int]
     dtype: str = "float32"
     bias: bool = False
-    scale: float = 1.0  # factor on the initial values' standard deviation, fan_in ** -0.5
+    scale: float = 1.0  # factor on the initial values' standard deviation, fan_in ** -0.5; 0: zeros
     at_rest: str = "d_model"
     matmul: str = COMPUTE
     matmul_residuals: str = COMPUTE

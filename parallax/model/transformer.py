@@ -108,7 +108,7 @@ class Block(nn.Module):
     @property
     def _out_scale(self) -> float:
         # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
-        return (2 * self.model.layers) ** -0.5
+        return (2 * self.model.layers) ** -0.5 if self.model.init_out == "scaled" else 0.0
 
     def _for_mixtures(self, context: Context) -> tuple:
         """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""

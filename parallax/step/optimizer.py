@@ -46,16 +46,28 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     top = max(config.warmup_steps - 1, 0)  # the step at the peak
     peak, last, rest = config.learning_rate, config.learning_rate * config.final_ratio, max(steps - 1 - top, 1)
     falling = max(round(rest * config.decay_fraction), 1)
-    schedule = "constant" if config.schedule == "wsd" and not config.decay_fraction else config.schedule
+    stays = config.schedule.startswith("wsd") and not config.decay_fraction
+    schedule = "constant" if stays else config.schedule
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, config.final_ratio),
         "linear": lambda: optax.linear_schedule(peak, last, rest),
         "wsd": lambda: optax.linear_schedule(peak, last, falling, transition_begin=rest - falling),
+        "wsd_sqrt": lambda: _one_minus_sqrt(peak, last, falling, begin=rest - falling),
         "constant": lambda: optax.constant_schedule(peak),
     }[schedule]()
     # The first step has 1/warmup of the peak instead of 0, so that it is not wasted.
     rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
     return in_32_bits()(optax.join_schedules([rising, after], [top]))
+
+
+def _one_minus_sqrt(peak: float, last: float, steps: int, *, begin: int) -> optax.Schedule:
+    """The cool-down that Hägele et al. 2024 recommend (arXiv 2405.18392, section 3.2), from the peak at `begin`."""
+
+    def rate(count: Array) -> Array:
+        share = jnp.clip((count - begin) / steps, 0, 1)
+        return peak - (peak - last) * jnp.sqrt(share)
+
+    return rate
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, rows: Any) -> optax.GradientTransformation:

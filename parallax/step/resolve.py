@@ -51,7 +51,7 @@ def resolve(
     """The settings with a number for the vocab and, on `devices`, for each mesh axis, and with an attention kernel.
 
     `tokenizer` is that of the data; without it, model.vocab 0 becomes what a run would probably have, and no text is
-    read. `run` is the run's folder, whose checkpoints go before the weights in train.init_from.
+    read. `run` is the run's folder, whose checkpoints go before those of the run from which the weights come.
 
     Without devices, mesh axes of -1 and the kernel "auto" stay. So they do in a run's config.json, since its next start
     may have other devices.
@@ -115,7 +115,7 @@ def for_inference(settings: Settings) -> Settings:
 
 
 def with_tokenizer(settings: Settings, run: Path) -> Settings:
-    """Settings with data.tokenizer "auto" resolved from the run or from train.init_from.
+    """Settings with data.tokenizer "auto" resolved from the run or from that of its first weights.
 
     A resumed run keeps its tokenizer; a fresh one takes that of the run whose weights it starts from. The file is that
     of a checkpoint, which a later one replaces, so a run's config.json never names it.
@@ -144,14 +144,14 @@ def _fingerprint_of(checkpoints: Path, step: int) -> str:
 
 
 def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settings:
-    """Settings in which model.vocab 0 is replaced by the vocab of the weights in train.init_from, with their padding.
+    """Settings in which model.vocab 0 is replaced by the vocab of the first weights, with their padding.
 
     A resumed run has its own vocab and does not need those weights; whether it fits is checked when it is resumed.
 
     Raises:
         ConfigError: the vocab is different.
     """
-    source, here = settings.train.init_from, settings.model.vocab
+    source, here = settings.train.first_run, settings.model.vocab
     origin = _origin(settings, run) if source else None
     if origin is None or (here and origin.path == run):
         return settings
@@ -168,8 +168,9 @@ def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settin
     for key, value in there.items():
         written = getattr(model, key)
         if written != value and (here or written != LEFT_OPEN[key]):
+            source_key = "continue_from" if settings.train.continue_from else "init_from"
             raise ConfigError(
-                f"model.{key}={written}, but the weights of train.init_from={source!r} have model.{key}={value}; "
+                f"model.{key}={written}, but the weights of train.{source_key}={source!r} have model.{key}={value}; "
                 f"use {value}, or {'0' if key == 'vocab' else 'model.vocab=0 and 1 here'} to take it from there"
             )
     return dataclasses.replace(settings, model=theirs)
@@ -200,7 +201,7 @@ def likely_entries(data: DataConfig) -> int:
 def _origin(settings: Settings, run: Path | None) -> RunFiles | None:
     """The run that determines it: this one if it has a checkpoint, else that of its first weights; None without
     either."""
-    known = (RunFiles(at) for at in (run, settings.train.init_from) if at)
+    known = (RunFiles(at) for at in (run, settings.train.first_run) if at)
     return next((files for files in known if complete_steps(files.checkpoints)), None)
 
 

@@ -43,8 +43,8 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
     job.connect_devices(mesh)
-    if settings.train.init_from and not complete_steps(folder.checkpoints):
-        check_source(settings.train.init_from)
+    if settings.train.first_run and not complete_steps(folder.checkpoints):
+        check_source(settings.train)
     settings = with_vocab_of_weights(settings, folder.path)
     # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
     model = model_of(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
@@ -72,7 +72,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
                 f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
                 f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0"
             )
-    of_import = files_of_import(folder, settings.train.init_from)
+    of_import = files_of_import(folder, settings.train.first_run)
     return RunComponents(settings, model, tx, train_data, eval_data, of_import)
 
 

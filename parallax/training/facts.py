@@ -54,11 +54,12 @@ def step_costs(parts: RunComponents) -> StepCosts:
     return StepCosts(flops, *peak_flops(settings.model.dtype), needs)
 
 
-def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int) -> Iterator[str]:
-    """What is printed of a run in the folder `path` before its steps from `start` on."""
+def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int, source: str = "") -> Iterator[str]:
+    """What is printed of a run in the folder `path` before its steps from `start` on; `source` is the step of another
+    run from which it goes on."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
-    yield f"run {path}" + (f", going on from step {start}" if start else "")
+    yield f"run {path}" + (f", going on from {source or f'step {start}'}" if start else "")
     yield ""
     yield "what differs from configs/base.py (all settings are in the folder's config.json):"
     yield from differences(settings)

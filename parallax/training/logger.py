@@ -95,11 +95,12 @@ class RunLogger:
         self._days[where] = day
         return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
-    def begin(self, step: int) -> None:
-        """Prepare for metrics after `step`: later ones of an earlier run are dropped and will be recomputed."""
+    def begin(self, step: int, source: Path | None = None) -> None:
+        """Prepare for metrics after `step`: later ones of an earlier start are dropped and will be recomputed. With
+        `source`, the metrics.jsonl of the run from which this one goes on, those up to `step` are that run's."""
         if self._speaks:
             with writing(self._metrics_path.parent, files.WHEN_FULL):
-                drop_after(self._metrics_path, step)
+                drop_after(self._metrics_path, step, source)
                 self._metrics = files.AppendFile(self._metrics_path)
                 for writer in self._writers:
                     writer.begin(step, self.say)
@@ -120,10 +121,12 @@ class RunLogger:
                     writer.write(step, values)
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
-    if path.exists():
-        kept = (line + b"\n" for line in files.lines_in(path) if (row := row_of(line)) and row["step"] <= step)
+def drop_after(path: Path, step: int, source: Path | None = None) -> None:
+    """Drop the lines of metrics.jsonl after `step`, and incomplete ones; with `source` they become the lines of that
+    file, if it is there."""
+    lines_of = source if source and source.exists() else path
+    if lines_of.exists():
+        kept = (line + b"\n" for line in files.lines_in(lines_of) if (row := row_of(line)) and row["step"] <= step)
         files.write_whole(path, kept)
 
 

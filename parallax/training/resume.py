@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from parallax.checkpoint.arrays import flatten
-from parallax.checkpoint.restore import restore_newest
+from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import (
     check_steps,
     complete_steps,
@@ -21,7 +21,7 @@ from parallax.checkpoint.steps import (
     wrong_files,
 )
 from parallax.config.earlier import of_today
-from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
+from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig, TrainConfig
 from parallax.config.settings import compare_settings, difference_text
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, check_choice, first_few
@@ -39,7 +39,8 @@ FIXED_SECTIONS = ("model", "corpus", "user_code")
 FIXED_KEYS = ("loss.name", "optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
-TOKENIZER = "corpus.tokenizer"
+CORPUS, TOKENIZER = "corpus.fingerprint", "corpus.tokenizer"
+CONTINUE_FROM = "train.continue_from"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
 # seq.
@@ -67,7 +68,7 @@ def step_to_resume(
                 f"--resume=must, but {folder.path} has no checkpoint; use --resume=auto to start a run there"
             )
         if unfinished_saves(folder.checkpoints) or (folder.metrics.exists() and folder.metrics.stat().st_size):
-            say(f"an earlier start in {folder.path} has saved no step: this one begins with step 1")
+            say(f"an earlier start in {folder.path} has saved no step: this one begins again")
         return 0
     if resume == "never":
         raise CheckpointError(
@@ -77,19 +78,64 @@ def step_to_resume(
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    saved = of_today(read_manifest(folder.checkpoints, newest)["settings"])[0]
+    changed = _changed(folder.checkpoints, newest, settings)
+    if changed.get(CONTINUE_FROM, ("", ""))[1]:
+        there, here = changed[CONTINUE_FROM]
+        began = f"with {CONTINUE_FROM}={there!r}" if there else "with its own first step"
+        raise CheckpointError(
+            f"{folder.path} holds a run at step {newest}, which began {began}, not with {CONTINUE_FROM}={here!r}; "
+            "choose another --workdir: its steps stay as they are"
+        )
+    _check_changed(changed, newest, folder.path, say, changed_code=changed_code)
+    return newest
+
+
+def step_to_continue(
+    train: TrainConfig,
+    settings: Mapping[str, Any],
+    say: Callable[[str], None],
+    *,
+    changed_code: bool = False,
+) -> int:
+    """The step of another run from which a run without steps of its own goes on, by train.continue_from.
+
+    Settings must fit as in `step_to_resume`. With train.other_data the data may differ, but not its tokenizer.
+    """
+    run, step = RunFiles(train.first_run), train.first_step
+    changed = _changed(run.checkpoints, step, settings)
+    for key in (CONTINUE_FROM, *([CORPUS] if train.other_data else [])):
+        changed.pop(key, None)
+    _check_changed(changed, step, run.path, say, changed_code=changed_code, may_differ=not train.other_data)
+    return step
+
+
+def _changed(checkpoints: Path, step: int, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from those of a saved step."""
+    saved = of_today(read_manifest(checkpoints, step)["settings"])[0]
     changed = compare_settings(saved, settings)
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
     # Other code has other files, too.
-    changed = {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
+    return {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
+
+
+def _check_changed(
+    changed: Mapping[str, tuple[Any, Any]],
+    step: int,
+    run: Path,
+    say: Callable[[str], None],
+    *,
+    changed_code: bool,
+    may_differ: bool = False,
+) -> None:
+    """List settings that have changed since a step of a run; CheckpointError if it cannot go on with them. `may_differ`
+    says whether train.other_data would allow other data."""
     fixed = {key: values for key, values in changed.items() if is_fixed(key)}
     if fixed and not (changed_code and all(key.startswith(USER_CODE) for key in fixed)):
-        why = _why_not(changed, fixed, folder.path)
-        raise CheckpointError(f"cannot go on from step {newest} in {folder.path} {why}")
+        allowed = ", or allow other data with train.other_data=True" if may_differ and {*fixed} == {CORPUS} else ""
+        raise CheckpointError(f"cannot go on from step {step} in {run} {_why_not(changed, fixed, run)}{allowed}")
     if changed:
         say(f"going on with changed settings: {difference_text(changed)}")
-    return newest
 
 
 def _why_not(changed: Mapping[str, tuple[Any, Any]], fixed: Mapping[str, tuple[Any, Any]], run: Path) -> str:
@@ -126,6 +172,11 @@ def load_newest(
         say(f"{what}; set aside as {aside}, going on from step {step}, the one before it")
     barrier("damaged checkpoints are set aside")
     return step, parts
+
+
+def load_step(train: TrainConfig, wanted: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of the step of another run that train.continue_from names; CheckpointError if it is damaged."""
+    return restore(RunFiles(train.first_run).checkpoints, train.first_step, wanted, settings=settings)
 
 
 def load_params(
@@ -220,13 +271,17 @@ def files_of_import(folder: RunFolder, source: str) -> dict[str, bytes]:
     return {}
 
 
-def check_source(source: str) -> None:
-    """CheckpointError if the run of train.init_from has no checkpoint; loading checks the checkpoint itself."""
-    if not complete_steps(RunFiles(source).checkpoints):
+def check_source(train: TrainConfig) -> None:
+    """CheckpointError if the run of train.init_from or train.continue_from has no such checkpoint; loading checks the
+    checkpoint itself."""
+    checkpoints = RunFiles(train.first_run).checkpoints
+    if train.continue_from:
+        read_manifest(checkpoints, train.first_step)
+    elif not complete_steps(checkpoints):
         raise CheckpointError(
-            f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
+            f"train.init_from={train.init_from!r} holds no checkpoint; name the folder of a run that saved one"
         )
-    PlainPath(RunFiles(source).checkpoints)  # refused now, not when the weights are loaded
+    PlainPath(checkpoints)  # refused now, not when the weights are loaded
 
 
 def is_fixed(key: str) -> bool:

@@ -31,6 +31,7 @@ from parallax.step.step import (
     with_first_scales,
 )
 from parallax.storage.files import check_writable, write_file
+from parallax.storage.run_files import RunFiles
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
@@ -41,7 +42,7 @@ from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import TrainingLoop, checkpoint_parts, state_from
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
-from parallax.training.resume import load_newest, load_params, step_to_resume
+from parallax.training.resume import load_newest, load_params, load_step, step_to_continue, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
 from parallax.training.step_reports import LearningRates, StepReports
 from parallax.training.watchdog import Watchdog
@@ -96,7 +97,11 @@ def train(
         stop.last_words = interrupted
         job.check_shared(folder.path)
         parts = build(settings, folder)
-        start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say, changed_code=changed_code)
+        wanted = checkpoint_settings(parts)
+        start = step_to_resume(folder, wanted, resume, logger.say, changed_code=changed_code)
+        fresh = not start
+        if fresh and settings.train.continue_from:
+            start = step_to_continue(settings.train, wanted, logger.say, changed_code=changed_code)
         data = parts.train_data.fingerprint[:FINGERPRINT_DIGITS]
         sources = {f"code of {key}": code.source[:FINGERPRINT_DIGITS] for key, code in code_of(settings).items()}
         job.check_equal("the run", {"data manifest": data, "step to go on from": start, **sources})
@@ -109,7 +114,7 @@ def train(
         for warning in warnings:
             logger.say(warning)
         try:
-            outcome = run_to_end(parts, folder, logger, stop, start)
+            outcome = run_to_end(parts, folder, logger, stop, start, fresh=fresh)
         except BaseException as error:
             folder.write_end(f"{type(error).__name__}: {error}")
             raise
@@ -120,23 +125,27 @@ def train(
         return outcome
 
 
-def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
-    """Print the run's facts, create or load its state, run its steps, and finish."""
+def run_to_end(
+    parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int, *, fresh: bool
+) -> Outcome:
+    """Print the run's facts, create or load its state, run its steps, and finish. A `fresh` run has no steps of its
+    own: if `start` is not 0, it goes on from the step of another one."""
     settings, model = parts.settings, parts.model
+    source = settings.train.continue_from if fresh else ""
     with contextlib.ExitStack() as stack:
         tidy_checkpoints(parts, folder, logger)
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
-        state, start = begin(parts, folder, start, logger.say)
+        state, start = continued(parts) if source else begin(parts, folder, start, logger.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
-            folder.write_metadata(mesh=model.axis_sizes, start=start)
+            folder.write_metadata(mesh=model.axis_sizes, start=start, **({"continued_from": source} if source else {}))
             if job.is_first():
                 parts.train_data.tokenizer.save(folder.path)
         costs = step_costs(parts)
-        logger.say("\n".join(run_facts(parts, costs, folder.path, start)))
+        logger.say("\n".join(run_facts(parts, costs, folder.path, start, source)))
         meter = meter_of(parts, costs)
-        logger.begin(start)
+        logger.begin(start, RunFiles(settings.train.first_run).metrics if source else None)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
         put = put_batches(parts)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
@@ -204,6 +213,14 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
             batch = put_batches(parts)(parts.train_data.batch(0))
             params = with_first_scales(parts.model, params, batch, parts.settings.train.seed)
     return state._replace(params=params), 0
+
+
+def continued(parts: RunComponents) -> tuple[TrainState, int]:
+    """The state of the step of another run that train.continue_from names, and its step."""
+    train, wanted = parts.settings.train, abstract_state(parts.model, parts.tx)
+    with waiting(f"restoring {train.continue_from}"):
+        found = load_step(train, checkpoint_parts(wanted), checkpoint_settings(parts))
+    return state_from(found), train.first_step
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:

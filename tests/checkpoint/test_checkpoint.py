@@ -17,7 +17,7 @@ from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of,
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter, is_no_error_of_orbax, say_errors_once
-from parallax.checkpoint.steps import latest_step, read_manifest
+from parallax.checkpoint.steps import latest_step, read_manifest, set_aside
 from parallax.config.sections import CheckpointConfig
 from parallax.config.settings import compare_settings
 from parallax.errors import CheckpointError, ConfigError
@@ -56,6 +56,22 @@ def test_the_best_step_is_still_known_after_a_restart(tmp_path):
     save_steps(tmp_path, {1: 3.0, 2: 1.0})
     save_steps(tmp_path, {3: 2.0, 4: 2.5, 5: 2.2})
     assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_one_of_every_so_many_steps_is_kept_for_good(tmp_path):
+    """The first at or after each multiple of 3, also after a restart; what is set aside stays, and another takes its
+    place."""
+    keep = dict(keep_last=1, keep_best=0, keep_every_steps=3, mesh=(1, 1, 1))
+    save_steps(tmp_path, {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, **keep)
+    assert steps_in(tmp_path) == [3, 4]
+    save_steps(tmp_path, {5: 1.0, 7: 1.0, 8: 1.0, 9: 1.0}, **keep)  # 6 was not saved
+    assert steps_in(tmp_path) == [3, 7, 9]
+    (tmp_path / "3" / "manifest.json").write_text("{}")
+    aside = set_aside(tmp_path, 7, "damaged")
+    save_steps(tmp_path, {10: 1.0, 11: 1.0}, **keep)
+    assert steps_in(tmp_path) == [3, 9, 11] and aside.exists()  # a run's next start sets 3 aside
+    save_steps(tmp_path, {12: 1.0}, **keep | {"keep_every_steps": 0})
+    assert steps_in(tmp_path) == [3, 12]
 
 
 def test_saving_a_step_twice_changes_nothing(tmp_path):

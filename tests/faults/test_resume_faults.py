@@ -116,7 +116,7 @@ def test_a_start_after_a_first_save_that_was_killed_says_that_it_begins_again(le
         path = tmp_path / left
         path.write_text('{"step": 1}\n') if path.suffix == ".jsonl" else path.mkdir(parents=True)
     assert step_to_resume(RunFolder(tmp_path), {}, "auto", said.append) == 0
-    assert said == [f"an earlier start in {tmp_path} has saved no step: this one begins with step 1"] * bool(left)
+    assert said == [f"an earlier start in {tmp_path} has saved no step: this one begins again"] * bool(left)
 
 
 def test_a_checkpoint_carries_config_code_tokenizer_and_data(corpus, never_stopped):

@@ -21,6 +21,7 @@ from parallax.step.optimizer import DECAYED, clip_by_norm, global_norm, learning
 from parallax.step.step import abstract_state, init_state, make_train_step, state_shardings
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
+SCHEDULES = ["cosine", "linear", "wsd", "wsd_sqrt", "constant"]
 
 
 def rate(step, **changes):
@@ -28,13 +29,13 @@ def rate(step, **changes):
     return float(learning_rate(config, STEPS)(step))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rate_rises_to_its_peak_from_a_first_step_that_is_not_zero(schedule):
     rates = [rate(step, schedule=schedule) for step in range(WARMUP)]
     np.testing.assert_allclose(rates, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
     assert rate(0, schedule=schedule, warmup_steps=warmup) == pytest.approx(PEAK, rel=1e-6)
@@ -51,6 +52,9 @@ def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
         ("wsd", 81, 1.0),
         ("wsd", 90, 0.1 + 0.9 * 0.5),
         ("wsd", 99, 0.1),
+        ("wsd_sqrt", 81, 1.0),
+        ("wsd_sqrt", 90, 0.1 + 0.9 * (1 - math.sqrt(0.5))),
+        ("wsd_sqrt", 99, 0.1),
         ("constant", 99, 1.0),
     ],
 )
@@ -62,10 +66,11 @@ def test_the_share_in_which_the_rate_falls_is_of_the_steps_after_the_warm_up():
     """With 0 it fell in the last step all the same."""
     rates = np.array([rate(step, schedule="wsd", warmup_steps=60, decay_fraction=0.5) for step in range(STEPS)])
     assert (rates[59:80] == PEAK).all() and (np.diff(rates[79:]) < 0).all() and rates[-1] == pytest.approx(0.1)
-    assert [rate(step, schedule="wsd", decay_fraction=0.0) for step in (50, 98, 99)] == [PEAK] * 3
+    for schedule in ("wsd", "wsd_sqrt"):
+        assert [rate(step, schedule=schedule, decay_fraction=0.0) for step in (50, 98, 99)] == [PEAK] * 3
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_of_one_step_has_the_peak(schedule):
     config = optimizer_config(learning_rate=PEAK, warmup_steps=0, schedule=schedule)
     assert float(learning_rate(config, 1)(0)) == PEAK
@@ -74,6 +79,14 @@ def test_a_run_of_one_step_has_the_peak(schedule):
 def test_cosine_follows_its_formula():
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 90)) / 2 for done in range(91)]
     np.testing.assert_allclose([rate(WARMUP - 1 + done) for done in range(91)], expected, rtol=1e-4)
+
+
+def test_the_cool_down_falls_as_one_minus_the_root_of_its_share():
+    """Hägele et al. 2024: to 0, from the peak at step N - N_decay."""
+    fall = [1 - math.sqrt(done / 18) for done in range(19)]
+    rates = [rate(81 + done, schedule="wsd_sqrt", final_ratio=0.0) for done in range(19)]
+    np.testing.assert_allclose(rates, fall, atol=1e-7)
+    assert rates[0] == PEAK and rates[-1] == 0
 
 
 def test_warm_up_that_does_not_end_is_refused():

@@ -43,9 +43,11 @@ def abstract(parts):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts)
 
 
-def save_steps(folder, losses, *, keep_last=2, keep_best=1, mesh=(2, 2, 2)):
+def save_steps(folder, losses, *, keep_last=2, keep_best=1, keep_every_steps=0, mesh=(2, 2, 2)):
     parts = make_parts(mesh_of(*mesh))
-    config = CheckpointConfig(every_steps=1, keep_last=keep_last, keep_best=keep_best)
+    config = CheckpointConfig(
+        every_steps=1, keep_last=keep_last, keep_best=keep_best, keep_every_steps=keep_every_steps
+    )
     with CheckpointWriter(folder, config, settings=SETTINGS) as checkpoints:
         for step, loss in losses.items():
             checkpoints.save(step, parts, loss=loss)

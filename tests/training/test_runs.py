@@ -6,11 +6,26 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from support.tiny_model import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support import user_parts
+from support.tiny_model import (
+    HIDDEN_CUT,
+    MESHES,
+    SEQ_CUT,
+    build,
+    make_batch,
+    mesh_of,
+    model_config,
+    optimizer_config,
+    params_of,
+    settings_of,
+)
 from support.traced_equations import equations
 
+from parallax.config.settings import with_code
+from parallax.errors import ConfigError
+from parallax.sharding.layout import named_leaves
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import init_state, make_eval_step, make_train_step
+from parallax.step.step import init_state, make_eval_step, make_train_step, model_of
 
 RUN_ERROR = 1e-4  # of losses in 20 steps: what differs in the last place is multiplied by Adam, step for step
 
@@ -45,6 +60,48 @@ def test_initial_values_are_bitwise_the_same_on_every_mesh(mesh, changes):
 def test_initial_values_do_not_depend_on_the_layout():
     other = dict(residual=SEQ_CUT, tensor_parallel="scatter", embedding="all_to_all")
     jax.tree.map(np.testing.assert_array_equal, initial((2, 2, 2), **other), initial((1, 1, 1)))
+
+
+BACK = ("attention/out/kernel", "mlp/down/kernel", "mlp/experts/down", "mlp/shared/down/kernel")
+MIXED = dict(layers_of="(dense moe)*4", experts=4, shared_experts=1, d_expert=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "mesh"),
+    [
+        (MLA | MIXED, {}, (2, 2, 2)),
+        (GQA, {"model.mlp": user_parts.SquaredMLP, "model.dense": user_parts.LoRA}, (1, 1, 1)),
+    ],
+    ids=["mla, experts", "an MLP of one's own, LoRA"],
+)
+def test_projections_back_to_the_residual_stream_may_begin_at_zero(changes, code, mesh):
+    """On every mesh, with all other values as they were."""
+
+    def initial_of(mesh, init_out):
+        settings = with_code(settings_of(init_out=init_out, **changes), code)
+        return named_leaves(model_of(settings, mesh_of(*mesh)).init(3))
+
+    scaled, zeros = initial_of((1, 1, 1), "scaled"), initial_of(mesh, "zeros")
+    back = {name for name in scaled if name.endswith(BACK)}
+    assert all(
+        not np.any(values) if name in back else np.array_equal(values, scaled[name]) for name, values in zeros.items()
+    )
+    assert all(np.any(scaled[name]) for name in back) and len(back) == (5 if "layers_of" in changes else 2)
+
+
+def test_a_layer_whose_projections_begin_at_zero_is_the_identity_and_learns():
+    """So the number of layers does not change the first loss, and the zeros themselves have gradients."""
+    few, many = (build((1, 1, 1), **GQA, layers=layers, init_out="zeros") for layers in (4, 8))
+    loss, gradients = jax.jit(many.loss_and_grad)(many.init(3), make_batch())
+    assert loss["loss"] == pytest.approx(float(jax.jit(few.loss)(few.init(3), make_batch())["loss"]), rel=1e-6)
+    for name, gradient in named_leaves(gradients).items():
+        begins = name.endswith(BACK) or not name.startswith("blocks")
+        assert np.any(gradient) == begins, name
+
+
+def test_projections_that_begin_at_zero_have_no_scales_for_products_in_8_bits():
+    with pytest.raises(ConfigError, match="model.init_out='zeros' gives model.matmul='float8' no first scales"):
+        model_config(init_out="zeros", matmul="float8")
 
 
 def test_another_seed_gives_other_values():
