@@ -134,7 +134,7 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
 def _grid(schedule: Schedule) -> str:
     """The grid in blocks of ticks that fit the terminal's width; in one block if the output is not a terminal."""
     rows = schedule.grid()
-    whole = grid_text(rows)
+    whole = grid_text(rows, joint=schedule.joint)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(whole)
     line = whole.index("\n")
     if line <= columns:
@@ -142,7 +142,9 @@ def _grid(schedule: Schedule) -> str:
     cell = 1 + max(len("+".join(map(str, cell))) for row in rows for cell in row)
     many = max((columns - len(f"rank {schedule.ranks - 1}")) // max(cell, 1 + len(str(schedule.ticks))), 1)
     blocks = range(0, schedule.ticks, many)
-    return "\n\n".join(grid_text([row[first : first + many] for row in rows], first) for first in blocks)
+    return "\n\n".join(
+        grid_text([row[first : first + many] for row in rows], first, joint=schedule.joint) for first in blocks
+    )
 
 
 def _coloured(grid: str) -> str:
