@@ -218,17 +218,25 @@ def one_place(this: Pass, run: LayerRun, place: Array | int, state: Any, weights
 
 def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
     """The same for a layer that is there: gather its weights, run it, and add its gradients."""
-    ((x, saved), grads), in_stage = state, _in_stage(this, run, place)
-    on_rank, passes, numbers = _on_rank(this, kind, in_stage), this.layers.passes[kind], this.layers.numbers[kind]
-    read = layer_reads(this, kind, in_stage, x, saved, weights)
+    ((x, saved), grads), where = state, _where(this, run, kind, place)
+    read = layer_reads(this, where, x, saved, weights)
     if this.work == "observe":
+        numbers, on_rank = this.layers.numbers[kind], where.on_rank
         saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
-        x = passes.run(read.weights, x, read.context)
+        x = this.layers.passes[kind].run(read.weights, x, read.context)
         saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
         return vary_over_pp(((x, saved), grads))
-    x, made = layer_computes(this, kind, x, read)
-    saved, grads = layer_writes(this, kind, in_stage, saved, grads, made)
+    x, made = layer_computes(this, where, x, read)
+    saved, grads = layer_writes(this, where, saved, grads, made)
     return vary_over_pp(((x, saved), grads))
+
+
+class Where(NamedTuple):
+    """A layer: its kind, and its place among those of its kind in the stage and on the rank."""
+
+    kind: int
+    in_stage: Array | int
+    on_rank: Array | int
 
 
 class Read(NamedTuple):
@@ -246,9 +254,9 @@ class Made(NamedTuple):
     gradients: Any
 
 
-def layer_reads(this: Pass, kind: int, in_stage: Array | int, x: Array, saved: Any, weights: Any = None) -> Read:
+def layer_reads(this: Pass, where: Where, x: Array, saved: Any, weights: Any = None) -> Read:
     """What this layer reads; `weights` if they have been gathered."""
-    layers, context, on_rank = this.layers, this.context, _on_rank(this, kind, in_stage)
+    layers, context, (kind, in_stage, on_rank) = this.layers, this.context, where
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
         if context.key is not None:  # 0 is the embedding's
@@ -257,9 +265,9 @@ def layer_reads(this: Pass, kind: int, in_stage: Array | int, x: Array, saved: A
     return Read(weights, context, _read(this, kind, in_stage, saved, pools))
 
 
-def layer_computes(this: Pass, kind: int, x: Array, read: Read) -> tuple[Array, Made]:
+def layer_computes(this: Pass, where: Where, x: Array, read: Read) -> tuple[Array, Made]:
     """The residual stream, or its gradient, on the other side of this layer, and what the layer makes."""
-    passes, residuals, gradients = this.layers.passes[kind], {}, None
+    passes, residuals, gradients = this.layers.passes[where.kind], {}, None
     match this.work:
         case "run":
             x = passes.run(read.weights, x, read.context)
@@ -272,11 +280,11 @@ def layer_computes(this: Pass, kind: int, x: Array, read: Read) -> tuple[Array, 
     return x, Made(residuals, gradients)
 
 
-def layer_writes(this: Pass, kind: int, in_stage: Array | int, saved: Any, grads: list, made: Made) -> tuple[Any, list]:
+def layer_writes(this: Pass, where: Where, saved: Any, grads: list, made: Made) -> tuple[Any, list]:
     """`saved` with what this layer has made for later passes, and `grads` plus its gradients."""
+    layers, (kind, in_stage, on_rank) = this.layers, where
     saved = _written(this, kind, in_stage, saved, made.residuals)
     if made.gradients is not None:
-        layers, on_rank = this.layers, _on_rank(this, kind, in_stage)
         added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, made.gradients)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
     return saved, grads
@@ -343,18 +351,17 @@ def one_place_of_both(
         with jax.named_scope(BACKWARD):
             (dy, saved), grads = one_place(back, run_back, place_back, ((dy, saved), grads), weights[1])
         return vary_over_pp((x, dy, saved, grads))
-    ((kind,), (kind_back,)), in_stage = (run.kinds, run_back.kinds), _in_stage(ahead, run, place)
-    in_stage_back = _in_stage(back, run_back, place_back)
+    where, where_back = _where(ahead, run, *run.kinds, place), _where(back, run_back, *run_back.kinds, place_back)
     with jax.named_scope(FORWARD):
-        y, made = layer_computes(ahead, kind, x, layer_reads(ahead, kind, in_stage, x, saved, weights[0]))
+        y, made = layer_computes(ahead, where, x, layer_reads(ahead, where, x, saved, weights[0]))
     dy = after(dy, y) if simulated else dy
     with jax.named_scope(BACKWARD):
-        read = layer_reads(back, kind_back, in_stage_back, dy, saved, weights[1])
-        dx, made_back = layer_computes(back, kind_back, dy, read)
+        read = layer_reads(back, where_back, dy, saved, weights[1])
+        dx, made_back = layer_computes(back, where_back, dy, read)
     with jax.named_scope(FORWARD):
-        saved, _ = layer_writes(ahead, kind, in_stage, saved, [], made)
+        saved, _ = layer_writes(ahead, where, saved, [], made)
     with jax.named_scope(BACKWARD):
-        saved, grads = layer_writes(back, kind_back, in_stage_back, saved, grads, made_back)
+        saved, grads = layer_writes(back, where_back, saved, grads, made_back)
     return vary_over_pp((y, dx, saved, grads))
 
 
@@ -382,6 +389,12 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
 def _place_of(this: Pass, run: LayerRun, count: Array | int) -> Array | int:
     """The place that a pass through a run reaches in this turn."""
     return run.places - 1 - count if this.from_last else count
+
+
+def _where(this: Pass, run: LayerRun, kind: int, place: Array | int) -> Where:
+    """The layer of this kind in a place of a run."""
+    in_stage = _in_stage(this, run, place)
+    return Where(kind, in_stage, _on_rank(this, kind, in_stage))
 
 
 def _in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:

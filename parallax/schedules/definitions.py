@@ -94,8 +94,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
     Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-1-s, one tick later than in zero_bubble_v:
     so a rank's F is of its one stage when its B is of its other. W runs where others are busy longer, and otherwise
-    when more than P-1 wait on a rank. A rank holds P+1/2 microbatches from F to B, and (P-1)/2 from B to W. For
-    M >= 2P-1 the bubble is P-1/2 in lockstep, with times of 1 for F, B and W.
+    when more than P-1 wait on a rank. So a rank holds at most min(M, P+1/2) microbatches from F to B and min(M, P/2)
+    from B to W. For M > P the bubble is P-1/2 in lockstep, and P-1 asynchronous, with times of 1 for F, B and W.
     """
     placement, passes = (
         (*range(ranks), *reversed(range(ranks))),

@@ -86,7 +86,7 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
         turns[JOINT] = turns[FORWARD]
     critical = {kind: _critical(schedule, acts, time_of, kind) for kind in acts}
     taken = {kind: (acts[kind].mean(axis=1).sum() / turns[kind], critical[kind].sum() / turns[kind]) for kind in acts}
-    for scope, kind in ((scope, kind) for scope in acts for kind in scope if kind != WEIGHTS):
+    for scope, kind in [(name, kind) for name in acts for kind in name if kind != WEIGHTS]:
         at_end = acts[scope] & (schedule.message[kind] < 0)
         slowest_at_end, slowest = critical[scope] & at_end.any(axis=1), max(critical[scope].sum(), 1)
         name = scope if scope == kind else f"{scope}/{kind}"
