@@ -91,11 +91,12 @@ def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) ->
 
 
 def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages.
+    """One tick: F and the head, B, W, each if this rank has it, then messages. If F and B are one pass, the head comes
+    after W, since ranks that run other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
+    saves, outputs = pipeline.saves, {}
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
@@ -106,16 +107,8 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
         with jax.named_scope(FORWARD):
             outputs["F"], residuals = forward_pass(pipeline, state, row, "F")
         state = state._replace(residuals=residuals)
-    if "F" in kinds and row.ever("exit"):
-
-        def head() -> Any:
-            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
-
-        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-        after_head = (
-            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
-        )
-        state = state._replace(ends=after_head)
+    if "F" in kinds and not joint:
+        state = with_head(pipeline, state, row, outputs["F"])
     if "B" in kinds and not joint:
         with jax.named_scope(BACKWARD):
             found = backward_pass(pipeline, state, row, "B")
@@ -131,9 +124,24 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
                 weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
             )
         state = state._replace(grads=grads)
+    if joint:
+        state = with_head(pipeline, state, row, outputs["F"])
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
+
+
+def with_head(pipeline: Pipeline, state: State, row: Row, y: Array) -> State:
+    """The state after the head, if the last stage has run F: its output is `y` on its rank."""
+    if not row.ever("exit"):
+        return state
+
+    def head() -> Any:
+        return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
+
+    # The condition is the same on every rank, so that no rank waits here for one in the other branch.
+    ends = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
+    return state._replace(ends=ends)
 
 
 def forward_pass(pipeline: Pipeline, state: State, row: Row, entry: str) -> tuple[Array, Any]:

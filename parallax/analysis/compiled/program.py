@@ -75,7 +75,7 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
 
     A tick lasts as long as its slowest rank, so time depends on how often that rank runs each pass. `costs` determine
     the slowest rank. If the tick runs the head, in which all ranks take part between F and the rest, the slowest rank
-    is determined separately before and after it. F and B that are one pass, or may be, run before it.
+    is determined separately before and after it; if F and B are one pass, it comes last.
     """
     time_of = costs.of(schedule)
     acts = {kind: table >= 0 for kind, table in schedule.microbatch.items()}
@@ -97,10 +97,10 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
 
 def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
     """`[tick]`: whether the slowest rank runs this pass."""
-    exits, first = schedule.exit_microbatch >= 0, {*acts} - {WEIGHTS} if JOINT in acts else {FORWARD}
+    exits = (schedule.exit_microbatch >= 0) & (JOINT not in acts)
     together = np.zeros((schedule.ticks, schedule.ranks))
     for other in acts:
-        apart = exits & ((other in first) != (kind in first))
+        apart = exits & ((other == "F") != (kind == "F"))
         together += np.where(apart[:, None], 0, acts[other] * time_of[other])
     slowest = together.argmax(axis=1)
     return acts[kind][np.arange(schedule.ticks), slowest]
