@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
-SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
+SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
 WIDTH = 18
 
 

@@ -19,7 +19,7 @@ from arguments import Arguments, absent_devices, config_of, mesh_sizes, run_benc
 from parallax.cli.arguments import local_path
 from parallax.config.sections import POLICY_NAMES
 
-SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
+SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
 SIZES = ("arguments", "temporaries", "peak")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "permute")
 TIMES = ("step ms", "exposed", "bubble", "mfu")

@@ -108,8 +108,8 @@ def get_config() -> ConfigDict:
 
     # When stages run and what they save.
     config.pipeline = ConfigDict()
-    # "gpipe" | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file | code: order in which
-    # stages run
+    # "gpipe" | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | "dualpipe_v" | a CSV file | code:
+    # order in which stages run
     config.pipeline.schedule = "gpipe"
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # number per step; with mesh.pp=1, gradient accumulation

@@ -41,10 +41,13 @@ def run(parsed: argparse.Namespace) -> None:
     """Print the output and write the files."""
     _check_arguments(parsed)
     weights = parsed.tb / 2 if parsed.tw is None else parsed.tw
-    costs = Costs(parsed.tf, parsed.tb, weights, parsed.send)
+    costs = Costs(parsed.tf, parsed.tb, weights, parsed.send, parsed.hidden)
     ranks, microbatches = parsed.stages, parsed.microbatches
     if parsed.name:
         schedule = _schedule(parsed)
+        if parsed.hidden and not (schedule.both.any() or parsed.compare):
+            apart = f"of {schedule.name} no F and B are one pass; leave it out, or price dualpipe_v"
+            raise ConfigError(f"--hidden={parsed.hidden:g} does nothing: {apart}.")
         ranks, microbatches = schedule.ranks, schedule.microbatches
         sizes = f"{schedule.name} ranks={ranks} stages={schedule.stages} microbatches={microbatches}"
         print(sizes, _coloured(_grid(schedule)), _figures(schedule, costs), sep="\n")
@@ -73,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tb", type=_time, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
     add("--tw", type=_time, help="the part of it for the weights' gradients (half of it)")
     add("--send", type=_time, default=USUAL.send, help="time of a message (%(default)s)")
+    add("--hidden", type=_time, default=USUAL.hidden, help="time that F and B save if they are one pass (%(default)s)")
     add("--csv", metavar="FILE", help="write the schedule to this file")
     add("--svg", metavar="FILE", help="draw it to this file, as it runs in lockstep")
     add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait only for what they need")
@@ -134,7 +138,7 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
 def _grid(schedule: Schedule) -> str:
     """The grid in blocks of ticks that fit the terminal's width; in one block if the output is not a terminal."""
     rows = schedule.grid()
-    whole = grid_text(rows)
+    whole = grid_text(rows, joint=schedule.joint)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(whole)
     line = whole.index("\n")
     if line <= columns:
@@ -142,7 +146,9 @@ def _grid(schedule: Schedule) -> str:
     cell = 1 + max(len("+".join(map(str, cell))) for row in rows for cell in row)
     many = max((columns - len(f"rank {schedule.ranks - 1}")) // max(cell, 1 + len(str(schedule.ticks))), 1)
     blocks = range(0, schedule.ticks, many)
-    return "\n\n".join(grid_text([row[first : first + many] for row in rows], first) for first in blocks)
+    return "\n\n".join(
+        grid_text([row[first : first + many] for row in rows], first, joint=schedule.joint) for first in blocks
+    )
 
 
 def _coloured(grid: str) -> str:
@@ -168,7 +174,9 @@ slots {" ".join(f"{pool} {count}" for pool, count in schedule.slots.items())}"""
 NOTES = """
 The executor runs in lockstep; papers count asynchronous.
 zero_bubble_v has ZB-V's stages in an order for lockstep. As published, F = B = W = 1 and M >= 2P-1,
-ZB-V idles 3.5(P-1) in lockstep, not 2.5(P-1), and (P-1)/2 asynchronous, not P-1; it holds P, not 3P/2."""
+ZB-V idles 3.5(P-1) in lockstep, not 2.5(P-1), and (P-1)/2 asynchronous, not P-1; it holds P, not 3P/2.
+dualpipe_v has F and B of two microbatches as one pass; --hidden is what that saves. As published, with M >= 2P,
+DualPipeV idles 2.5(P-1) in lockstep, not P-1/2, and (P-1)/2 asynchronous, not P-1; it holds P+1/2, not 3P/2."""
 
 
 def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:

@@ -3,4 +3,4 @@
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
 from parallax.pipeline.loss_and_grads import first_state, pipeline_of
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.pipeline.tick import BACKWARD, FORWARD, WEIGHTS
+from parallax.pipeline.stage import BACKWARD, FORWARD, JOINT, WEIGHTS

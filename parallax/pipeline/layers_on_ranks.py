@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -46,6 +47,30 @@ class Repeat(NamedTuple):
 
     times: int
     runs: tuple[LayerRun, ...]
+
+    def paired(self) -> list[tuple[LayerRun, LayerRun]]:
+        """The runs of two passes at once, one from the first place to the last, one back: cut where either comes to
+        another run.
+
+        >>> dense, moe = (LayerRun((kind,), place, places, False, 0) for kind, place, places in ((0, 0, 1), (1, 1, 3)))
+        >>> [(run.place, back.place, run.places) for run, back in Repeat(1, (dense, moe)).paired()]
+        [(0, 3, 1), (1, 1, 2), (3, 0, 1)]
+        """
+        ends = np.cumsum([run.places for run in self.runs])
+        cuts = sorted({0, *ends.tolist(), *(ends[-1] - ends).tolist()})
+        return [
+            (self._cut(first, last), self._cut(ends[-1] - last, ends[-1] - first)) for first, last in pairwise(cuts)
+        ]
+
+    def _cut(self, first: int, last: int) -> LayerRun:
+        """A part of one run, from its place `first`, counted over all runs, to before `last`."""
+        start = 0
+        for run in self.runs:
+            if first < start + run.places:
+                layer = None if run.layer is None else run.layer + int(first - start)
+                return run._replace(place=run.place + int(first - start), places=int(last - first), layer=layer)
+            start += run.places
+        raise AssertionError("first is a place of one of the runs")
 
     def run_in(self, run: LayerRun, turn: Array | int) -> LayerRun:
         """The run in repetition `turn`, which may be traced."""

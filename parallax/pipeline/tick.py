@@ -1,5 +1,8 @@
 """The ticks of a schedule's tables: in each, a rank runs F, then B, then W, if its tables have them, and sends.
 
+If the schedule says so, F and B of a rank are one pass, in which the messages of the one can travel while the other
+computes.
+
 Every rank sends its output to the next stage and its gradient to the previous one. A message depends only on the pass
 that made it, so that it can be sent while the next pass computes. A received message is stored where the sender's entry
 of the table for this tick says.
@@ -16,6 +19,10 @@ from jax import Array, lax
 
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
 from parallax.pipeline.stage import (
+    BACKWARD,
+    FORWARD,
+    JOINT,
+    WEIGHTS,
     Layers,
     Pass,
     SaveLayers,
@@ -29,9 +36,6 @@ from parallax.sharding.collectives import after, permute, vary_over_pp
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
 from parallax.sharding.slots import index, read_slot
-
-# The scopes of the passes in traces and profiles.
-FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
 class Pipeline(NamedTuple):
@@ -88,49 +92,28 @@ def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) ->
 
 
 def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages.
+    """One tick: F and the head, B, W, each if this rank has it, then messages. If F and B are one pass, the head comes
+    after W, since ranks that run other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
+    saves, outputs = pipeline.saves, {}
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
-    if "F" in kinds:
-
-        def forward() -> tuple[Array, Any]:
-            x = received(pipeline, state, row, "F")
-            return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
-
-        def idle() -> tuple[Array, Any]:
-            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
-
+    joint = pipeline.schedule.joint and {*"FB"} <= {*kinds}
+    if joint:
+        outputs, state = joint_passes(pipeline, state, row)
+    elif "F" in kinds:
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
+            outputs["F"], residuals = forward_pass(pipeline, state, row, "F")
         state = state._replace(residuals=residuals)
-    if "F" in kinds and row.ever("exit"):
-
-        def head() -> Any:
-            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
-
-        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-        after_head = (
-            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
-        )
-        state = state._replace(ends=after_head)
-    if "B" in kinds:
-
-        def backward() -> tuple[Array, list[Any], Any, Any]:
-            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-            dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
-            return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
-
-        def idle() -> tuple[Array, list[Any], Any, Any]:
-            return vary_over_pp((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.ends))
-
+    if "F" in kinds and not joint:
+        state = with_head(pipeline, state, row, outputs["F"])
+    if "B" in kinds and not joint:
         with jax.named_scope(BACKWARD):
-            after_backward = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
-        outputs["B"], grads, residuals, of_ends = after_backward
+            found = backward_pass(pipeline, state, row, "B")
+        outputs["B"], grads, residuals, of_ends = found
         state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
 
@@ -142,9 +125,82 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
                 weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
             )
         state = state._replace(grads=grads)
+    if joint:
+        state = with_head(pipeline, state, row, outputs["F"])
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
+
+
+def with_head(pipeline: Pipeline, state: State, row: Row, y: Array) -> State:
+    """The state after the head, if the last stage has run F: its output is `y` on its rank."""
+    if not row.ever("exit"):
+        return state
+
+    def head() -> Any:
+        return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
+
+    # The condition is the same on every rank, so that no rank waits here for one in the other branch.
+    ends = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
+    return state._replace(ends=ends)
+
+
+def forward_pass(pipeline: Pipeline, state: State, row: Row, entry: str) -> tuple[Array, Any]:
+    """F if this rank has this entry: the stage's output, and residuals."""
+
+    def forward() -> tuple[Array, Any]:
+        x = received(pipeline, state, row, "F")
+        return vary_over_pp(pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+
+    def idle() -> tuple[Array, Any]:
+        return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+
+    return forward() if row.always(entry) else lax.cond(row.acts(entry), forward, idle)
+
+
+def backward_pass(
+    pipeline: Pipeline, state: State, row: Row, entry: str, other: Array | None = None
+) -> tuple[Array, list[Any], Any, Any]:
+    """B if this rank has this entry: the gradient of the stage's input, gradients of weights, residuals, and the state
+    of both ends. If it has not, the first is `other`, or zero."""
+
+    def backward() -> tuple[Array, list[Any], Any, Any]:
+        dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
+        dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
+        return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+    def idle() -> tuple[Array, list[Any], Any, Any]:
+        dx = jnp.zeros_like(state.messages["B"][0]) if other is None else other
+        return vary_over_pp((dx, state.grads, state.residuals, state.ends))
+
+    return backward() if row.always(entry) else lax.cond(row.acts(entry), backward, idle)
+
+
+def joint_passes(pipeline: Pipeline, state: State, row: Row) -> tuple[dict[str, Array], State]:
+    """F alone, F and B as one pass, or B alone: what this rank sends, and the state after it."""
+
+    def both() -> tuple[Array, ...]:
+        with jax.named_scope(FORWARD):
+            x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
+        with jax.named_scope(BACKWARD):
+            dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
+        y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
+        with jax.named_scope(BACKWARD):
+            return vary_over_pp((y, dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+    def idle() -> tuple[Array, ...]:
+        nothing = jnp.zeros_like(state.messages["B"][0])
+        return vary_over_pp((y, nothing, state.grads, state.residuals, state.ends))
+
+    with jax.named_scope(FORWARD):
+        y, residuals = forward_pass(pipeline, state, row, f"{FORWARD} alone")
+    state = state._replace(residuals=residuals)
+    with jax.named_scope(JOINT):
+        y, dx, grads, residuals, ends = lax.cond(row.acts(JOINT), both, idle)
+    state = state._replace(grads=grads, residuals=residuals, ends=ends)
+    with jax.named_scope(BACKWARD):
+        dx, grads, residuals, ends = backward_pass(pipeline, state, row, f"{BACKWARD} alone", dx)
+    return {"F": y, "B": dx}, state._replace(grads=grads, residuals=residuals, ends=ends)
 
 
 def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
@@ -214,4 +270,7 @@ def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:
     tables |= {f"{pool} {kind}": table for pool in s.slot for kind, table in s.slot[pool].items()}
     tables |= {f"message {kind}": table for kind, table in s.message.items()}
     tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
+    if s.joint:
+        tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in (FORWARD, BACKWARD)}
+        tables |= {JOINT: np.where(s.both, s.microbatch["F"], -1)}
     return {name: table[segment.start : segment.stop] for name, table in tables.items()}

@@ -1,18 +1,20 @@
 """Schedules as CSV files: a row for each rank, a column for each tick, and in each cell the actions that run then.
 
-A cell is empty or holds actions as they are printed: `1F2`, or `1F2+1B0`. There are no headings. The row of a stage's
+A cell is empty or holds actions as they are printed: `1F2`, or `1F2+1B0`; with `1F2&1B0` in all such cells, F and B are
+one pass. There are no headings. The row of a stage's
 actions is the stage's rank.
 """
 
 import csv
 import difflib
 import io
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from parallax.errors import errors_as
 from parallax.schedules.schedule import Schedule
-from parallax.schedules.timetable import ACTION_KINDS, Action, ScheduleError, refused
+from parallax.schedules.timetable import ACTION_KINDS, Action, ScheduleError, cell_text, refused
 from parallax.storage.files import OBJECT_BYTES, names_in, read_bytes, write_whole
 
 Placed = tuple[int, int, Action]  # rank, tick, and action
@@ -20,7 +22,7 @@ Placed = tuple[int, int, Action]  # rank, tick, and action
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule's grid, replacing an existing file. Raises ScheduleError if it cannot be written."""
-    lines = (",".join("+".join(map(str, cell)) for cell in row) for row in schedule.grid())
+    lines = (",".join(cell_text(cell, joint=schedule.joint) for cell in row) for row in schedule.grid())
     with errors_as(ScheduleError, f"{path} cannot be written: ", "."):
         write_whole(Path(path), "".join(f"{line}\n" for line in lines))
 
@@ -33,10 +35,11 @@ def load_csv(path: str | Path) -> Schedule:
     name, rows = Path(path).stem, _read(Path(path))
     placed = _parse(name, rows)
     placement, microbatches = _placement(name, rows, placed), _count(name, rows, placed, "microbatch")
+    joint = _is_joint(name, rows)
     by_rank = [[cell for cell in placed if cell[0] == rank] for rank in range(len(rows))]
     orders = tuple(tuple(action for *_, action in cells) for cells in by_rank)
     starts = tuple(tuple(tick for _, tick, _ in cells) for cells in by_rank)
-    return Schedule(name, placement, microbatches, orders, starts=starts)
+    return Schedule(name, placement, microbatches, orders, starts=starts, joint=joint)
 
 
 def _read(path: Path) -> list[list[str]]:
@@ -68,13 +71,34 @@ def _parse(name: str, rows: list[list[str]]) -> list[Placed]:
     for rank, row in enumerate(rows):
         for tick, cell in enumerate(row):
             try:
-                placed += [(rank, tick, Action.parse(text.strip())) for text in cell.split("+") if cell]
+                placed += [(rank, tick, Action.parse(text.strip())) for text in re.split("[+&]", cell) if cell]
             except ValueError as error:  # also of int, for thousands of digits
                 unreadable[rank, tick] = error
     if unreadable:
         (rank, tick), error = next(iter(unreadable.items()))
         raise _refused(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
     return sorted(placed, key=lambda cell: (*cell[:2], ACTION_KINDS.index(cell[2].kind)))
+
+
+def _is_joint(name: str, rows: list[list[str]]) -> bool:
+    """Whether F and B of a cell are one pass; all cells must say the same."""
+    shared = {
+        (rank, tick): cell
+        for rank, row in enumerate(rows)
+        for tick, cell in enumerate(row)
+        if {"F", "B"} <= set(cell) or "&" in cell
+    }
+    joint = [place for place, cell in shared.items() if "&" in cell]
+    wrong = [place for place in joint if not re.fullmatch(r"\d+F\d+\s*&\s*\d+B\d+(\s*\+\s*\d+W\d+)?", shared[place])]
+    if wrong:
+        why = f"{shared[wrong[0]]!r} is not F&B; write & between one F and one B, as in '0F2&1B0' or '0F2&1B0+1W0'"
+        raise _refused(name, why, rows, wrong)
+    if joint and len(joint) < len(shared):
+        apart = [place for place in shared if place not in joint]
+        both = f"{shared[joint[0]]!r} is one pass, {shared[apart[0]]!r} is two"
+        why = f"{both}; write & in all cells with F and B, or + in all"
+        raise _refused(name, why, rows, apart)
+    return bool(joint)
 
 
 def _cells_by(placed: list[Placed], what: str) -> dict[int, list[tuple[int, int]]]:

@@ -1,7 +1,8 @@
-"""GPipe, 1F1B, interleaved 1F1B and zero bubble: each is a function that returns the order of actions of each rank."""
+"""GPipe, 1F1B, interleaved 1F1B, zero bubble, DualPipeV: each is a function that returns the actions of each rank."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -87,6 +88,25 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule("zero_bubble_v", placement, microbatches, tuple(orders))
 
 
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV, half of DualPipe (DeepSeek-V3, section 3.2.1): stages r and 2P-1-r on rank r, and F and B of different
+    microbatches as one pass, in an order for lockstep.
+
+    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-1-s, one tick later than in zero_bubble_v:
+    so a rank's F is of its one stage when its B is of its other. W runs where others are busy longer, and otherwise
+    when more than P-1 wait on a rank. So a rank holds at most min(M, P+1/2) microbatches from F to B and min(M, P/2)
+    from B to W. For M > P the bubble is P-1/2 in lockstep, and P-1 asynchronous, with times of 1 for F, B and W.
+    """
+    placement, passes = (
+        (*range(ranks), *reversed(range(ranks))),
+        [*itertools.product(range(2 * ranks), range(microbatches))],
+    )
+    tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
+    tick_of |= {Action(stage, "B", m): 2 * m + 4 * ranks - 1 - stage for stage, m in passes}
+    orders, starts = _with_weights_in_gaps(tick_of, placement, most=ranks - 1)
+    return Schedule("dualpipe_v", placement, microbatches, orders, starts=starts, joint=True)
+
+
 def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Callable | None = None) -> Schedule:
     """Forward passes until the first gradient arrives, then forward and backward alternate.
 
@@ -137,8 +157,34 @@ def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
     return (*result, *weights[max(len(weights) - lag, 0) :])
 
 
+def _with_weights_in_gaps(tick_of: Mapping[Action, int], placement: Sequence[int], most: int) -> tuple[tuple, tuple]:
+    """The orders of the ranks, and their ticks, with each W where it makes no tick longer, or where more than `most`
+    would wait on a rank. Ticks in which all ranks run F and B are steady: there each runs W, too."""
+    cells: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for action in sorted(tick_of, key=lambda action: ACTION_KINDS.index(action.kind)):
+        cells[tick_of[action], placement[action.stage]].append(action)
+    ranks, last = range(max(placement) + 1), max(tick_of.values())
+    waiting = [deque() for _ in ranks]
+    for tick in itertools.count():
+        if tick > last and not any(waiting):
+            break
+        row = [cells[tick, rank] for rank in ranks]
+        for queue, cell in zip(waiting, row):
+            queue.extend(action._replace(kind="W") for action in cell if action.kind == "B")
+        due = [len(cell) + 1 for queue, cell in zip(waiting, row) if len(queue) > most]
+        longest = max([1 + 2 * all(len(cell) == 2 for cell in row), *map(len, row), *due])
+        for queue, cell in zip(waiting, row):
+            if queue and len(cell) < longest:
+                cell.append(queue.popleft())
+    placed = [
+        [(action, tick) for tick in sorted(t for t, r in cells if r == rank) for action in cells[tick, rank]]
+        for rank in ranks
+    ]
+    return tuple(tuple(a for a, _ in row) for row in placed), tuple(tuple(tick for _, tick in row) for row in placed)
+
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    builder.__name__: builder for builder in (gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v)
+    builder.__name__: builder for builder in (gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v, dualpipe_v)
 }
 
 

@@ -14,13 +14,14 @@ class Costs(NamedTuple):
     """Time of one microbatch in all stages of a rank, in any unit; each of v stages takes 1/v of it.
 
     `backward` is the whole backward pass, `weights` the part of W if a schedule splits it off; `send` is the time of a
-    message from rank to rank.
+    message from rank to rank, `hidden` what F and B save where they are one pass.
     """
 
     forward: float = 1
     backward: float = 2
     weights: float = 1
     send: float = 0
+    hidden: float = 0
 
     def of(self, schedule: Timetable) -> dict[str, float]:
         """Time of one action of each kind. Raises ConfigError for invalid costs."""
@@ -34,12 +35,16 @@ class Costs(NamedTuple):
         if self.forward + self.backward == 0:
             raise ConfigError("forward=0 and backward=0: there is no work; make one more than 0.")
         backward = self.backward - (self.weights if schedule.split else 0)
+        if self.hidden > min(self.forward, backward):
+            shorter = f"the shorter of F, {self.forward:g}, and B, {backward:g}"
+            raise ConfigError(f"hidden={self.hidden:g} is more than {shorter}, of which one pass of both hides it.")
         whole = {"F": self.forward, "B": backward, "W": self.weights}
         return {kind: time / schedule.virtual for kind, time in whole.items()}
 
 
 USUAL = Costs()
-ZERO_BUBBLE = {"zero_bubble": 1, "zero_bubble_v": 2}  # the schedules with W, and their stages on each rank
+# The schedules with W, and their stages on each rank.
+ZERO_BUBBLE = {"zero_bubble": 1, "zero_bubble_v": 2, "dualpipe_v": 2}
 
 
 class Figures(NamedTuple):
@@ -60,10 +65,11 @@ def figures(schedule: Timetable, costs: Costs = USUAL) -> Figures:
     In lockstep, as in training, a tick lasts as long as its slowest rank and ends with a message. Asynchronous, as
     in papers, a rank waits only for its inputs.
     """
-    work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
-    lockstep, time_of = float(tick_ends(schedule, costs)[-1]), costs.of(schedule)
+    saved = costs.hidden / schedule.virtual * schedule.both.sum() / schedule.ranks
+    work = schedule.microbatches * (costs.forward + costs.backward) - float(saved)  # of an average rank
+    lockstep, time_of = float(tick_ends(schedule, costs)[-1]), times(schedule, costs)
     starts = start_times(schedule, costs, asynchronous=True)
-    free = max(start + time_of[action.kind] for action, start in starts.items())
+    free = max(start + time_of[action] for action, start in starts.items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
@@ -86,6 +92,8 @@ def least_held(name: str, ranks: int, microbatches: int, virtual: int = 1) -> tu
         return microbatches, 0
     if name == "zero_bubble_v":
         return min(microbatches, ranks), min(microbatches, (ranks + 1) / 2)
+    if name == "dualpipe_v":
+        return min(microbatches, ranks + 0.5), min(microbatches, ranks / 2)
     held = (2 * (ranks - 1) + (virtual - 1) * ranks + 1) / virtual
     return min(microbatches, held), min(microbatches, ranks) if name in ZERO_BUBBLE else 0
 
@@ -93,7 +101,7 @@ def least_held(name: str, ranks: int, microbatches: int, virtual: int = 1) -> tu
 def tick_ends(schedule: Timetable, costs: Costs = USUAL) -> np.ndarray:
     """`[tick]`: when each tick and the message after it end in lockstep."""
     time_of = costs.of(schedule)
-    busy = np.zeros((schedule.ticks, schedule.ranks))
+    busy = schedule.both * (-costs.hidden / schedule.virtual)
     for action, tick in schedule.tick_of.items():
         busy[tick, schedule.rank_of(action.stage)] += time_of[action.kind]
     return np.cumsum(busy.max(axis=1) + costs.send * (schedule.ranks > 1))
@@ -102,21 +110,44 @@ def tick_ends(schedule: Timetable, costs: Costs = USUAL) -> np.ndarray:
 def start_times(schedule: Timetable, costs: Costs = USUAL, *, asynchronous: bool) -> dict[Action, float]:
     """When each action begins, in lockstep or asynchronous, that is, if a rank waits only for its inputs.
 
-    In both cases a rank keeps its order, and in a tick it runs F, B and W one after the other.
+    In both cases a rank keeps its order, and in a tick it runs F, B and W one after the other; F and B that are one
+    pass begin together.
     """
-    time_of, ticks = costs.of(schedule), [0.0, *tick_ends(schedule, costs).tolist()]
+    time_of, ticks = times(schedule, costs), [0.0, *tick_ends(schedule, costs).tolist()]
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
-    for action in schedule.as_run:
-        rank, ready = schedule.rank_of(action.stage), [ticks[schedule.tick_of[action]]]
+    for passes in one_by_one(schedule):
+        rank, ready = schedule.rank_of(passes[0].stage), [ticks[schedule.tick_of[passes[0]]]]
         if asynchronous:
             ready = [
-                starts[need] + time_of[need.kind] + costs.send * (schedule.rank_of(need.stage) != rank)
+                starts[need] + time_of[need] + costs.send * (schedule.rank_of(need.stage) != rank)
+                for action in passes
                 for need in schedule.needs(action)
             ]
-        starts[action] = max(free[rank], *ready, 0.0)
-        free[rank] = starts[action] + time_of[action.kind]
+        starts |= dict.fromkeys(passes, max(free[rank], *ready, 0.0))
+        free[rank] = starts[passes[0]] + time_of[passes[0]]
     return starts
+
+
+def one_by_one(schedule: Timetable) -> list[tuple[Action, ...]]:
+    """The passes in an order in which they can run: an action each, or F and B that are one."""
+    pass_of: dict[tuple, tuple[Action, ...]] = {}
+    for action in schedule.as_run:
+        tick, rank = schedule.tick_of[action], schedule.rank_of(action.stage)
+        key = tick, rank, "FB" if action.kind != "W" and schedule.both[tick, rank] else action.kind
+        pass_of[key] = (*pass_of.get(key, ()), action)
+    return [*pass_of.values()]
+
+
+def times(schedule: Timetable, costs: Costs = USUAL) -> dict[Action, float]:
+    """The time of each action's pass."""
+    time_of, hidden = costs.of(schedule), costs.hidden / schedule.virtual
+    both = time_of["F"] + time_of["B"] - hidden
+    return {
+        action: both if len(passes) > 1 else time_of[action.kind]
+        for passes in one_by_one(schedule)
+        for action in passes
+    }
 
 
 def activations(schedule: Timetable) -> np.ndarray:

@@ -13,7 +13,8 @@ class Schedule(Timetable):
 
     def __str__(self) -> str:
         sizes = f"ranks={self.ranks} stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
-        return f"{self.name} {sizes} lockstep bubble={figures(self).lockstep_bubble:.1%}\n{grid_text(self.grid())}"
+        grid = grid_text(self.grid(), joint=self.joint)
+        return f"{self.name} {sizes} lockstep bubble={figures(self).lockstep_bubble:.1%}\n{grid}"
 
     __repr__ = __str__
 

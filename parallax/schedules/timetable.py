@@ -69,8 +69,9 @@ class Timetable:
     Without W actions, B computes the gradients of a stage's input and of its weights. With W actions, B computes only
     the input's gradient, and W that of the weights. `head` says where the loss is computed: "inside" the ticks, for
     each microbatch after its last forward pass, or "between" the last forward and the first backward, for all at once.
-    `starts` are the actions' ticks; without them each action runs as soon as possible. Raises ScheduleError if the
-    orders cannot run.
+    `starts` are the actions' ticks; without them each action runs as soon as possible. With `joint` the F and the B of
+    a rank's tick are one pass, F&B, in which messages of the one can travel while the other computes; so this B reads
+    nothing that this F has computed. Raises ScheduleError if the orders cannot run.
 
     The ticks read tables, int32 `[tick, rank]` with -1 for no action. `microbatch["F"]` is the microbatch whose
     forward pass runs, and `chunk["F"]` the index of the rank's stage in which it runs; likewise "B" and "W".
@@ -87,6 +88,7 @@ class Timetable:
     orders: tuple[tuple[Action, ...], ...]
     head: str = "inside"
     starts: tuple[tuple[int, ...], ...] | None = None
+    joint: bool = False
 
     def __post_init__(self):
         self._check_sizes()
@@ -141,7 +143,8 @@ class Timetable:
         """The first tick in which `action` can run after `earlier`, which ran in `tick`."""
         same_rank = self.rank_of(action.stage) == self.rank_of(earlier.stage)
         in_turn = ACTION_KINDS.index(earlier.kind) < ACTION_KINDS.index(action.kind)
-        waits_for_head = self.head == "between" and (earlier.kind, action.kind) == ("F", "B")
+        waits = self.head == "between" or (self.joint and earlier in self.needs(action))
+        waits_for_head = waits and (earlier.kind, action.kind) == ("F", "B")
         return tick if same_rank and in_turn and not waits_for_head else tick + 1
 
     @cached_property
@@ -202,6 +205,11 @@ class Timetable:
     def chunk(self) -> dict[str, np.ndarray]:
         """By kind of action, the index of the rank's stage that it runs; 0 if a rank has one."""
         return {kind: self._when_run(kind, lambda action: self.chunks[action.stage]) for kind in self.kinds}
+
+    @cached_property
+    def both(self) -> np.ndarray:
+        """bool `[tick, rank]`: where F and B are one pass."""
+        return (self.microbatch["F"] >= 0) & (self.microbatch["B"] >= 0) & self.joint
 
     # ---- slots of residuals
 
@@ -394,7 +402,7 @@ class Timetable:
             rows.append([[] for _ in range(1 + max(ticks, default=-1))])
             for action, tick in zip(order, ticks, strict=True):
                 rows[rank][tick].append(f">{action}<" if action in marked else action)
-        raise refused(self.name, why, rows)
+        raise refused(self.name, why, rows, joint=self.joint)
 
 
 def assign_slots(spans: Mapping) -> dict:
@@ -413,14 +421,24 @@ def assign_slots(spans: Mapping) -> dict:
     return slots
 
 
-def refused(name: str, why: str, rows: list[list[list]]) -> ScheduleError:
+def refused(name: str, why: str, rows: list[list[list]], *, joint: bool = False) -> ScheduleError:
     """The error for a schedule that cannot run, with its grid."""
-    return ScheduleError(f"schedule {name!r}: {why}.\n{grid_text(rows)}")
+    return ScheduleError(f"schedule {name!r}: {why}.\n{grid_text(rows, joint=joint)}")
 
 
-def grid_text(rows: list[list[list]], first: int = 0) -> str:
-    """A grid `[rank][tick]` as text: ticks counted from `first`, actions of one tick joined by +."""
-    cells = [["+".join(map(str, cell)) or "." for cell in row] for row in rows]
+def cell_text(cell: Iterable, *, joint: bool = False) -> str:
+    """The actions of a rank in a tick, joined by +, or by & if F and B are one pass.
+
+    >>> cell_text([Action(0, "F", 2), Action(3, "B", 1), Action(3, "W", 0)], joint=True)
+    '0F2&3B1+3W0'
+    """
+    text = "+".join(map(str, cell))
+    return re.sub(r"(F\d+<?)\+(>?\d+B)", r"\1&\2", text) if joint else text
+
+
+def grid_text(rows: list[list[list]], first: int = 0, *, joint: bool = False) -> str:
+    """A grid `[rank][tick]` as text, with ticks counted from `first`."""
+    cells = [[cell_text(cell, joint=joint) or "." for cell in row] for row in rows]
     columns = max(map(len, cells), default=0)
     cells = [row + ["."] * (columns - len(row)) for row in cells]
     ticks = [str(tick) for tick in range(first, first + columns)]

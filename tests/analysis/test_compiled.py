@@ -197,11 +197,13 @@ def test_time_by_shares_is_the_schedule_s_own_price_in_lockstep(name, virtual):
         schedule = schedules.by_name(name, 4, 8, virtual)
         shares, time_of = shares_of(schedule, costs), costs.of(schedule)
         turns = {kind: segment.stop - segment.start for segment in schedule.segments for kind in segment.kinds}
-        price = sum(shares[kind].lockstep * turns[kind] * time_of[kind] for kind in schedule.kinds)
+        kinds, one = [*schedule.kinds, *["FB"] * schedule.joint], time_of["F"] + time_of["B"]
+        time_of, turns = time_of | {"FB": one}, turns | {"FB": turns["F"]}
+        price = sum(shares[kind].lockstep * turns[kind] * time_of[kind] for kind in kinds)
         assert price == pytest.approx(tick_ends(schedule, costs)[-1], rel=0.05)
         if costs == Costs():
             assert price == pytest.approx(tick_ends(schedule, costs)[-1])
-        own = sum(shares[kind].average * turns[kind] * time_of[kind] for kind in schedule.kinds)
+        own = sum(shares[kind].average * turns[kind] * time_of[kind] for kind in kinds)
         assert own == pytest.approx(8 * (costs.forward + costs.backward))
 
 
@@ -231,6 +233,8 @@ def test_names_of_conditionals():
     assert name_of("jit(step)/while/body/closed_call/cond") == "exit"
     assert name_of("jit(step)/while/body/closed_call/W/cond") == "W"
     assert name_of("jit(step)/while/body/B/cond/branch_1_fun/cond") == "B/end"
+    assert name_of("jit(step)/while/body/FB/cond") == "FB"
+    assert name_of("jit(step)/while/body/FB/cond/branch_1_fun/B/cond") == "FB/B/end"
     assert name_of("jit(step)/cond") == name_of("jit(step)/while/body/dot") == ""
 
 

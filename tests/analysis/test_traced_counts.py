@@ -11,7 +11,7 @@ VALUES = {
     "attention": {"mla", "gqa"},
     "tensor_parallel": {"column_row", "scatter"},
     "residual": {"hidden", "seq"},
-    "schedule": {"gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v"},
+    "schedule": {"gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"},
     "remat": {"none", "elementwise", "attention", "layer", "stage"},
     "policy": {"ddp", "zero1", "zero2", "lean", "zero3"},
     "reduce": {"float32", "compute"},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType
 from support.plain_model import plain_losses_and_grad, plain_parts
 from support.random_schedules import PLACEMENTS, random_schedule
@@ -20,6 +21,7 @@ from parallax.config.sections import (
     AXES,
     REMAT,
 )
+from parallax.jaxprs import ancestors as dependencies
 from parallax.jaxprs import loop
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
@@ -145,6 +147,33 @@ def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
     assert len(passes) == (4 if schedule == "zero_bubble" else 3)
 
 
+@pytest.mark.parametrize("remat", ["layer", "stage"])
+def test_in_one_pass_a_turn_runs_a_layer_of_each_and_neither_reads_what_the_other_makes(remat):
+    """So a compiler may run the one while messages of the other are under way."""
+    jaxpr = ticks_of(abstract_model(schedule="dualpipe_v", remat=remat, layers=16))
+    (joint,) = (e for e in jaxpr.eqns if has_loop(e) and str(e.source_info.name_stack).endswith("FB"))
+    loops = [e for e in inside(joint.params["branches"][1]) if e.primitive.name == "scan"]
+    (turns,) = (loop(e) for e in loops if loop(e).length == 2 and scopes_of(loop(e).body) == {"F", "B"})
+    body, carry = turns.body.jaxpr, turns.body.jaxpr.invars[turns.consts :][: turns.carried]
+    streams = [at for at, var in enumerate(carry) if var.aval.shape == carry[1].aval.shape and var.aval.ndim == 3]
+    x, dy = (carry[at] for at in streams)
+    y, dx = (body.outvars[at] for at in streams)
+    for out, own, other in ((y, x, dy), (dx, dy, x)):
+        read = {var for e in needed_for(body, out) for var in e.invars if not isinstance(var, Literal)}
+        assert own in read and other not in read
+
+
+def scopes_of(closed):
+    """Which of F and B have products in a program."""
+    stacks = (str(e.source_info.name_stack) for e in inside(closed) if e.primitive.name == "dot_general")
+    return {name for stack in stacks for name in stack.split("/") if name in ("F", "B")}
+
+
+def needed_for(jaxpr, out):
+    """The equations that an output needs."""
+    return [jaxpr.eqns[at] for at in dependencies(jaxpr, [out])]
+
+
 @functools.cache
 def reference(layers):
     model = build((1, 1, 1), layers=layers)
@@ -172,6 +201,7 @@ drawn = st.builds(
     microbatches=st.sampled_from([1, 2, 4, 8]),
     placement=st.sampled_from(PLACEMENTS),
     split=st.booleans(),
+    joint=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 

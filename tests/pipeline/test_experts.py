@@ -69,7 +69,9 @@ MARGIN = 1e-5  # of the closest choice in a batch; float32 rounds scores by some
 def is_empty(case):
     """What is refused: more stages than layers, and to gather ahead where no layer is gathered when it runs or none
     follows one of its own kind."""
-    stages = case.get("mesh", (1,))[0] * (2 if case.get("schedule") in ("interleaved", "zero_bubble_v") else 1)
+    stages = case.get("mesh", (1,))[0] * (
+        2 if case.get("schedule") in ("interleaved", "zero_bubble_v", "dualpipe_v") else 1
+    )
     if case.get("model") == "late" and stages > 7:
         return True
     if case.get("prefetch") != 1:

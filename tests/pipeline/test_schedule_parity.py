@@ -19,8 +19,9 @@ SCHEDULES = {
     "interleaved4": dict(schedule="interleaved", virtual=4),
     "zero_bubble": dict(schedule="zero_bubble"),
     "zero_bubble_v": dict(schedule="zero_bubble_v"),
+    "dualpipe_v": dict(schedule="dualpipe_v"),
 }
-STAGES = {"interleaved2": 2, "interleaved4": 4, "zero_bubble_v": 2}  # on each rank; else 1
+STAGES = {"interleaved2": 2, "interleaved4": 4, "zero_bubble_v": 2, "dualpipe_v": 2}  # on each rank; else 1
 MESHES = [
     (1, 1, 1), (1, 2, 4), (2, 1, 1), (2, 4, 1), (2, 1, 4), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (8, 1, 1),
 ]  # fmt: skip
@@ -65,7 +66,7 @@ def whole_grid():
 def pairs():
     """A case for each pair of the settings that schedules are about; meshes of a size take turns. Twice as many
     microbatches as ranks are with interleaved4 alone: they are to a schedule what four times as many are."""
-    schedules = ["1f1b", "interleaved2", "zero_bubble", "zero_bubble_v"]
+    schedules = ["1f1b", "interleaved2", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
     factors = dict(pp=[2, 4, 8], schedule=schedules, share=[0.5, 1, 4], policy=POLICY_NAMES)
     grid = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
     chosen = pairwise_cases(grid)

@@ -19,6 +19,7 @@ MIXTURE = dict(layers_of="moe*2", layers=2, experts=8, experts_per_token=2, d_ex
 CASES = {
     "one layer": ((2, 4, 1), ONE_LAYER),
     "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
+    "one pass": ((2, 2, 2), ONE_LAYER | {"schedule": "dualpipe_v", "microbatches": 4, "layers": 9, "prefetch": 1}),
     "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
     "experts": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged")),
     "experts, chunks": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged", expert_chunk_tokens=16)),

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from parallax.schedules import (
     Schedule,
     accumulate,
     by_name,
+    dualpipe_v,
     figures,
     gpipe,
     interleaved,
@@ -115,6 +117,44 @@ def test_the_v_has_its_first_and_last_stage_on_rank_0_and_holds_as_much_on_every
             assert len(set(held)) == 1
 
 
+def test_dualpipe_v_idles_least_of_all_with_two_stages_in_lockstep():
+    for ranks, microbatches in GRID:
+        schedule = dualpipe_v(ranks, microbatches)
+        priced = figures(schedule, EQUAL)
+        assert schedule.slots["FB"] == min(2 * microbatches, 2 * ranks + 1)
+        assert schedule.slots["BW"] == min(2 * microbatches, ranks)
+        assert max(priced.activations) <= min(microbatches, 1.5 * ranks)
+        assert schedule.message_slots == {"F": 1, "B": 1} and schedule.exit_slots == 1
+        if microbatches > ranks:
+            assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(ranks - 0.5)
+            assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks - 1)
+            others = (one_f_one_b, zero_bubble, zero_bubble_v, lambda *sizes: interleaved(*sizes, 2))
+            least = min(figures(build(ranks, microbatches), EQUAL).lockstep_time for build in others)
+            assert priced.lockstep_time <= least and (ranks == 2 or priced.lockstep_time < least)
+
+
+def test_in_dualpipe_v_forward_and_backward_of_a_tick_are_of_the_two_stages_of_a_rank_and_of_two_microbatches():
+    for ranks, microbatches in GRID:
+        schedule = dualpipe_v(ranks, microbatches)
+        where, (forward, backward) = schedule.both, (schedule.microbatch[kind] for kind in "FB")
+        assert where.any() == (microbatches > ranks)
+        assert (forward[where] > backward[where]).all()
+        assert (schedule.chunk["F"][where] != schedule.chunk["B"][where]).all()
+
+
+def test_what_one_pass_hides_is_saved_in_each_of_its_ticks():
+    schedule, hidden = dualpipe_v(4, 8), 0.5
+    plain, priced = (figures(schedule, EQUAL._replace(hidden=saved)) for saved in (0, hidden))
+    ticks = schedule.both.any(axis=1).sum()  # in each of them a rank with both is the slowest, but for those with W
+    longest = start_times(schedule, EQUAL, asynchronous=False)
+    assert len(longest) == len(schedule.tick_of) and priced.lockstep_time < plain.lockstep_time
+    assert plain.lockstep_time - priced.lockstep_time <= ticks * hidden / 2 + 1e-9
+    work = 3 * 8 - hidden / 2 * schedule.both.sum() / 4
+    assert priced.lockstep_bubble == pytest.approx(1 - work / priced.lockstep_time)
+    apart = figures(zero_bubble_v(4, 8), EQUAL)
+    assert figures(zero_bubble_v(4, 8), EQUAL._replace(hidden=hidden)) == apart, "nothing of it is one pass"
+
+
 def test_gpipe_keeps_every_microbatch_and_runs_its_head_between():
     for ranks, microbatches in GRID:
         schedule, each_way = gpipe(ranks, microbatches), microbatches + ranks - 1
@@ -201,6 +241,52 @@ def test_zb_v_as_published_never_idles_between_a_ranks_first_action_and_its_last
     for rank in range(4):
         own = [start for action, start in starts.items() if schedule.rank_of(action.stage) == rank]
         assert max(own) + 0.5 - min(own) == 3 * 8  # two stages, each of half the cost
+
+
+def dualpipe_v_as_published(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV in the order of its authors' repository, which PyTorch has, too: a whole backward pass is B, then W."""
+    orders = []
+    for rank in range(ranks):
+        stages, done, order, later = (rank, 2 * ranks - 1 - rank), Counter(), [], []
+
+        def run(*passes, own=stages, done=done, order=order, later=later):
+            for kind, chunk in passes:
+                if kind == "W" and later:
+                    order.append(later.pop(0))
+                if kind == "W":
+                    continue
+                order.append(Action(own[int(chunk)], kind.upper()[0], done[kind.upper()[0], chunk]))
+                done[kind.upper()[0], chunk] += 1
+                weights = order[-1]._replace(kind="W")
+                if kind == "b":  # W of it comes later
+                    later.append(weights)
+                elif kind == "B":
+                    order.append(weights)
+
+        left, half = ranks - rank - 1, (rank + 1) // 2
+        run(*["F0"] * (2 * left), *["F0", "F1"] * (rank + 1), *["b1", "W.", "F1"] * left)
+        run(*["F0", "B1", "F1", "B0"] * (microbatches - 2 * ranks + rank + 1), *["B1", "F1", "B0"] * left)
+        whole = 2 * half + (rank + 1) % 2
+        turns = ["1", "0"] * (rank + 1)
+        run(*("B" + chunk for chunk in turns[:whole]), *("b" + chunk for chunk in turns[whole:]))
+        run(*["W.", "b0"] * left, *["W."] * (rank + 1))
+        orders.append(tuple(order))
+    placement = (*range(ranks), *reversed(range(ranks)))
+    return Schedule("dualpipe_v", placement, microbatches, tuple(orders), joint=True)
+
+
+def test_dualpipe_v_as_published_holds_less_than_ours_and_idles_more_as_executed():
+    for ranks in range(2, 9):
+        for microbatches in range(2 * ranks, 21):
+            published, ours = (
+                figures(build(ranks, microbatches), EQUAL) for build in (dualpipe_v_as_published, dualpipe_v)
+            )
+            assert max(published.activations) == ranks + 0.5, "PP+1 stages' of 2P stages"
+            assert max(ours.activations) == min(microbatches, 1.5 * ranks)
+            for bubble, theirs, own in (("asynchronous_bubble", (ranks - 1) / 2, ranks - 1),
+                                        ("lockstep_bubble", 2.5 * (ranks - 1), ranks - 0.5)):  # fmt: skip
+                assert idle(getattr(published, bubble), microbatches) == pytest.approx(theirs)
+                assert idle(getattr(ours, bubble), microbatches) == pytest.approx(own)
 
 
 def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():

@@ -45,6 +45,12 @@ def test_named_schedules_come_back_from_their_files(tmp_path, name):
         assert load_csv(tmp_path / f"{name}.csv").grid() == by_name(name, ranks, microbatches).grid()
 
 
+def test_a_cell_says_whether_forward_and_backward_are_one_pass(write):
+    apart, joint = "0F0,0F1,,0B0,0B1\n,1F0,1F1+1B0,1B1\n", "0F0,0F1,,0B0,0B1\n,1F0,1F1 & 1B0,1B1\n"
+    assert not load_csv(write(apart)).joint
+    assert load_csv(write(joint)).joint and load_csv(write(joint)).grid() == load_csv(write(apart)).grid()
+
+
 def test_ticks_stay_where_they_were_written(write):
     schedule = load_csv(write("0F0,,,,0B0\n,,1F0,1B0\n"))
     assert sorted(schedule.tick_of.values()) == [0, 2, 3, 4]
@@ -81,6 +87,17 @@ def test_spaces_line_ends_quotes_and_empty_cells_at_the_end_make_no_difference(w
         ("0F0\n2F0\n", "missing: stage 1, though there is stage 2", {">2F0<"}),
         ("0F0,0F1000000000\n1F0\n", "missing: microbatch 1, though", {">0F1000000000<"}),
         ("0F0,1F0,1B0,0B0\n\n2F0,2B0\n", "do not fit 3 ranks", set()),
+        (
+            "0F0,0F1,,0B0&0B1\n,1F0,1F1,1B0+1B1\n",
+            "'0B0&0B1' is not F&B; write & between one F and one B",
+            {">0B0&0B1<"},
+        ),
+        (
+            "0F0,0F1,,0F2,0B0,0B1,0B2\n,1F0,1F1&1B0,1B1,1F2+1B2\n",
+            "'1F1&1B0' is one pass, '1F2+1B2' is two; write & in all cells with F and B, or + in all",
+            {">1F2+1B2<"},
+        ),
+        ("0F0,0F1,,0B0,0B1\n,1F0&1B0,1F1,1B1\n", "1B0 in tick 1 reads 1F0 of tick 1, so tick 2 is", {"1F0&>1B0<"}),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_grid_and_the_cell(write, text, message, marked):
@@ -168,7 +185,14 @@ def test_the_command_compares_all_schedules(capsys):
     heading, *rows = table.splitlines()
     assert " ".join(heading.split()) == "schedule ticks lockstep bubble asynchronous bubble most activations most sends"
     both = ["interleaved v=2", "interleaved v=4"]
-    assert [row[:15].strip() for row in rows] == ["gpipe", "one_f_one_b", *both, "zero_bubble", "zero_bubble_v"]
+    assert [row[:15].strip() for row in rows] == [
+        "gpipe",
+        "one_f_one_b",
+        *both,
+        "zero_bubble",
+        "zero_bubble_v",
+        "dualpipe_v",
+    ]
     assert rows[4].split() == ["zero_bubble", "14", "20.0", "%", "11.1", "%", "7", "16"]
     assert beneath.startswith("The executor runs in lockstep; papers count asynchronous.\nzero_bubble_v has ZB-V's")
 
@@ -196,6 +220,7 @@ def test_a_terminal_gets_colours_and_lines_that_fit_it(capsys, monkeypatch):
         ("gpipe --stages 4 --microbatches 8 --virtual 2", "virtual=2 does nothing"),
         ("gpipe --stages 4 --microbatches 8 --tw 3", "--tw=3 is more than --tb=2"),
         ("gpipe --stages 4 --microbatches 8 --tf 0 --tb 0 --tw 0", "--tf=0 and --tb=0: there is no work"),
+        ("gpipe --stages 4 --microbatches 8 --hidden 1", "--hidden=1 does nothing: of gpipe no F and B are one pass"),
         ("gpipe --stages 4 --microbatches 8 --csv=", "--csv='' names no file"),
         ("gpipe --stages 4 --microbatches 8 --asynchronous", "--asynchronous says how --svg=FILE is drawn"),
         ("gpipe --stages 4 --microbatches 8 --svg nowhere/a.svg", "nowhere/a.svg cannot be written"),

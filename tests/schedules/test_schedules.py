@@ -15,6 +15,7 @@ from parallax.schedules import (
     ScheduleError,
     accumulate,
     by_name,
+    dualpipe_v,
     figures,
     gpipe,
     interleaved,
@@ -32,7 +33,7 @@ any_schedule = st.one_of(
     st.builds(interleaved, sizes, st.integers(1, 12), st.integers(1, 4)),
     st.builds(
         lambda build, ranks, microbatches: build(ranks, microbatches),
-        st.sampled_from((gpipe, one_f_one_b, zero_bubble, zero_bubble_v)),
+        st.sampled_from((gpipe, one_f_one_b, zero_bubble, zero_bubble_v, dualpipe_v)),
         sizes,
         st.integers(1, 12),
     ),
@@ -73,13 +74,15 @@ def run_action(schedule: Schedule, rank: Rank, column: int, tick: int, kind: str
 
 
 def execute(schedule: Schedule) -> dict[tuple, str]:
-    """Run the tables alone, on names instead of arrays: what each action made of what it read."""
+    """Run the tables alone, on names instead of arrays: what each action made of what it read. If F and B are one pass,
+    B comes first here: together with the order of `needs` that shows that neither reads what the other writes."""
     ranks = [Rank(schedule, rank) for rank in range(schedule.ranks)]
     made: dict[tuple, str] = {}
     for tick in range(schedule.ticks):
         sent = {
             kind: [run_action(schedule, rank, column, tick, kind, made) for column, rank in enumerate(ranks)]
-            for kind in schedule.kinds
+            for kind in ("BFW" if schedule.joint else schedule.kinds)
+            if kind in schedule.kinds
         }
         for (kind, shift), slots in schedule.arrival.items():
             for column in np.flatnonzero(slots[tick] >= 0):
@@ -113,6 +116,7 @@ def test_every_action_runs_once_and_after_what_it_needs(schedule):
         for need in needs(action, schedule.stages):
             same_rank = schedule.rank_of(need.stage) == schedule.rank_of(action.stage)
             in_one_tick = same_rank and "FBW".index(need.kind) < "FBW".index(action.kind)
+            in_one_tick &= not (schedule.joint and action.kind == "B")
             assert t >= tick[need] + (not in_one_tick)
             if need.stage != action.stage:
                 assert t > tick[need], "what comes from another stage comes at the end of its tick"
@@ -211,6 +215,17 @@ def test_orders_that_cannot_run_are_refused_with_their_grid(text, message):
     assert [[cell for cell in row if cell != "."] for row in grid] == [line.split() for line in text.splitlines()]
 
 
+def test_what_one_pass_reads_it_cannot_make():
+    order = orders("0F0 0B0 0F1 0B1")
+    assert str(Schedule("two", (0,), 2, order)).endswith("rank 0 0F0+0B0 0F1+0B1")
+    later = Schedule("one", (0,), 2, orders("0F0 0F1 0B0 0B1"), joint=True)
+    assert str(later).endswith("rank 0     0F0 0F1&0B0     0B1") and later.both.T.tolist() == [[False, True, False]]
+    assert Schedule("one", (0,), 2, order, joint=True).ticks == 4
+    with pytest.raises(ScheduleError, match="0B0 in tick 0 reads 0F0 of tick 0, so tick 1 is its soonest") as caught:
+        Schedule("one", (0,), 2, order, starts=((0, 0, 1, 2),), joint=True)
+    assert "0F0&>0B0<" in str(caught.value)
+
+
 def test_sizes_and_texts_that_are_no_schedule_are_refused():
     with pytest.raises(ScheduleError, match="2 stages and 0 microbatches do not fit 2 ranks"):
         gpipe(2, 0)
@@ -235,6 +250,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_with_what_else_can_be_w
         (Costs(backward=float("inf")), "backward=inf is not a valid time"),
         (Costs(weights=3), "weights=3 is more than backward=2"),
         (Costs(0, 0, 0), "there is no work"),
+        (Costs(hidden=1.5), "hidden=1.5 is more than the shorter of F, 1, and B, 2"),
     ],
 )
 def test_costs_that_cannot_be_are_refused(costs, message):

@@ -28,9 +28,9 @@ MESHES = {
     "v": ((2, 1, 1), dict(schedule="zero_bubble_v")),
     "context": ((1, 2, 1, 1, 2), dict(context="ring")),
 }
-# What a mesh adds in another order differs by a rounding of float32, 2**-24 of the largest summand; then a sum that is so
-# near to the boundary becomes the other one of its neighbours, which are 2**-7 apart. Entries of a matrix are within
-# 2**-8 of its largest one for the most part.
+# What a mesh adds in another order differs by a rounding of float32, 2**-24 of the largest summand. A sum as near as
+# that to a boundary becomes the other one of its neighbours, which are 2**-7 of it apart. Most entries of a matrix are
+# above 2**-10 of its largest one, so that less than 2**-5 of them should differ.
 OTHERS = 2**-5
 
 

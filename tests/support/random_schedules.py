@@ -11,18 +11,22 @@ PLACEMENTS = ("round-robin", "zigzag", "shuffled")
 
 @st.composite
 def random_schedules(draw, most_ranks: int = 4, most_virtual: int = 3, most_microbatches: int = 6) -> Schedule:
-    """Any sizes up to these, any placement, with W or without, and any order in which no rank waits for ever."""
+    """Any sizes up to these, any placement, with W or without, F and B as one pass or two, and any order in which no
+    rank waits for ever."""
     return random_schedule(
         ranks=draw(st.integers(1, most_ranks)),
         virtual=draw(st.integers(1, most_virtual)),
         microbatches=draw(st.integers(1, most_microbatches)),
         placement=draw(st.sampled_from(PLACEMENTS)),
         split=draw(st.booleans()),
+        joint=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
 
-def random_schedule(*, ranks: int, virtual: int, microbatches: int, placement: str, split: bool, seed: int) -> Schedule:
+def random_schedule(
+    *, ranks: int, virtual: int, microbatches: int, placement: str, split: bool, seed: int, joint: bool = False
+) -> Schedule:
     """Picks again and again one of the actions that can run, and gives it to its rank."""
     rank_of = place(ranks, virtual, placement, seed)
     stages = len(rank_of)
@@ -34,7 +38,7 @@ def random_schedule(*, ranks: int, virtual: int, microbatches: int, placement: s
         left.remove(action)
         done.add(action)
         orders[rank_of[action.stage]].append(action)
-    return Schedule("random", rank_of, microbatches, tuple(map(tuple, orders)))
+    return Schedule("random", rank_of, microbatches, tuple(map(tuple, orders)), joint=joint)
 
 
 def place(ranks: int, virtual: int, placement: str, seed: int = 0) -> tuple[int, ...]:

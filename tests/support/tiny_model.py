@@ -36,6 +36,7 @@ SCHEDULES = {
     "interleaved": {"virtual": 2},
     "zero_bubble": {},
     "zero_bubble_v": {},
+    "dualpipe_v": {},
 }
 # Compiler options: XLA fuses, and writes products in other forms, as what stands around them suggests, and their bits
 # follow. Without fusion alone XLA for CPU computes something else (a loss of 4.154 for 4.163), so both are off.

@@ -65,6 +65,7 @@ all-zb-step     2x2x2 mla column_row hidden zero_bubble   none        zero1     
 all-zb-v        2x2x2 mla scatter    hidden zero_bubble_v layer       zero3      float32 0 untied muon
 all-zb-v-ahead  2x2x2 gqa column_row seq    zero_bubble_v none        zero3      float32 1 tied   adamw \
     z_coefficient=0.001
+all-dualpipe-v  2x2x2 gqa column_row hidden dualpipe_v    attention   zero3      float32 0 tied   adamw
 
 ddp             1x2x1 gqa column_row hidden gpipe         layer       ddp        float32 0 tied   adamw
 zero2           1x2x1 mla column_row hidden gpipe         layer       zero2      float32 0 untied adamw

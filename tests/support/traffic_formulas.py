@@ -11,6 +11,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from parallax.schedules import dualpipe_v
+
 TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
 FLOAT32 = 4
 PER_USE = ("lean", "zero3")  # policies whose weights are gathered at each use
@@ -406,6 +408,8 @@ class Step:
             "zero_bubble": m + 2 * (p - 1),
             "interleaved": v * m + (v + 1) * p - 2,
             "zero_bubble_v": (2 * m + 5 * p - 3) * (1 if p == 2 else 2),
+            # With fewer microbatches more W are left at the end, as many as the rule of the schedule leaves.
+            "dualpipe_v": (2 * m + 4 * p - 1 if m > p else dualpipe_v(p, m).ticks) * (1 if p == 2 else 2),
         }
         return 0 if p == 1 else ticks[self.schedule]
 
@@ -416,7 +420,7 @@ class Step:
         self.there_and_back("pp", "reduce-scatter", outputs, 1)  # of the last stage, shared for the head
         if self.heads_between:
             self.there_and_back("pp", "all-gather", outputs, 1)  # of the embedding, which ranks shared
-        if self.schedule in ("interleaved", "zero_bubble_v") and self.pp > 1:
+        if self.schedule in ("interleaved", "zero_bubble_v", "dualpipe_v") and self.pp > 1:
             self.layers_to_their_ranks()
 
     def layers_to_their_ranks(self) -> None:

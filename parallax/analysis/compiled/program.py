@@ -35,13 +35,13 @@ from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
 from parallax.model.transformer import Block
-from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
 from parallax.step.step import UPDATE, TrainStep
 
-PASSES = FORWARD + BACKWARD + WEIGHTS
+PASSES = FORWARD, BACKWARD, WEIGHTS, JOINT
 
 
 class Share(NamedTuple):
@@ -65,28 +65,34 @@ def costs_of(model: ModelConfig, remat: str, *, seq: int) -> Costs:
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
     """Shares by name of the conditional: "F", "B" and "W" for whether a rank runs this pass in a tick, "F/end" and
-    "B/end" for whether it then runs the pipeline's first or last stage, "exit" for the head.
+    "B/end" for whether it then runs the pipeline's first or last stage, "exit" for the head. If F and B of a tick are
+    one pass, "FB" is that pass, with "FB/F/end" and "FB/B/end", and "F" and "B" are alone.
 
     A tick lasts as long as its slowest rank, so time depends on how often that rank runs each pass. `costs` determine
     the slowest rank. If the tick runs the head, in which all ranks take part between F and the rest, the slowest rank
-    is determined separately before and after it.
+    is determined separately before and after it; if F and B are one pass, it comes last.
     """
     time_of = costs.of(schedule)
     acts = {kind: table >= 0 for kind, table in schedule.microbatch.items()}
-    ends = {kind: acts[kind] & (schedule.message[kind] < 0) for kind in "FB"}
     turns = {kind: segment.stop - segment.start for segment in schedule.segments for kind in segment.kinds}
+    if schedule.both.any():
+        acts |= {kind: acts[kind] & ~schedule.both for kind in (FORWARD, BACKWARD)} | {JOINT: schedule.both}
+        time_of[JOINT] = time_of[FORWARD] + time_of[BACKWARD] - costs.hidden / schedule.virtual
+        turns[JOINT] = turns[FORWARD]
     critical = {kind: _critical(schedule, acts, time_of, kind) for kind in acts}
     taken = {kind: (acts[kind].mean(axis=1).sum() / turns[kind], critical[kind].sum() / turns[kind]) for kind in acts}
-    for kind, at_end in ends.items():
-        slowest_at_end = critical[kind] & at_end.any(axis=1)
-        taken[f"{kind}/end"] = at_end.sum() / acts[kind].sum(), slowest_at_end.sum() / critical[kind].sum()
+    for scope, kind in [(name, kind) for name in acts for kind in name if kind != WEIGHTS]:
+        at_end = acts[scope] & (schedule.message[kind] < 0)
+        slowest_at_end, slowest = critical[scope] & at_end.any(axis=1), max(critical[scope].sum(), 1)
+        name = scope if scope == kind else f"{scope}/{kind}"
+        taken[f"{name}/end"] = at_end.sum() / acts[scope].sum(), slowest_at_end.sum() / slowest
     taken["exit"] = ((schedule.exit_microbatch >= 0).sum() / turns["F"],) * 2
     return {name: Share(*map(float, shares)) for name, shares in taken.items()}
 
 
 def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
     """`[tick]`: whether the slowest rank runs this pass."""
-    exits = schedule.exit_microbatch >= 0
+    exits = (schedule.exit_microbatch >= 0) & (JOINT not in acts)
     together = np.zeros((schedule.ticks, schedule.ranks))
     for other in acts:
         apart = exits & ((other == "F") != (kind == "F"))
@@ -100,15 +106,19 @@ def name_of(op_name: str) -> str:
 
     >>> name_of("jit(step)/while/body/closed_call/F/cond"), name_of("jit(step)/while/body/F/cond/branch_1_fun/cond")
     ('F', 'F/end')
+    >>> name_of("jit(step)/while/body/FB/cond/branch_1_fun/F/cond")
+    'FB/F/end'
     """
     parts = op_name.split("/")
     if not parts or parts[-1] != "cond" or "body" not in parts:
         return ""
-    scopes = [at for at, part in enumerate(parts) if re.fullmatch(f"[{PASSES}]", part)]
+    scopes = [at for at, part in enumerate(parts) if part in PASSES]
     outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
     if not scopes:
         return "exit" if outermost else ""
-    return parts[scopes[0]] + ("" if outermost else "/end")
+    if outermost:
+        return parts[scopes[0]]
+    return "/".join([*dict.fromkeys((parts[scopes[0]], parts[scopes[-1]])), "end"])
 
 
 CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are

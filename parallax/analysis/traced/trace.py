@@ -26,7 +26,7 @@ from parallax.model import dense, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.transformer import Block
-from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.sharding import collectives, einsum, layout
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import GRADIENTS, empty_like
@@ -41,7 +41,7 @@ LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borro
 # are recomputed forward work.
 SCOPES = {FORWARD: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward", UPDATE: "update"}
 REMATTED = "rematted_computation"  # JAX's name for what jax.checkpoint recomputes
-OUTERMOST = Block.__name__  # not a part of the model: every layer has this name
+OUTERMOST = Block.__name__, JOINT  # no parts of the model: every layer has the first
 
 
 class Origin(NamedTuple):
@@ -81,7 +81,7 @@ def _scope(stack: str) -> str | None:
 @functools.cache
 def _module(stack: str) -> str:
     # A name with a dot is a method of the module before it.
-    names = [name for name in _names(stack) if name not in (*SCOPES, REMATTED, OUTERMOST) and "." not in name]
+    names = [name for name in _names(stack) if name not in (*SCOPES, REMATTED, *OUTERMOST) and "." not in name]
     return "/".join(names).lower()
 
 
