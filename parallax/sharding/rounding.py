@@ -27,7 +27,7 @@ def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], lay
 
     They are those of threefry in the global view.
     """
-    key = key_of(rounding_key(noise), field, name)
+    key = field_key(rounding_key(noise), field, name)
     if layers is None or 0 in shape:
         return jax.random.bits(key, shape, jnp.uint32)
     return _bits(key, places_in_stack(shape, layers))
@@ -45,7 +45,7 @@ def bits_in_layer(
     indices = [jnp.full(shape, layer).astype(jnp.uint32)]
     for dim, start in enumerate(starts):
         indices.append(lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(start).astype(jnp.uint32))
-    return _bits(key_of(key, GRADIENTS_FIELD, name), places(indices, whole))
+    return _bits(field_key(key, GRADIENTS_FIELD, name), entry_numbers(indices, whole))
 
 
 def rounding_key(noise: Array) -> Array:
@@ -53,7 +53,7 @@ def rounding_key(noise: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(noise[0], impl="threefry2x32"), ROUNDING), noise[1])
 
 
-def key_of(key: Array, field: str, name: str) -> Array:
+def field_key(key: Array, field: str, name: str) -> Array:
     """The key of a parameter's bits, in this field."""
     return jax.random.fold_in(key, np.uint32(zlib.crc32(f"{field} {name}".encode())))
 
@@ -66,10 +66,10 @@ def places_in_stack(shape: tuple[int, ...], layers: Array) -> tuple[Array, Array
     ['0x2', '0x7']
     """
     indices = [lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in range(len(shape))]
-    return places([layers.astype(jnp.uint32)[indices[0]], *indices[1:]], shape)
+    return entry_numbers([layers.astype(jnp.uint32)[indices[0]], *indices[1:]], shape)
 
 
-def places(indices: Sequence[Array], whole: Sequence[int]) -> tuple[Array, Array]:
+def entry_numbers(indices: Sequence[Array], whole: Sequence[int]) -> tuple[Array, Array]:
     """Index in a whole array of entries with these indices (uint32) in its dims, as upper and lower 32 bits."""
     high, low = jnp.zeros(indices[0].shape, jnp.uint32), jnp.zeros(indices[0].shape, jnp.uint32)
     for dim, index in enumerate(indices):
