@@ -102,12 +102,12 @@ class SaveLayers(SaveNothing):
         return dx, residuals, grads
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
-        found = []
+        slots = []
         for kind, passes in enumerate(layers.passes):
             names = itertools.chain(passes.names if pool == "FB" else (), itertools.repeat(None))
             like = zip(passes.saved.get(pool, ()), names)
-            found.append([_new_slots(layers, name, leaf, count, layers.per_stage(kind)) for leaf, name in like])
-        return found
+            slots.append([_new_slots(layers, name, leaf, count, layers.per_stage(kind)) for leaf, name in like])
+        return slots
 
 
 class SaveStageInput(SaveLayers):
@@ -123,8 +123,8 @@ class SaveStageInput(SaveLayers):
         empty = [[zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["FB"]] for kind, passes in kinds]
         here = this._replace(slots=this.slots | {"FB": ()})  # for this pass alone: one slot
         _, recomputed = super().forward(here, x, {"FB": empty})
-        dx, found, grads = super().backward(here, dy, residuals | recomputed, grads)
-        return dx, found | {"FB": residuals["FB"]}, grads
+        dx, written, grads = super().backward(here, dy, residuals | recomputed, grads)
+        return dx, written | {"FB": residuals["FB"]}, grads
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         return [[_new_slots(layers, LAYER_INPUT, x, count)]] if pool == "FB" else super()._slots(layers, x, pool, count)
