@@ -82,13 +82,13 @@ def step_of(row: Row, settings: Any, mesh: Any) -> Any:
     """The training step of one side; only loss and gradients differ."""
     from gspmd_model import Annotated
 
-    from parallax.step.step import make_train_step, model_of, optimizer_of
+    from parallax.step.step import TrainStep, model_of, optimizer_of
 
     model = model_of(settings, mesh)
     tx = optimizer_of(model)
     if row.annotated:
         model = Annotated(model.settings, mesh)
-    return make_train_step(model, tx, settings.train.seed, settings.guard)
+    return TrainStep(model, tx, settings.train.seed, settings.guard)
 
 
 def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> tuple[Any, Any]:

@@ -93,7 +93,7 @@ def prepare(settings: Any) -> tuple:
     import jax
 
     import parallax as px
-    from parallax.step.step import init_state, make_train_step, model_of, optimizer_of
+    from parallax.step.step import TrainStep, init_state, model_of, optimizer_of
 
     model = model_of(settings, px.make_mesh(settings.mesh))
     tx = optimizer_of(model)
@@ -107,7 +107,7 @@ def prepare(settings: Any) -> tuple:
         "positions": positions,
     }
     batch = jax.device_put(batch, model.batch_sharding)
-    step = make_train_step(model, tx, 0)
+    step = TrainStep(model, tx, 0)
     state, _ = jax.block_until_ready(step(init_state(model, tx, 0), batch))
     return step, state, batch
 

@@ -81,7 +81,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
 
     import parallax as px
     from parallax.analysis.traced.flops import flops_per_token
-    from parallax.step.step import init_state, make_train_step, model_of, optimizer_of
+    from parallax.step.step import TrainStep, init_state, model_of, optimizer_of
 
     pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)
@@ -96,7 +96,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatche
     batch = jax.device_put(random_batch(rows, seq, settings.model.vocab), model.batch_sharding)
     state = init_state(model, tx, 0)
     started = time.perf_counter()
-    step = make_train_step(model, tx, 0).lower(rows, seq).compile()
+    step = TrainStep(model, tx, 0).lower(rows, seq).compile()
     compile_secs = time.perf_counter() - started
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq) * rows * seq
     return Prepared(step, state, batch, flops, compile_secs)

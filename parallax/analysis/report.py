@@ -119,7 +119,7 @@ class Report:
 def report(
     step: TrainStep, batch: Any = None, *, name: str = "step", entries: int | None = None, compiled: bool = True
 ) -> Report:
-    """Report what a step of `make_train_step` sends, stores and computes.
+    """Report what a `TrainStep` sends, stores and computes.
 
     Args:
         batch: the arrays that the step takes, or their shapes; by default as `step_of` knows them.

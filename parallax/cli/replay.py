@@ -21,7 +21,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.errors import CheckpointError, ConfigError
     from parallax.hardware.devices import simulate_devices
-    from parallax.step.step import TrainState, abstract_state, make_train_step
+    from parallax.step.step import TrainState, TrainStep, abstract_state
     from parallax.storage.run_files import read_metrics
     from parallax.training.build import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.divergence import make_diagnosis, text_of
@@ -60,7 +60,7 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     with waiting("restoring the state"):
         start, state = load_before(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
-    train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
+    train_step = TrainStep(parts.model, parts.tx, settings.train.seed, settings.guard)
     put, lines = put_batches(parts), []
     with waiting("compiling the training step, and taking steps") as show:
         for done in range(start + 1, step):

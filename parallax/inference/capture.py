@@ -17,9 +17,10 @@ from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
 from parallax.model.checks import check_window
-from parallax.model.context import training_context
+from parallax.model.context import Context
 from parallax.model.embedding import logits
 from parallax.model.loss import cross_entropy
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline import Arrangement, ShardedModel
@@ -91,7 +92,7 @@ def _run(model: ModelConfig):
 
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
-        context = training_context(Rope(model), batch["positions"], batch["segments"], rows, None)
+        context = Context(Rope(model).tables(batch["positions"]), rows, None, Mask(batch["segments"]))
         x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
         def layer(block: Block, weights: Any, x: Array, _: None) -> tuple[Array, dict]:

@@ -29,6 +29,7 @@ from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import reshard_in_order
 
 HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # memory layout of an array [B, S, H, J]
+BY_HEADS, BY_LATENTS = activation("heads/tp d_head"), activation("heads/tp d_latent")
 UP_WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
 
@@ -228,13 +229,11 @@ class Up(Dense):
 
     def absorb_query(self, q: Array) -> Array:
         """Queries of the heads projected to queries of the latent, [B, S, H, R]."""
-        heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
-        return einsum(f"{heads}, {UP_WHOLE} -> {latents}", q, self._own_heads())
+        return einsum(f"{BY_HEADS}, {UP_WHOLE} -> {BY_LATENTS}", q, self._own_heads())
 
     def expand(self, seen: Array) -> Array:
         """Attention outputs in the latent space, [B, S, H, R], projected to values, [B, S, H, K]."""
-        heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
-        return einsum(f"{latents}, {UP_WHOLE} -> {heads}", seen, self._own_heads())
+        return einsum(f"{BY_LATENTS}, {UP_WHOLE} -> {BY_HEADS}", seen, self._own_heads())
 
     def as_rounded(self, latent: Array, operand: int = INPUT) -> Array:
         """A latent, or a kernel, rounded as an 8-bit product would round it, in the compute dtype."""

@@ -29,12 +29,13 @@ from parallax.config.sections import (
 from parallax.errors import ConfigError, quoted
 from parallax.jaxprs import needed, part
 from parallax.model.attention import GQA
-from parallax.model.context import Context, training_context
+from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
+from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
@@ -289,7 +290,7 @@ def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array
 
     def init(key: Array) -> Any:
         ids, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, model.d_model), model.dtype)
-        context = training_context(Rope(model), ids, ids, ids[0], None)
+        context = Context(Rope(model).tables(ids), ids[0], None, Mask(ids))
         return block.clone(model=model).init(key, x, context)["params"]
 
     traced, like = jax.make_jaxpr(init, return_shape=True)(jax.ShapeDtypeStruct((), key_dtype))

@@ -135,12 +135,12 @@ class Arrangement:
         >>> Arrangement((0, 1, 0, 1), ("dense",) * 6).numbers.tolist()
         [[0, 1, 4, -1], [2, 3, 5, -1]]
         """
-        found = np.full((self.ranks, self.virtual, self.stage_layers), -1, np.int32)
+        numbers = np.full((self.ranks, self.virtual, self.stage_layers), -1, np.int32)
         filled = [0] * self.ranks
         for rank, start, size in zip(self.placement, np.cumsum([0, *self.sizes]), self.sizes):
-            found[rank, filled[rank], :size] = np.arange(start, start + size)
+            numbers[rank, filled[rank], :size] = np.arange(start, start + size)
             filled[rank] += 1
-        return found.reshape(self.ranks, -1)
+        return numbers.reshape(self.ranks, -1)
 
     @property
     def uneven(self) -> bool:
@@ -163,7 +163,7 @@ class Arrangement:
         names = sorted(set(self.kinds))
         kinds = np.append([names.index(kind) for kind in self.kinds], len(names))[self.numbers]
         by_stage = kinds.reshape(-1, self.stage_layers)
-        earlier = [[int((stage[:at] == kind).sum()) for at, kind in enumerate(stage)] for stage in by_stage]
+        earlier = [[int((stage[:place] == kind).sum()) for place, kind in enumerate(stage)] for stage in by_stage]
         return np.stack([kinds, np.reshape(earlier, kinds.shape)]).astype(np.int32)
 
     @cached_property
@@ -187,9 +187,9 @@ class Arrangement:
                 earlier = {int((stage[:place] == there[0]).sum()) for stage in kinds}
                 same = len(there) == 1 and len(earlier) == 1
                 runs.append(LayerRun(there, place, 1, none in column, earlier.pop() if same else None))
-        found = _repeated(runs)
-        if sum(len(repeat.runs) for repeat in found) <= MOST_RUNS:
-            return found
+        repeats = _repeated(runs)
+        if sum(len(repeat.runs) for repeat in repeats) <= MOST_RUNS:
+            return repeats
         return (Repeat(1, (LayerRun(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
 
     def own_kinds(self) -> Array:

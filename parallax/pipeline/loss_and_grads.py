@@ -101,11 +101,8 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     batched = model.schedule.head == "between" if use == "train" else use == "logits"
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
-    given = parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight
-    if batched:
-        ends = BatchedHead(*given)
-    else:
-        ends = MicrobatchHead(*given) if use == "train" else LossOnly(*given)
+    form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
+    ends = form(parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight)
     passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
@@ -150,8 +147,7 @@ def microbatches(
     """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
     every mesh, which data ranks share; otherwise each rank divides its own rows."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
-    own, segments = _in_context_order(batch)
-    own["segments"] = segments
+    own = _in_context_order(batch)
     if shared:
         own, rows = {name: _share_of_each(x, count) for name, x in own.items()}, _share_of_each(rows, count)
     cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in own.items()}
@@ -159,8 +155,7 @@ def microbatches(
     if noise is not None and model.config.dropout > 0:
         root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
         key = as_varying(jax.random.fold_in(root, noise[1]))
-    arrays = (cut[name] for name in BATCH_ARRAYS)
-    return Tokens(*arrays, rows.reshape(count, -1), key)
+    return Tokens(*(cut[name] for name in BATCH_ARRAYS), rows.reshape(count, -1), key)
 
 
 def _share_of_each(x: Array, count: int) -> Array:
@@ -182,19 +177,18 @@ def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:
     return metrics | {"z_loss": z_loss} if ends.loss.z_coefficient else metrics
 
 
-def _in_context_order(batch: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
-    """The tokens of this context rank, in the order of parallax/sharding/zigzag.py, and the segments of whole rows.
+def _in_context_order(batch: Mapping[str, Array]) -> Mapping[str, Array]:
+    """The tokens of this context rank, in the order of parallax/sharding/zigzag.py, with the segments of whole rows.
 
     Communication:
         forward   all_gather of the batch's arrays over cp
         backward  nothing
     """
     if context_ranks() == 1:
-        return dict(batch), batch["segments"]
+        return batch
     arrays = Layout.parse(f"entries {TOKENS}")
     whole = all_gather(f"{arrays} -> {arrays.without(CONTEXT_AXIS)}", jnp.stack(list(batch.values())))
-    own = own_tokens(whole, axis=2)
-    return dict(zip(batch, own)), dict(zip(batch, whole))["segments"]
+    return dict(zip(batch, own_tokens(whole, axis=2))) | {"segments": dict(zip(batch, whole))["segments"]}
 
 
 def _in_order_of_text(model: ModelOnMesh, outputs: Array) -> Array:

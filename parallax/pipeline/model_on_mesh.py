@@ -17,11 +17,12 @@ from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
 from parallax.model.batch import checked
-from parallax.model.context import Context, training_context
+from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.mask import Mask
 from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
@@ -216,7 +217,7 @@ class ModelOnMesh:
         if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        return training_context(Rope(self.config), positions, segments, rows, tokens.key, weight)
+        return Context(Rope(self.config).tables(positions), rows, tokens.key, Mask(segments), weight)
 
     @property
     def rounds_kernels(self) -> bool:

@@ -16,9 +16,9 @@ def no_observations(layers: int) -> Array:
 def with_observation(seen: Array, row: Array, x: Array, counts: Array) -> Array:
     """The observations with this array's in a row, if it `counts`."""
     finite, wide = jnp.isfinite(x), jnp.abs(x.astype(jnp.float32))
-    found = jnp.stack([jnp.sum(~finite).astype(jnp.float32), jnp.max(jnp.where(finite, wide, 0))])
-    found = as_varying(jnp.where(counts, found, 0))
-    return seen.at[row].set(jnp.stack([seen[row, 0] + found[0], jnp.maximum(seen[row, 1], found[1])]))
+    observed = jnp.stack([jnp.sum(~finite).astype(jnp.float32), jnp.max(jnp.where(finite, wide, 0))])
+    observed = as_varying(jnp.where(counts, observed, 0))
+    return seen.at[row].set(jnp.stack([seen[row, 0] + observed[0], jnp.maximum(seen[row, 1], observed[1])]))
 
 
 def of_all_devices(seen: Array) -> Array:

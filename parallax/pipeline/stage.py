@@ -113,12 +113,12 @@ class SaveLayers(SaveNothing):
         return both_ways(ahead._replace(work=self.work), back._replace(work="backward"), x, dy, residuals, grads)
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
-        found = []
+        slots = []
         for kind, passes in enumerate(layers.passes):
             names = itertools.chain(passes.names if pool == "FB" else (), itertools.repeat(None))
             like = zip(passes.saved.get(pool, ()), names)
-            found.append([_new_slots(layers, name, leaf, count, layers.per_stage(kind)) for leaf, name in like])
-        return found
+            slots.append([_new_slots(layers, name, leaf, count, layers.per_stage(kind)) for leaf, name in like])
+        return slots
 
 
 class SaveStageInput(SaveLayers):

@@ -27,6 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import pack, unpack
+from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
 from parallax.config.sections import PARTS
@@ -278,8 +279,7 @@ class ShardingPlan:
     @property
     def _frozen(self) -> str:
         """A line that says how many parameters are not trained; "" for none."""
-        pairs = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
-        sizes = [leaf.size for row, leaf in pairs if row.spec.is_constant]
+        sizes = self._sizes_of_frozen
         return f"\nnot trained: {sum(sizes):,} parameters, in {len(sizes)} arrays" if sizes else ""
 
     @property
@@ -326,10 +326,13 @@ class ShardingPlan:
     @property
     def trained(self) -> float:
         """The share of the parameters that are updated."""
+        every = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        return (every - sum(self._sizes_of_frozen)) / every
+
+    @property
+    def _sizes_of_frozen(self) -> list[int]:
         leaves = zip(jax.tree.leaves(self.rows), jax.tree.leaves(self.shapes), strict=True)
-        sizes = [(leaf.size, leaf.size * (not row.spec.is_constant)) for row, leaf in leaves]
-        every, updated = map(sum, zip(*sizes))
-        return updated / every
+        return [leaf.size for row, leaf in leaves if row.spec.is_constant]
 
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
         name, spec, compute = jax.tree_util.keystr(path, simple=True, separator="/"), declared.spec, declared.layout
@@ -393,21 +396,18 @@ class ShardingPlan:
         for stack, order in self.stacks.items():
             rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(entry(params, stack))
             leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
-            layouts = [row.at_rest for row in rows]
             if order:
-                layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
+                leaves = order.to_stages([row.at_rest for row in rows], leaves)
             # If pp and data axes shard the same dim of a table, both are gathered at once.
-            resident, rounded = [row.resident for row in rows], [not row.is_gathered_per_use for row in rows]
-            loaded[stack] = jax.tree.unflatten(structure, self._gather(rows, layouts, resident, leaves, rounded))
+            before = "staged" if order else "at_rest"
+            loaded[stack] = jax.tree.unflatten(structure, self._gather(rows, before, "resident", leaves))
         return loaded
 
     def use(self, weights: Any, part: str = "") -> Any:
         """The weights that a layer computes with, from resident ones: those of a part or of one of its
         layers; without a part, all."""
         rows, (leaves, structure) = self.rows_of(part), jax.tree.flatten(weights)
-        resident, compute = [row.resident for row in rows], [row.compute for row in rows]
-        whole = self._gather(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
-        return jax.tree.unflatten(structure, whole)
+        return jax.tree.unflatten(structure, self._gather(rows, "resident", "compute", leaves))
 
     def trained_of(self, weights: Any, part: str) -> Any:
         """A part's weights, with None for constants of the backward pass."""
@@ -480,7 +480,7 @@ class ShardingPlan:
                     for at, x in zip(kept, moved, strict=True):
                         leaves[at] = to_host(x) if is_on_host(leaves[at]) else x
                 stored[stack] = jax.tree.unflatten(structure, leaves)
-            stored = self._sum(nested(stored))
+            stored = self._sum(unflatten_dict(stored, sep="/"))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
         by_name = named_leaves(stored)
         return grads, {name: by_name[name] for name in self.statistics}
@@ -510,21 +510,15 @@ class ShardingPlan:
         names = [row.spec.stack or part for part in PARTS for row in jax.tree.leaves(self.rows[part])]
         return {name: self.orders.get(name) for name in names}
 
-    def _gather(
-        self,
-        rows: Sequence[ParameterPlan],
-        before: Sequence[Layout],
-        after: Sequence[Layout],
-        weights: Sequence[Array],
-        rounded: Sequence[bool],
-    ) -> list[Array]:
-        """Gather weights after the cast, so that fewer bytes are sent; in 8 bits where the plan says so and they are
-        `rounded` in this move, bitwise equal to rounding the whole weights. One all_reduce finds all their largest
-        entries."""
-        whole, narrow = [*weights], [at for at, row in enumerate(rows) if row.rounded_to and rounded[at]]
-        for at, (row, old, new, x) in enumerate(zip(rows, before, after, weights, strict=True)):
-            if at in narrow:
+    def _gather(self, rows: Sequence[ParameterPlan], before: str, after: str, weights: Sequence[Array]) -> list[Array]:
+        """Gather weights from one layout of their rows to another after the cast, so that fewer bytes are sent; in 8
+        bits where the plan says so for this move, bitwise equal to rounding the whole weights. One all_reduce finds all
+        their largest entries."""
+        whole, narrow, moves = [*weights], [], [(getattr(row, before), getattr(row, after)) for row in rows]
+        for at, (row, (old, new), x) in enumerate(zip(rows, moves, weights, strict=True)):
+            if row.rounded_to and row.is_gathered_per_use == (after == "compute"):
                 whole[at] = row.cast(x)
+                narrow.append(at)
             elif old != new:
                 with jax.named_scope(row.scope):
                     whole[at] = collectives.all_gather(_pattern(old, new, x), row.cast(x), first=self.gather_first)
@@ -534,7 +528,7 @@ class ShardingPlan:
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
             with jax.named_scope(row.scope):
-                pattern, scale = _pattern(before[at], after[at], x), scale_of(most, row.rounded_to)
+                pattern, scale = _pattern(*moves[at], x), scale_of(most, row.rounded_to)
                 whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
@@ -660,19 +654,6 @@ def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
 def entry(tree: Any, path: str) -> Any:
     """What a tree has under a name like "blocks/KIND"; the tree itself for ""."""
     return reduce(lambda inner, name: inner[name], filter(None, path.split("/")), tree)
-
-
-def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree that has these entries.
-
-    >>> nested({"head": 1, "blocks/dense": 2, "blocks/moe": 3})
-    {'head': 1, 'blocks': {'dense': 2, 'moe': 3}}
-    """
-    tree: dict[str, Any] = {}
-    for path, value in entries.items():
-        part, _, kind = path.partition("/")
-        tree[part] = tree.get(part, {}) | {kind: value} if kind else value
-    return tree
 
 
 def empty_like(x: Array) -> Array:

@@ -263,17 +263,6 @@ def _trained(rows: Any, tree: Any) -> Any:
     return jax.tree.map(lambda row, x: x if row.spec.is_trained else None, rows, tree)
 
 
-def make_train_step(
-    model: ShardedModel,
-    tx: optax.GradientTransformation,
-    seed: int,
-    guard: GuardConfig | None = None,
-    batch_shape: tuple[int, int] | None = None,
-) -> TrainStep:
-    """One training step of a model with an optimizer; see TrainStep."""
-    return TrainStep(model, tx, seed, guard, batch_shape)
-
-
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
     jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.config.matmul))
@@ -311,4 +300,4 @@ def step_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = N
     """
     model, shape = model_of(settings, mesh, code=code), (settings.data.global_batch, settings.data.seq)
     model.check_batch(*shape)
-    return make_train_step(model, optimizer_of(model), settings.train.seed, settings.guard, shape)
+    return TrainStep(model, optimizer_of(model), settings.train.seed, settings.guard, shape)

@@ -23,10 +23,10 @@ from parallax.model.products import COMPUTE
 from parallax.processes import job
 from parallax.step.step import (
     TrainState,
+    TrainStep,
     abstract_state,
     init_state,
     make_eval_step,
-    make_train_step,
     state_shardings,
     with_first_scales,
 )
@@ -146,7 +146,7 @@ def run_to_end(
         logger.say("\n".join(run_facts(parts, costs, folder.path, start, source)))
         meter = meter_of(parts, costs)
         logger.begin(start, RunFiles(settings.train.first_run).metrics if source else None)
-        train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
+        train_step = TrainStep(model, parts.tx, settings.train.seed, settings.guard)
         put = put_batches(parts)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1

@@ -38,7 +38,7 @@ from parallax.sharding.collectives import (
 )
 from parallax.sharding.plan import GRADIENTS
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state
 
 REPO = pathlib.Path(__file__).parents[2]
 SIZES = {"pp": 2, "dp": 4, "tp": 2}
@@ -330,7 +330,7 @@ def test_totals_add_up_over_every_field():
 def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
     model = build(mesh, layers=2, **changes)
     tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.plan.rows)
-    step = make_train_step(model, tx, seed=0)
+    step = TrainStep(model, tx, seed=0)
     state = abstract_state(model, tx)
     norm = lambda grads: step.grad_norm(grads, {})  # noqa: E731
     update = jax.jit(lambda state, grads: step.update(state.params, state.opt_state, grads, {}, norm(grads)))
@@ -356,7 +356,7 @@ def test_muon_sends_the_rows_and_products_of_its_matrices():
     """A matrix of d_model=32 rows over dp, 64 columns over tp, in each of 2 layers: G has 32 x 32 entries."""
     model = build((1, 2, 2), attention="gqa", layers=2, d_model=32, d_ff=64)
     tx = make_optimizer(optimizer_config(name="muon", warmup_steps=0), 10, model.plan.rows)
-    found = [one for one in update_collectives(make_train_step(model, tx, seed=0)) if one.module == "mlp/gate"]
+    found = [one for one in update_collectives(TrainStep(model, tx, seed=0)) if one.module == "mlp/gate"]
     entries = {
         ("all-gather", ("dp",)): 5 * 2 * (16 * 32 + 16 * 32),  # own rows of X, and of G
         ("all-reduce", ("tp",)): 5 * 2 * (16 * 32),  # own rows of G

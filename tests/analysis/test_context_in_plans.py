@@ -25,7 +25,7 @@ from parallax.config.sections import MeshConfig
 from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, init_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state, init_state
 
 ROWS, SEQ, MICROBATCHES, LAYERS, BYTES = 16, 64, 4, 8, 4
 FORMS = ("all_gather", "ring", "ulysses")
@@ -150,7 +150,7 @@ def test_the_predicted_peak_is_near_the_compilers(context):
     model = build((1, 2, 1, 1, 4), context=context, remat="none", **wide)
     tx = adamw(model)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=64, seq=512)
-    made = read_compiled(make_train_step(model, tx, 0).lower(64, 512).compile(), model.mesh)
+    made = read_compiled(TrainStep(model, tx, 0).lower(64, 512).compile(), model.mesh)
     assert plan.peak / made.together == pytest.approx(1, abs=0.15)
 
 
@@ -257,7 +257,7 @@ def test_plans_and_reports_name_the_axis_and_the_form():
     assert "mesh pp=1 dp=2 cp=2 tp=1" in heading and "1 microbatch of 1 x 32 tokens a device" in heading
     assert "keys over cp by all_gather" in heading
     model = build((1, 2, 1, 1, 4), context="ring")
-    step = make_train_step(model, adamw(model), 0)
+    step = TrainStep(model, adamw(model), 0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
     text = report_text(report(step, batch, name="long", compiled=False))
     assert "pp=1 dp=2 cp=4 tp=1 on 8 devices" in text and re.search(r"^cp\n +permute", text, re.MULTILINE)

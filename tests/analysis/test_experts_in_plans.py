@@ -22,7 +22,7 @@ from parallax.config.sections import MeshConfig
 from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state
 
 ROWS, SEQ = 32, 64
 FOUR = read_topology("v5e:2x2")
@@ -131,7 +131,7 @@ def test_plans_and_reports_name_the_axis():
     assert "s of messages over dp and ep hide behind the work" in repr(found)
     model = build((1, 2, 1, 1, 1, 4))
     assert "pp=1 dp=2 ep=4 tp=1" in repr(model)
-    step = make_train_step(model, adamw(model), 0)
+    step = TrainStep(model, adamw(model), 0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
     text = report_text(report(step, batch, name="wide", compiled=False))
     assert "pp=1 dp=2 ep=4 tp=1 on 8 devices" in text and re.search(r"^dp, ep\n +all-gather", text, re.MULTILINE)

@@ -30,7 +30,7 @@ from parallax.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import likely_entries
-from parallax.step.step import make_train_step
+from parallax.step.step import TrainStep
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEAD = 6 * VOCAB * 32 * ROWS * SEQ  # FLOPs of its products, on all devices
@@ -186,10 +186,10 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
     # With recompute, XLA computes scores once for it and for attention's backward pass, and with one layer for F, too.
     model = tiny_model.build((1, 2, 2), attention="gqa", layers=2, remat="none")
     tx = make_optimizer(tiny_model.optimizer_config(warmup_steps=0), 10, model.plan.rows)
-    step = make_train_step(model, tx, seed=0)
+    step = TrainStep(model, tx, seed=0)
     with pytest.raises(ConfigError, match=r"the shape of this step.s batch is not known.*write report\(step, batch\)"):
         px.report(step)
-    found = px.report(make_train_step(model, tx, seed=0, batch_shape=(ROWS, SEQ)))
+    found = px.report(TrainStep(model, tx, seed=0, batch_shape=(ROWS, SEQ)))
     assert (found.rows, found.seq) == (ROWS, SEQ) and found.compiled_for == "4 x cpu"
     (_, given, arguments), (_, *whole) = found.beside_compiler()
     assert abs(given - arguments) < 100 and whole == [found.peak, found.compiled.together]

@@ -15,7 +15,7 @@ from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
 from parallax.config.sections import GuardConfig
 from parallax.step.optimizer import global_norm, make_optimizer
-from parallax.step.step import TrainState, TrainStep, abstract_state, make_train_step
+from parallax.step.step import TrainState, TrainStep, abstract_state
 from parallax.training import run as run_module
 
 # Large enough that arrays, and not the counters beside them, are what is held; attention, MLP, logits and weights are
@@ -31,7 +31,7 @@ def build(mesh, optimizer="adamw", **changes):
 
 
 def compiled_step(model, tx, step=None, rows=ROWS):
-    return read_compiled((step or make_train_step(model, tx, 0)).lower(rows, SEQ).compile(), model.mesh)
+    return read_compiled((step or TrainStep(model, tx, 0)).lower(rows, SEQ).compile(), model.mesh)
 
 
 def predicted(model, tx):
@@ -61,7 +61,7 @@ def test_a_step_that_may_change_nothing_holds_no_second_state(mesh):
     """The batch is small: what is held is parameters, moments and gradients."""
     model, tx = build(mesh, layers=2 * mesh[0], microbatches=mesh[0], chunk_tokens=64)
     guard = GuardConfig(max_skipped_steps=3, spike_z=6.0, spike_signal="loss", spike_window_steps=4)
-    steps = Unguarded(model, tx, 0), make_train_step(model, tx, 0, guard)
+    steps = Unguarded(model, tx, 0), TrainStep(model, tx, 0, guard)
     without, guarded = (compiled_step(model, tx, step, rows=4).together for step in steps)
     assert guarded < without + 4096  # the numbers of the guard, and a branch
 
@@ -102,7 +102,7 @@ def commands(monkeypatch, tmp_path, known_speed, shared_programs):
     """Runs a command with the flags of a config; returns what it prints before anything is compiled or measured."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
-    monkeypatch.setattr(run_module, "make_train_step", stop)
+    monkeypatch.setattr(run_module, "TrainStep", stop)
     monkeypatch.setattr(plan_command.plan, "helpful_changes", lambda *_: [])
     corpus = write_corpus(tmp_path / "corpus")
     data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}

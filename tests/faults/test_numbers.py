@@ -20,7 +20,7 @@ from parallax.config.sections import GuardConfig
 from parallax.pipeline import ShardedModel
 from parallax.step.guard import init_guard, judge
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import init_state, make_train_step, state_shardings
+from parallax.step.step import TrainStep, init_state, state_shardings
 from parallax.storage.run_files import read_metrics
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
@@ -77,7 +77,7 @@ BAD = {
 def tiny_step(mesh):
     model = build(mesh)
     tx = make_optimizer(optimizer_config(warmup_steps=2), 20, model.plan.rows)
-    return model, init_state(model, tx, 0), make_train_step(model, tx, 0, GuardConfig(**NOTHING))
+    return model, init_state(model, tx, 0), TrainStep(model, tx, 0, GuardConfig(**NOTHING))
 
 
 def batch_of(model, seed=0):
@@ -442,7 +442,7 @@ def faulty(make, fault):
 @pytest.mark.parametrize("call", [3, 4])
 def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):
     """Of the two times that step 3 is taken, one goes wrong."""
-    monkeypatch.setattr(run_module, "make_train_step", faulty(run_module.make_train_step, call))
+    monkeypatch.setattr(run_module, "TrainStep", faulty(run_module.TrainStep, call))
     changes = {"train.check_every": 3, "train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 2}
     with pytest.raises(CorruptionError) as error:
         train(tiny_config(corpus, **changes), tmp_path)

@@ -11,7 +11,8 @@ from support.tiny_model import build, make_batch, params_of
 
 import parallax as px
 from parallax.model.batch import IGNORED
-from parallax.model.context import training_context
+from parallax.model.context import Context
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 
 ROWS, SEQ = 8, 16
@@ -46,7 +47,7 @@ def test_the_maps_and_the_cache_make_what_the_layer_makes(case):
     """The first layer's output, from its attention map and what it caches alone."""
     model, params, batch, inside = seen(case)
     block, parts = jax.tree.map(lambda leaf: leaf[0], params["blocks"]), plain_parts(model.config)
-    context = training_context(Rope(model.config), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
+    context = Context(Rope(model.config).tables(batch["positions"]), jnp.arange(ROWS), None, Mask(batch["segments"]))
     x = params["embedding"]["table"][batch["tokens"]]
     x = (
         x

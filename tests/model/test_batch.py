@@ -16,7 +16,7 @@ from parallax.inference.generate import generate
 from parallax.model.batch import BATCH_ARRAYS, IGNORED, checked
 from parallax.model.embedding import EMBEDDINGS
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import init_state, make_eval_step, make_train_step
+from parallax.step.step import TrainStep, init_state, make_eval_step
 
 IDS = f"use 0 to {VOCAB - 1} (model.vocab={VOCAB})"
 AT = (3, 7)
@@ -117,7 +117,7 @@ def test_what_is_no_batch_is_refused_with_a_line(change, message, traced):
 def entry_points(model):
     """Whatever takes a batch, by name: nothing of it compiles before the batch is looked at."""
     tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
-    step = make_train_step(model, tx, 0)
+    step = TrainStep(model, tx, 0)
     return {
         "loss": lambda batch: model.loss(model.shapes, batch),
         "loss_and_grad": lambda batch: model.loss_and_grad(model.shapes, batch),
@@ -215,7 +215,7 @@ def test_the_guard_refuses_a_step_on_an_id_out_of_range():
     model = build((1, 2, 2), **BUILT)
     tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.plan.rows)
     guard = GuardConfig(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
-    state, step = init_state(model, tx, 0), make_train_step(model, tx, 0, guard)
+    state, step = init_state(model, tx, 0), TrainStep(model, tx, 0, guard)
     before = jax.device_get(state.params)
     for number, name in enumerate(("tokens", "labels"), start=1):
         state, metrics = step.take(state, jax.device_put(batch_with(name, VOCAB), model.batch_sharding))

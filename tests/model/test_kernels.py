@@ -29,7 +29,7 @@ from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
-from parallax.model.context import training_context
+from parallax.model.context import Context
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.kernels.cudnn import described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
@@ -385,7 +385,7 @@ def layer_alone(kind, seq=SEQ, kernel="splash", split=False):
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))
-    context = training_context(Rope(model.config), positions, segments, jnp.arange(2), None)
+    context = Context(Rope(model.config).tables(positions), jnp.arange(2), None, Mask(segments))
     x = jax.random.normal(jax.random.key(0), (2, seq, model.config.d_model))
     weights = {"params": weights}
     given = dict(weights=weights, x=x, context=context, plan=model.plan, stack="blocks")

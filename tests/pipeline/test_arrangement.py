@@ -19,7 +19,7 @@ from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import cut_over_pp
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, init_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state, init_state
 
 LOOP, ZIGZAG = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)
 SIZES = {"layers": 11, "d_model": 16, "d_ff": 3}
@@ -108,7 +108,7 @@ def parts_of(mesh, **changes):
 )
 def test_what_one_schedule_trained_another_takes_up_bit_for_bit(tmp_path, mesh, changes):
     model, tx = parts_of(mesh, **changes)
-    state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
+    state, step = init_state(model, tx, seed=0), TrainStep(model, tx, seed=0)
     state, _ = step(state, jax.device_put(make_batch(rows=16), model.batch_sharding))
     with CheckpointWriter(
         tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings={}

@@ -23,7 +23,8 @@ from parallax.config.sections import (
 )
 from parallax.jaxprs import ancestors as dependencies
 from parallax.jaxprs import loop
-from parallax.model.context import training_context
+from parallax.model.context import Context
+from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.schedules.csv_files import save_csv
@@ -82,7 +83,7 @@ def layer_alone():
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(4, 16, model.d_model)), jnp.float32) for _ in range(2))
     ids = jnp.zeros((4, 16), jnp.int32)
-    context = training_context(Rope(model), ids, ids, jnp.arange(4), None)
+    context = Context(Rope(model).tables(ids), jnp.arange(4), None, Mask(ids))
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     weights = {"params": weights}

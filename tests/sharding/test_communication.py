@@ -19,12 +19,13 @@ import parallax.sharding.einsum as contraction
 from parallax import model as layers
 from parallax.analysis.traced.collectives import collectives
 from parallax.model.attention import attend_over_context
-from parallax.model.context import training_context
+from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.loss import cross_entropy
+from parallax.model.mask import Mask
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
@@ -179,7 +180,7 @@ def test_a_block_sends_what_its_parts_send():
     parts = residual_layers(residual, family)
 
     def run(params, x, ids, positions, segments):
-        context = training_context(Rope(model), positions, segments, np.arange(len(ids)), None)
+        context = Context(Rope(model).tables(positions), np.arange(len(ids)), None, Mask(segments))
         return block.apply({"params": params}, x, context)
 
     layouts, params = {}, {}

@@ -35,7 +35,7 @@ from parallax.step.low_precision import (
     with_states_in,
 )
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state
 from parallax.training.run import train
 
 NARROW = {
@@ -188,7 +188,7 @@ def held(state):
 def after_updates(mesh, number, experts, dtypes, name="adamw", as_written=False):
     dtypes = dict(dtypes)
     model = model_of(mesh, EXPERTS if experts else SHAPE, dtypes)
-    step = make_train_step(model, optimizer(model, name=name, **dtypes), seed=5)
+    step = TrainStep(model, optimizer(model, name=name, **dtypes), seed=5)
     state, update = step.init(), updater(step, AS_WRITTEN if as_written else None)
     for seed in range(number):
         state = update(state, gradients(model, seed))
@@ -239,7 +239,7 @@ def test_what_is_saved_on_one_mesh_goes_on_with_the_same_bits_on_another(dtypes,
     with CheckpointWriter(tmp_path, config, settings={}) as checkpoints:
         checkpoints.save(1, {"state": state})
     model = model_of((1, 8, 1), SHAPE, dtypes)
-    step = make_train_step(model, optimizer(model, **dtypes), seed=5)
+    step = TrainStep(model, optimizer(model, **dtypes), seed=5)
     found = restore(tmp_path, 1, {"state": abstract_state(model, step.tx)})["state"]
     assert held(found) == held(state)
     _, never_stopped = after_updates((1, 1, 1), 2, False, tuple(dtypes.items()))
@@ -368,7 +368,7 @@ def test_losses_of_a_run_are_the_same_on_every_mesh_but_for_rare_roundings(kind)
     losses = {}
     for mesh in MESHES[kind]:
         model = model_of(mesh, EXPERTS if kind == "experts" else SHAPE, ALL)
-        step = make_train_step(model, optimizer(model, **ALL, learning_rate=3e-3), seed=5)
+        step = TrainStep(model, optimizer(model, **ALL, learning_rate=3e-3), seed=5)
         state = step.init()
         losses[mesh] = []
         for number in range(4):

@@ -18,7 +18,7 @@ from parallax.config.sections import CheckpointConfig
 from parallax.errors import ConfigError
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.step.optimizer import DECAYED, clip_by_norm, global_norm, learning_rate, make_optimizer, muon_dims
-from parallax.step.step import abstract_state, init_state, make_train_step, state_shardings
+from parallax.step.step import TrainStep, abstract_state, init_state, state_shardings
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
 SCHEDULES = ["cosine", "linear", "wsd", "wsd_sqrt", "constant"]
@@ -353,7 +353,7 @@ def assert_moved_alike(found, expected, before):
 def test_every_leaf_is_updated_as_plain_numpy_does(optimizer, attention):
     config = optimizer_config(name=optimizer, **HELD)
     model = optimizer_model(attention).replace(optimizer=config)
-    step = make_train_step(model, make_optimizer(config, len(SIZES), model.plan.rows), seed=0)
+    step = TrainStep(model, make_optimizer(config, len(SIZES), model.plan.rows), seed=0)
     params = random_leaves(model, 1.0, seed=99)
     opt_state = first_state(model, step.tx, params)
     plain = PlainOptimizer(config, len(SIZES), parameters_by_name(params))
@@ -404,7 +404,7 @@ def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attent
 def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_right_update(tmp_path):
     model, config = optimizer_model("mla"), optimizer_config(name="muon", **HELD)
     old, params = as_runs_were_begun(config, model), random_leaves(model, 1.0, seed=99)
-    step = make_train_step(model, make_optimizer(config, 10, model.plan.rows), seed=0)
+    step = TrainStep(model, make_optimizer(config, 10, model.plan.rows), seed=0)
     like, grads = abstract_state(model, step.tx), random_leaves(model, 0.1, seed=0)
     _, state = jax.jit(old.update)(grads, first_state(model, old, params), params)
     with CheckpointWriter(

@@ -29,7 +29,7 @@ from parallax.inference.run import restore_params
 from parallax.model.batch import IGNORED
 from parallax.sharding.mesh import make_mesh
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, make_train_step, model_of
+from parallax.step.step import TrainStep, abstract_state, model_of
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -249,7 +249,7 @@ def our_losses(pair: Pair, model, params) -> list[float]:
     settings = load_settings(pair.run)
     config = dataclasses.replace(settings.optimizer, schedule="constant", warmup_steps=0, **ADAMW)
     tx = make_optimizer(config, STEPS, model.plan.rows)
-    step = make_train_step(model, tx, settings.train.seed, settings.guard)
+    step = TrainStep(model, tx, settings.train.seed, settings.guard)
     zeros = jax.tree.map(
         lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract_state(model, tx)
     )

@@ -105,7 +105,7 @@ SHARED = {
     (build, "optimizer_of"): functools.cache(build.optimizer_of),
     # The optimizer's state follows from the model, which no other optimizer has.
     (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
-    (run, "make_train_step"): functools.cache(run.make_train_step),
+    (run, "TrainStep"): functools.cache(run.TrainStep),
     (run, "make_eval_step"): functools.cache(run.make_eval_step),
     (facts, "peak_flops"): functools.cache(facts.peak_flops),
 }

@@ -6,9 +6,10 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from parallax.model.attention import GQA
-from parallax.model.context import training_context
+from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
+from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
@@ -72,7 +73,7 @@ def call(layer, rope):
             return logits(layer.form, layer.rows, layer.apply(weights, x), params["table"], layer.entries)
         if isinstance(layer, RMSNorm | GatedMLP | Dense):
             return layer.apply(weights, x)
-        return layer.apply(weights, x, training_context(rope, positions, segments, rows, None))
+        return layer.apply(weights, x, Context(rope.tables(positions), rows, None, Mask(segments)))
 
     return function
 
@@ -87,7 +88,7 @@ def declared(layer, rope):
             return layer.init(key, ids, rows, None)
         if isinstance(layer, RMSNorm | GatedMLP | Dense | Head):
             return layer.init(key, x)
-        return layer.init(key, x, training_context(rope, positions, segments, rows, None))
+        return layer.init(key, x, Context(rope.tables(positions), rows, None, Mask(segments)))
 
     boxed = jax.eval_shape(init, jax.random.key(0))["params"]
     shapes, rng = nn.meta.unbox(boxed), np.random.default_rng(2)

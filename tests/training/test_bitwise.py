@@ -12,7 +12,7 @@ import pytest
 from support.tiny_model import AS_WRITTEN, build, make_batch, optimizer_config
 
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import make_train_step
+from parallax.step.step import TrainStep
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 10
@@ -63,7 +63,7 @@ def ten_steps(name="adamw", states_on="device", **changes):
     model = build((2, 2, 1), **NONE | changes)
     model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, states_on=states_on))
     tx = make_optimizer(optimizer_config(name=name, warmup_steps=1, eps=1e-3), STEPS, model.plan.rows)
-    step = make_train_step(model, tx, seed=0)
+    step = TrainStep(model, tx, seed=0)
     batches = [jax.device_put(make_batch(32, seed=seed), model.batch_sharding) for seed in range(STEPS)]
     state = step.init()
     # Compiled ahead: a cache of such programs, whose operations are functions of their own, needs too many mappings.

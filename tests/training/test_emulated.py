@@ -12,7 +12,7 @@ from test_low_precision import ALL, EXPERTS, HALF, MIXED, SHAPE, model_of, optim
 
 from parallax.sharding.layout import named_leaves
 from parallax.step.low_precision import WEIGHTS_FIELD
-from parallax.step.step import make_train_step
+from parallax.step.step import TrainStep
 
 SEED, STEPS = 5, 3
 KEYS = {WEIGHTS_FIELD: "weights_dtype", "mu": "m_dtype", "nu": "v_dtype"}
@@ -86,7 +86,7 @@ def share_of_other_bits(found, expected, dtypes):
 @pytest.mark.parametrize(("mesh", "case", "dtypes"), CASES.values(), ids=CASES)
 def test_steps_on_a_mesh_are_those_emulated_in_float32(mesh, case, dtypes):
     model = model_of(mesh, case, dtypes)
-    step = make_train_step(model, optimizer(model, **dtypes), seed=SEED)
+    step = TrainStep(model, optimizer(model, **dtypes), seed=SEED)
     emulated, scales = emulated_step(case, dtypes)
     batches = [make_batch(rows=16, seed=number) for number in range(STEPS)]
     on_mesh = [jax.device_put(batch, model.batch_sharding) for batch in batches]

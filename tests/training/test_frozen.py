@@ -20,7 +20,7 @@ from parallax.analysis.traced.trace import step_program
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import read_manifest
 from parallax.errors import CheckpointError, ConfigError
-from parallax.step.step import abstract_state, make_train_step, model_of
+from parallax.step.step import TrainStep, abstract_state, model_of
 from parallax.training.facts import size_tables
 from parallax.training.run import train
 
@@ -186,7 +186,7 @@ def test_an_optimizer_with_states_of_them_is_refused():
         abstract_state(model, optax.adamw(1e-3))
     labels = jax.tree.map(lambda row: "no" if row.spec.frozen else "yes", model.plan.rows)
     tx = optax.partition({"yes": optax.adamw(1e-3), "no": optax.set_to_zero()}, labels)
-    step = make_train_step(model, tx, seed=0)
+    step = TrainStep(model, tx, seed=0)
     before = step.init()
     kernels = np.asarray(before.params["blocks"]["mlp"]["up"]["kernel"])
     after, _ = step(before, batch())

@@ -28,7 +28,7 @@ from parallax.sharding.host import rests_on_host
 from parallax.sharding.plan import ShardingPlan
 from parallax.sharding.rounding import places_in_stack, random_bits
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state, make_train_step
+from parallax.step.step import TrainStep, abstract_state
 from parallax.training.run import train
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def step_of(mesh, changes, optimizer, memories):
     model = build(mesh, **SHAPE | changes)
     model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, **kept | memories))
     tx = make_optimizer(optimizer_config(**HELD | optimizer), 10, model.plan.rows)
-    return make_train_step(model, tx, seed=5)
+    return TrainStep(model, tx, seed=5)
 
 
 def ten_steps(step):
@@ -208,7 +208,7 @@ ERRORS = {
         "pipeline.residuals_on='host ffn' is not a set of parts; use one of device, host alone, or a set of input, ",
     ),
     "another optimizer": (
-        lambda: make_train_step(*adafactor(), seed=0),
+        lambda: TrainStep(*adafactor(), seed=0),
         "optimizer.states_on='host' needs an optimizer that keeps arrays of the parameters' shapes; this one keeps ",
     ),
 }

@@ -21,7 +21,7 @@ from parallax.sharding.layout import named_leaves
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.guard import init_guard
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import TrainState, abstract_state, make_eval_step, make_train_step, state_shardings
+from parallax.step.step import TrainState, TrainStep, abstract_state, make_eval_step, state_shardings
 from parallax.storage.run_files import read_metrics
 from parallax.training.loop import checkpoint_parts, state_from
 from parallax.training.run import train
@@ -50,7 +50,7 @@ def on(name):
     """(model, optimizer, step, evaluation) on a mesh."""
     model = build(MESHES[name], **MIXTURE).replace(optimizer=optimizer_config(**OPTIMIZER))
     tx = make_optimizer(model.settings.optimizer, STEPS, model.plan.rows)
-    return model, tx, make_train_step(model, tx, 0, GuardConfig()), make_eval_step(model)
+    return model, tx, TrainStep(model, tx, 0, GuardConfig()), make_eval_step(model)
 
 
 def first_state(name):

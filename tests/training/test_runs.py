@@ -25,7 +25,7 @@ from parallax.config.settings import with_code
 from parallax.errors import ConfigError
 from parallax.sharding.layout import named_leaves
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import init_state, make_eval_step, make_train_step, model_of
+from parallax.step.step import TrainStep, init_state, make_eval_step, model_of
 
 RUN_ERROR = 1e-4  # of losses in 20 steps: what differs in the last place is multiplied by Adam, step for step
 
@@ -114,7 +114,7 @@ def losses_of_run(mesh, steps, **changes):
     """Losses of a run from initial values over four batches in turn, each of 16 rows."""
     model = build(mesh, **changes)
     tx = make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.plan.rows)
-    state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
+    state, step = init_state(model, tx, seed=0), TrainStep(model, tx, seed=0)
     losses = []
     for number in range(steps):
         state, metrics = step(state, jax.device_put(make_batch(rows=16, seed=number % 4), model.batch_sharding))

@@ -20,7 +20,7 @@ from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.safetensors import read_model
 from parallax.model.products import latest_amax
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import make_train_step
+from parallax.step.step import TrainStep
 from parallax.training.build import build as build_run
 from parallax.training.folder import RunFolder
 from parallax.training.resume import is_fixed, step_to_resume
@@ -33,7 +33,7 @@ EIGHT_BIT = {"model.matmul": "int8", "model.dropout": 0.0, "sample.prompt": "It 
 def make_step(form, mesh=(1, 1, 1), **changes):
     model = build(mesh, matmul=form, **SHAPE)
     how = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant") | changes
-    return make_train_step(model, make_optimizer(optimizer_config(**how), 50, model.plan.rows), seed=0)
+    return TrainStep(model, make_optimizer(optimizer_config(**how), 50, model.plan.rows), seed=0)
 
 
 def scales(params):
