@@ -368,7 +368,7 @@ def warnings(run: FirstRun) -> Iterator[str]:
 # ---- the machine, without names of hosts, users or folders
 
 # What JAX does not say of itself: other packages, if installed, and the environment's settings of libraries below it.
-PACKAGES = (
+OTHER_PACKAGES = (
     *("flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
@@ -407,7 +407,7 @@ def topology() -> str:
 
 def software() -> list[str]:
     """Versions of the packages, and the environment's settings of libraries."""
-    there = {"parallax": code_version(), "jax": version_of("jax")} | {name: version_of(name) for name in PACKAGES}
+    there = {"parallax": code_version(), "jax": version_of("jax")} | {name: version_of(name) for name in OTHER_PACKAGES}
     flags = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
     return [f"{name}: {value}" for name, value in (there | flags).items() if value != "not installed"]
 
