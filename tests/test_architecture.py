@@ -153,7 +153,6 @@ OWN_WAY = {
     "hardware/devices.py": "the devices of this machine, in /dev and /sys",
     "version.py": "the package's own source",
     "cli/command.py": "config files, which are the user's, and the width of the terminal",
-    "cli/firstrun.py": "the driver of this machine",
     "cli/schedules.py": "the width of the terminal",
 }
 

@@ -368,7 +368,7 @@ def warnings(run: FirstRun) -> Iterator[str]:
 # ---- the machine, without names of hosts, users or folders
 
 # What JAX does not say of itself: other packages, if installed, and the environment's settings of libraries below it.
-PACKAGES = (
+OTHER_PACKAGES = (
     *("flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
@@ -378,15 +378,12 @@ ADDRESS = re.compile(r"\b(?:\d{1,3}(?:\.\d{1,3}){3}:\d+|(?:10|192\.168|172\.(?:1
 SHORTEST_NAME = 4  # characters; a shorter host name would match parts of words
 
 
-def named_devices() -> str:
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind} ({jax.default_backend()})"
-
-
 def machine() -> list[str]:
     """What JAX says of itself, the devices and the environment, and what it leaves out of the devices."""
     (memory,) = cells(in_bytes, device_memory())
+    environment, *_ = jax.print_environment_info(return_string=True).split("| Processes")  # which may be other users'
     return [
-        jax.print_environment_info(return_string=True).strip(),
+        environment.strip(),
         f"topology: {topology()}",
         f"memory of a device: {memory}",
         f"backend: {' '.join(get_backend().platform_version.split())}",
@@ -407,7 +404,7 @@ def topology() -> str:
 
 def software() -> list[str]:
     """Versions of the packages, and the environment's settings of libraries."""
-    there = {"parallax": code_version(), "jax": version_of("jax")} | {name: version_of(name) for name in PACKAGES}
+    there = {"parallax": code_version(), "jax": version_of("jax")} | {name: version_of(name) for name in OTHER_PACKAGES}
     flags = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
     return [f"{name}: {value}" for name, value in (there | flags).items() if value != "not installed"]
 
@@ -421,7 +418,8 @@ def nameless(text: str) -> str:
     for folder, instead in ((Path.cwd(), "."), (Path(sys.prefix), "<python>"), (Path.home(), "~")):
         if folder != Path(folder.anchor):
             text = text.replace(str(folder), instead)
-    text = re.sub(r"node='[^']*'", "node='<host>'", ADDRESS.sub("<address>", text))  # JAX names the host, however short
+    # JAX names the host, however short, and variables a coordinator.
+    text = re.sub(r"(node=|ADDRESS=)('[^']*'|\S+)", r"\1<host>", ADDRESS.sub("<address>", text))
     for name in (socket.gethostname(), socket.gethostname().split(".")[0]):
         if len(name) >= SHORTEST_NAME:
             text = re.sub(rf"\b{re.escape(name)}\b", "<host>", text)

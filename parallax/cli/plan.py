@@ -105,12 +105,10 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
-        with waiting("finding layouts that may fit") as show:
-            search.find(show)
-        with waiting("pricing layouts") as show:
-            search.run(show)
-        with waiting("pricing sets of parts to recompute") as show:
-            search.run_sets(show)
+        acts = {"finding layouts that may fit": search.find, "pricing layouts": search.run}
+        for what, act in (acts | {"pricing sets of parts to recompute": search.run_sets}).items():
+            with waiting(what) as show:
+                act(show)
         if not values["analytic"]:
             compile_best(search, topology, values, compiled)
     except KeyboardInterrupt:

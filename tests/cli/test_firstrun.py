@@ -100,14 +100,15 @@ def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_
     host_is("node17")
     monkeypatch.setenv("XLA_FLAGS_OF_A_TEST", f"--xla_dump_to={Path.home()}/dump/node17")
     monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "node3.cluster:8476")
     out = tmp_path / "first-run.md"
     notes_in(str(out), [*firstrun.machine(), *firstrun.software()])(f"path: {Path.home()}/corpus")
     text = out.read_text()
     assert f"jax:    {jax.__version__}\n" in text and "python: {}.{}.{} ".format(*sys.version_info[:3]) in text
     assert "cpu-8, 8 local devices" in text and "\ntopology: none" in text and "\nflax: " in text
     assert "XLA_FLAGS_OF_A_TEST=--xla_dump_to=~/dump/<host>" in text
-    assert "NCCL_SOCKET_OF_A_TEST: <address>" in text and "node='<host>'" in text and "path: ~/corpus" in text
-    assert not [name for name in (str(Path.home()), "node17", str(ROOT)) if name in text]
+    assert "NCCL_SOCKET_OF_A_TEST: <address>" in text and "node=<host>" in text and "path: ~/corpus" in text
+    assert not [name for name in (str(Path.home()), "node17", "node3", str(ROOT)) if name in text]
 
 
 @pytest.mark.parametrize("text", ["libtpu 0.0.42.1", "jax 0.12.0.1", "cudnn 9.8.0.87", "dp=8 tp=1", "v5p:4x4x4"])
