@@ -20,7 +20,7 @@ from parallax.checkpoint.steps import (
 )
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, first_few, first_line, tell
-from parallax.processes.job import tried_by_all
+from parallax.processes import job
 from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -108,17 +108,15 @@ def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     """The result of `check`; if one process of a job refuses a step, all do, so that none continues alone."""
 
     def verdict_of(error: CheckpointError) -> int:
+        if jax.process_index():
+            tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
         return DAMAGED if isinstance(error, DamagedError) else REFUSED
 
-    result, error, verdicts = tried_by_all(check, CheckpointError, verdict_of)
-    if error is not None and jax.process_index():
-        tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
-    if verdicts.max() > verdicts[jax.process_index()]:
-        others = f"process {verdicts.argmax()} refuses it; see its own error"
-        error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
-    if error is not None:
-        raise error
-    return result
+    def of_another(process: int, verdict: int) -> CheckpointError:
+        text = f"process {process} refuses it; see its own error"
+        return DamagedError(folder, step, text) if verdict == DAMAGED else CheckpointError(text)
+
+    return job.agreed(check, CheckpointError, of_another, verdict_of)
 
 
 def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Collection[str]) -> None:
