@@ -78,7 +78,7 @@ def restore(
         DamagedError: something is not as it was saved; names files, and damaged arrays.
         CheckpointError: there is no such step, or it is of another model.
     """
-    manifest = agreed(folder, step, lambda: read_manifest(folder, step))
+    manifest = checked_by_all(folder, step, lambda: read_manifest(folder, step))
     for part, tree in parts.items():
         if differences := compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part):
             drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
@@ -87,7 +87,7 @@ def restore(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
     plain = PlainPath(folder)
-    agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
+    checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, parts))
     try:
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
@@ -104,7 +104,7 @@ def restore(
     return loaded
 
 
-def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
+def checked_by_all(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     """The result of `check`; if one process of a job refuses a step, all do, so that none continues alone."""
 
     def verdict_of(error: CheckpointError) -> int:
@@ -130,7 +130,7 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
         raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
-        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved(hit)}")
+        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved([*hit])}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
