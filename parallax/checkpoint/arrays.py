@@ -71,23 +71,20 @@ class ArrayReader:
             yield piece
 
 
-def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of arrays, by part, that cannot be read or have a different fingerprint than recorded."""
-    return [
-        f"{part} {name}"
-        for part, of_part in arrays.items()
-        for name, about in of_part.items()
-        if not _is_whole(folder / part, name, about)
-    ]
-
-
-def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
-    try:
-        array = ArrayReader(folder, name, about)
-        collections.deque(array.pieces(), maxlen=0)
-    except (ValueError, OSError):  # tensorstore raises these for any problem with its files
-        return False
-    return array.running.value == about["fingerprint"]
+def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]], *, contents: bool = True) -> dict[str, str]:
+    """Arrays, by part, that cannot be opened as described, or whose contents have another fingerprint, each with the
+    reason."""
+    reasons, cache = {}, new_cache()
+    for part, of_part in arrays.items():
+        for name, about in of_part.items():
+            try:
+                array = ArrayReader(folder / part, name, about, cache)
+                collections.deque(array.pieces() if contents else (), maxlen=0)
+                if contents and array.running.value != about["fingerprint"]:
+                    reasons[f"{part} {name}"] = "its fingerprint is another one"
+            except (ValueError, OSError) as error:  # tensorstore raises these for any problem with its files
+                reasons[f"{part} {name}"] = first_line(error)
+    return reasons
 
 
 class ArrayWriter:
@@ -122,16 +119,10 @@ def check_written(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> None
 
     Orbax skips a part of its work without an error if it does not find what it wrote.
     """
-    wrong = []
-    for part, of_part in arrays.items():
-        cache = new_cache()
-        for name, about in of_part.items():
-            try:
-                ArrayReader(folder / part, name, about, cache)
-            except (ValueError, OSError) as error:
-                wrong.append(f"{part} {name} ({first_line(error)})")
+    wrong = damaged_arrays(folder, arrays, contents=False)
     if wrong:
-        raise CheckpointError(f"what was written cannot be read back: {first_few(wrong)}")
+        texts = [f"{name} ({reason})" for name, reason in wrong.items()]
+        raise CheckpointError(f"what was written cannot be read back: {first_few(texts)}")
 
 
 def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from parallax.checkpoint.steps import (
 )
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, first_few, first_line, tell
-from parallax.processes.job import tried_by_all
+from parallax.processes import job
 from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -78,7 +78,7 @@ def restore(
         DamagedError: something is not as it was saved; names files, and damaged arrays.
         CheckpointError: there is no such step, or it is of another model.
     """
-    manifest = agreed(folder, step, lambda: read_manifest(folder, step))
+    manifest = checked_by_all(folder, step, lambda: read_manifest(folder, step))
     for part, tree in parts.items():
         if differences := compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part):
             drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
@@ -87,7 +87,7 @@ def restore(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
     plain = PlainPath(folder)
-    agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
+    checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, parts))
     try:
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
@@ -104,21 +104,19 @@ def restore(
     return loaded
 
 
-def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
+def checked_by_all(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     """The result of `check`; if one process of a job refuses a step, all do, so that none continues alone."""
 
     def verdict_of(error: CheckpointError) -> int:
+        if jax.process_index():
+            tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
         return DAMAGED if isinstance(error, DamagedError) else REFUSED
 
-    result, error, verdicts = tried_by_all(check, CheckpointError, verdict_of)
-    if error is not None and jax.process_index():
-        tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
-    if verdicts.max() > verdicts[jax.process_index()]:
-        others = f"process {verdicts.argmax()} refuses it; see its own error"
-        error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
-    if error is not None:
-        raise error
-    return result
+    def of_another(process: int, verdict: int) -> CheckpointError:
+        text = f"process {process} refuses it; see its own error"
+        return DamagedError(folder, step, text) if verdict == DAMAGED else CheckpointError(text)
+
+    return job.agreed(check, CheckpointError, of_another, verdict_of)
 
 
 def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Collection[str]) -> None:
@@ -132,7 +130,7 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
         raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
-        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved(hit)}")
+        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved([*hit])}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:

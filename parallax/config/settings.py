@@ -95,7 +95,7 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     for text in said:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
-    codes = {name: imported_code(name, value, CODE[name]) for name, value in values_of(written, CODE)}
+    codes = {name: imported_code(name, value, CODE[name]) for name, value in key_values(written, CODE)}
     return Settings(**{name: _read_section(name, keys) for name, keys in _replaced(written, codes).items()})
 
 
@@ -112,7 +112,7 @@ def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:
 
 def code_of(settings: Settings) -> dict[str, UserCode]:
     """The code of a user's own that these settings name, by key."""
-    return {name: value for name, value in values_of(settings.to_dict(), CODE) if isinstance(value, UserCode)}
+    return {name: value for name, value in key_values(settings.to_dict(), CODE) if isinstance(value, UserCode)}
 
 
 def fit_to_steps(sections: dict[str, Any], written: Collection[str]) -> Iterator[str]:
@@ -161,9 +161,9 @@ def load_saved(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     saved, said = of_today(load_json(path))
     if said:
         tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
-    left_out = {name: value for name, value in values_of(saved, NOT_SAVED) if value != default_of(name)}
-    codes = {name: saved_code(name, value) for name, value in values_of(saved, CODE)}
-    return _replaced(saved, {**codes, **{name: default_of(name) for name in left_out}}), left_out
+    left_out = {name: value for name, value in key_values(saved, NOT_SAVED) if value != default_value(name)}
+    codes = {name: saved_code(name, value) for name, value in key_values(saved, CODE)}
+    return _replaced(saved, {**codes, **{name: default_value(name) for name in left_out}}), left_out
 
 
 def tell_saved(path: Path, saved: Mapping[str, Any], left_out: Mapping[str, Any], reads: Collection[str]) -> None:
@@ -172,18 +172,18 @@ def tell_saved(path: Path, saved: Mapping[str, Any], left_out: Mapping[str, Any]
     if texts := [f"{name}={quoted(left_out[name], 150)}" for name in reads if name in left_out]:
         advice = "a run's folder may come from somebody else; write it on the command line, or in a config of your own"
         tell(f"{path} does not decide {' and '.join(texts)}: {advice}", sys.stderr)
-    named = values_of(saved, [name for name in reads if name in PATHS])
+    named = key_values(saved, [name for name in reads if name in PATHS])
     if texts := [f"{name}={quoted(value, LONGEST_PATH)}" for name, value in named if value not in PATHS[name]]:
         tell(f"{path} names files, which are only read, as data: {', '.join(texts)}", sys.stderr)
 
 
-def default_of(name: str) -> Any:
+def default_value(name: str) -> Any:
     """The default of a key, as section.key."""
     section, _, key = name.partition(".")
     return getattr(SECTIONS[section], key)
 
 
-def values_of(sections: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def key_values(sections: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Keys, as section.key, that are there, with their values."""
     for name in names:
         section, _, key = name.partition(".")

@@ -3,7 +3,7 @@
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parallax.errors import DataError
@@ -29,7 +29,7 @@ def check_growth(tokenizer: Any, origin: str) -> None:
     """Raise DataError if the steps of a tokenizer of the `tokenizers` library could make a text, or ids, very long."""
     for name in STEPS:
         step = getattr(tokenizer, name)
-        parts = [] if step is None else [*_parts(json.loads(step.__getstate__()))]
+        parts = [] if step is None else _parts(json.loads(step.__getstate__()))
         kinds = [part["type"] for part in parts]
         again = [kind for number, kind in enumerate(kinds) if kind in kinds[:number]]
         growth = math.prod(map(_growth, parts)) * math.prod(SHARED_GROWTH.get(kind, 1) for kind in again)
@@ -40,14 +40,10 @@ def check_growth(tokenizer: Any, origin: str) -> None:
             )
 
 
-def _parts(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(step: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The steps of a sequence, which may hold sequences."""
-    inner = next((step[key] for key in OF_SEQUENCES if key in step), None)
-    if inner is None:
-        yield step
-        return
-    for part in inner:
-        yield from _parts(part)
+    inner = [part for key in OF_SEQUENCES for part in step.get(key, ())]
+    return [part for each in inner for part in _parts(each)] if inner else [step]
 
 
 def _growth(step: Mapping[str, Any]) -> float:

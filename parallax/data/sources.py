@@ -166,7 +166,8 @@ def _below(folder: Path) -> list[Path]:
         starts, links = links, []
         for start in starts:
             for above, folders, names in os.walk(start, onerror=fail):
-                identity = _identity(Path(above))
+                about = os.stat(above)
+                identity = about.st_dev, about.st_ino
                 if identity in entered:
                     folders.clear()
                     continue
@@ -179,23 +180,11 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _repeated(files: list[Path]) -> dict[Path, str]:
-    """Why not to read files that are links to others of them."""
-    places: dict[tuple[int, int], list[Path]] = {}
-    for file in files:
-        places.setdefault(_identity(file), []).append(file)
-    again = []
-    for names in places.values():
-        if len(names) > 1:  # hard links are files of their own
-            real: dict[Path, Path] = {}
-            for name in sorted(names, key=lambda name: (name.absolute() != name.resolve(), name)):
-                if real.setdefault(name.resolve(), name) != name:
-                    again.append(name)
-    return dict.fromkeys(again, "linked to others")
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    about = path.stat()
-    return about.st_dev, about.st_ino
+    """Why not to read files that are links to others of them; hard links are files of their own."""
+    real, chosen = {file: file.resolve() for file in files}, {}
+    for file in sorted(files, key=lambda file: (file.absolute() != real[file], file)):
+        chosen.setdefault(real[file], file)
+    return {file: "linked to others" for file in files if chosen[real[file]] != file}
 
 
 def _why_not(file: Path, kind: str | None, field: str) -> str:

@@ -5,6 +5,7 @@ It runs the model's own layers, without a mesh.
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,12 +80,10 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
     check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))
-
-    def as_float32(array: Any) -> np.ndarray:
-        return np.asarray(array, np.float32)
-
     losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
-    return Activations(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
+    return Activations(
+        seen.attention, jax.tree.map(partial(np.asarray, dtype=np.float32), seen.cache), losses, seen.logits
+    )
 
 
 def _run(model: ModelConfig):

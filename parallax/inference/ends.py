@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.data.tokenizer import Tokenizer
-from parallax.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError, errors_as
 from parallax.storage.files import object_of, read_bytes
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
@@ -46,10 +46,10 @@ def ends_of(tokenizer: Tokenizer, vocab: int, carried: Mapping[str, bytes]) -> t
     Raises CheckpointError if a file cannot be read.
     """
     name = next((name for name in (GENERATION_CONFIG, RECORD) if name in carried), None)
-    try:
+    with errors_as(
+        CheckpointError, f"{name} of the checkpoint cannot be read: ", "; import the model again", ValueError
+    ):
         of_model = _own_ends(name, object_of(carried[name])) if name else []
-    except ValueError as error:
-        raise CheckpointError(f"{name} of the checkpoint cannot be read: {error}; import the model again") from error
     return tuple(dict.fromkeys([tokenizer.end, *(number for number in of_model if 0 <= number < vocab)]))
 
 

@@ -216,17 +216,13 @@ def read_model(folder: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; did the export finish?")
         return read_header(_checked_file(folder, SINGLE))
     homes = _read_index(folder)
-    of_shard: dict[str, set[str]] = {}
-    for name, home in homes.items():
-        of_shard.setdefault(home, set()).add(name)
-    tensors_of = {}
-    for shard, names in sorted(of_shard.items()):
-        tensors = read_header(_checked_file(folder, shard))
-        odd = names ^ set(tensors)
-        if odd:
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted({*homes.values()}):
+        there = read_header(_checked_file(folder, shard))
+        if odd := {name for name, home in homes.items() if home == shard} ^ there.keys():
             raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {quoted(min(odd))}")
-        tensors_of |= tensors
-    return {name: tensors_of[name] for name in homes}
+        tensors |= there
+    return {name: tensors[name] for name in homes}
 
 
 def _read_index(folder: Path) -> dict[str, str]:

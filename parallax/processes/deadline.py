@@ -15,7 +15,7 @@ LONGEST_TICK_SECS = 5.0  # of the time between two looks no more counts: a proce
 
 
 @dataclass
-class Phase:
+class LimitedPhase:
     """What a process does, and the time that is left for it, limited by a setting of `distributed`."""
 
     name: str = "starting"
@@ -29,7 +29,7 @@ class Deadline:
     def __init__(self, config: DistributedConfig):
         self.log: Callable[[str], None] = no_log  # gets the last message in addition to stderr
         self._config, self._closed = config, threading.Event()
-        self._phase = Phase()
+        self._phase = LimitedPhase()
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     @property
@@ -39,7 +39,7 @@ class Deadline:
 
     def set_phase(self, phase: str, setting: str) -> None:
         """Set the phase of this process, limited by a setting of `distributed` in seconds."""
-        self._phase = Phase(phase, setting, getattr(self._config, setting))
+        self._phase = LimitedPhase(phase, setting, getattr(self._config, setting))
 
     def close(self) -> None:
         """End all limits."""

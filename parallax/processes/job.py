@@ -212,20 +212,26 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
     return act()
 
 
-def tried_by_all(
-    act: Callable[[], Any], kind: type[Exception], code_of: Callable[[Any], int] = lambda error: 1
-) -> tuple[Any, Any, np.ndarray]:
-    """The result of `act` and None, or None and its error of this kind; and the error code of each process.
-
-    All processes call this together, and none continues alone; a code is 0 if there was no error.
-    """
+def agreed(
+    act: Callable[[], Any],
+    kind: type[Exception],
+    of_another: Callable[[int, int], Exception],
+    code_of: Callable[[Any], int] = lambda error: 1,
+) -> Any:
+    """The result of `act`. All processes call this together, and none continues alone: an error of this kind is raised,
+    and where another process has one with a larger code, `of_another` of that process and its code."""
     result = error = None
     try:
         result = act()
     except kind as raised:
         error = raised
     code = np.array([0 if error is None else code_of(error)])
-    return result, error, multihost_utils.process_allgather(code, tiled=True) if jax.process_count() > 1 else code
+    codes = multihost_utils.process_allgather(code, tiled=True) if jax.process_count() > 1 else code
+    if codes.max() > code[0]:
+        error = of_another(codes.argmax(), codes.max())
+    if error is not None:
+        raise error
+    return result
 
 
 def log_to(log: Callable[[str], None]) -> None:

@@ -9,18 +9,17 @@ import numpy as np
 
 from parallax.data import Reader
 from parallax.errors import DataError
-from parallax.processes.job import tried_by_all
+from parallax.processes.job import agreed
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
     """This process's rows of a batch, after all processes have read theirs, so that none waits alone in a
     collective."""
-    batch, error, failures = tried_by_all(lambda: reader.batch(index), DataError)
-    if error is not None:
-        raise error
-    if failures.any():
-        raise DataError(f"process {failures.argmax()} cannot read a batch of the evaluation; see its own error")
-    return batch
+
+    def of_another(process: int, code: int) -> DataError:
+        return DataError(f"process {process} cannot read a batch of the evaluation; see its own error")
+
+    return agreed(lambda: reader.batch(index), DataError, of_another)
 
 
 def mean_loss(

@@ -20,9 +20,9 @@ from parallax.config.settings import (
     OF_A_MODEL,
     Settings,
     code_of,
-    default_of,
+    default_value,
     differences,
-    values_of,
+    key_values,
 )
 from parallax.display.progress import waiting
 from parallax.display.tables import text_table
@@ -145,5 +145,5 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
 def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:
     """Flags, each after a space, for keys that the run's config.json does not decide and that have other values than
     the defaults."""
-    changed = {name: value for name, value in values_of(settings.to_dict(), names) if value != default_of(name)}
+    changed = {name: value for name, value in key_values(settings.to_dict(), names) if value != default_value(name)}
     return "".join(f" --config.{name}={shlex.quote(str(value))}" for name, value in changed.items())

@@ -117,23 +117,19 @@ def in_columns(parts: Mapping[str, str], widths: Mapping[str, int]) -> str:
     >>> in_columns({"step": "step 1/20", "loss": "loss 3.1416", "left": "left 9s"}, WIDTHS | {"step": 10})
     'step 1/20  loss 3.1416 left 9s'
     """
-    kept, gap = {name: width for name, width in widths.items() if name in parts or name != "load"}, "  "
-    for name in ("", *DISPENSABLE):
-        if sum(kept.values()) + (len(kept) - 1) * len(gap) > LINE_WIDTH:
-            gap = " "
-            kept.pop(name, None)
-    named = [name for name in kept if name in parts]
-    # Numbers end where their column does, and words begin there.
-    cells = {
-        name: parts[name].ljust(kept[name]) if name == "step" else _right(parts[name], kept[name]) for name in named
-    }
-    cells["left"] = parts.get("left", "")
-    line = gap.join(cells[name] for name in named)
-    for name in DISPENSABLE:  # a number beyond its column
-        if len(line) > LINE_WIDTH and name in named:
-            named.remove(name)
-            line = gap.join(cells[name] for name in named)
-    return line.rstrip()
+    for gap, dropped in (("  ", ()), *((" ", DISPENSABLE[:number]) for number in range(len(DISPENSABLE) + 1))):
+        kept = {name: width for name, width in widths.items() if name in parts or name != "load"}
+        kept = {name: width for name, width in kept.items() if name not in dropped}
+        # Numbers end where their column does, and words begin there.
+        cells = (
+            parts[name].ljust(width) if name in ("step", "left") else _right(parts[name], width)
+            for name, width in kept.items()
+            if name in parts
+        )
+        line = gap.join(cells).rstrip()
+        if max(len(line), sum(kept.values()) + (len(kept) - 1) * len(gap)) <= LINE_WIDTH:
+            break
+    return line
 
 
 def _right(text: str, width: int) -> str:

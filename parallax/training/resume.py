@@ -215,11 +215,10 @@ def load_params(
         there, here = changed[DTYPE]
         say(f"train.init_from={source!r} computed in {there}, this run computes in {here} ({DTYPE})")
     there, here = changed.get(TOKENIZER, (None, None))
-    if there is None or here is None:
-        pass
-    elif _differ_in_the_end(load_tokenizer(checkpoints / str(step)), {there, here}):
+    is_another = None not in (there, here)
+    if is_another and _differ_in_the_end(load_tokenizer(checkpoints / str(step)), {there, here}):
         say(f"train.init_from={source!r} ended its documents with another token, as an earlier version chose it")
-    else:
+    elif is_another:
         raise CheckpointError(
             f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: (there, here)})}; "
             f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"

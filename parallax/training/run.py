@@ -44,7 +44,7 @@ from parallax.training.meter import Meter
 from parallax.training.profile import Profile
 from parallax.training.resume import load_newest, load_params, load_step, step_to_continue, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
-from parallax.training.step_reports import LearningRates, StepReports
+from parallax.training.step_reports import StepReports, learning_rates
 from parallax.training.watchdog import Watchdog
 
 __all__ = ["DivergenceError", "Outcome", "train"]
@@ -161,7 +161,7 @@ def run_to_end(
                 settings=settings,
                 logger=logger,
                 meter=meter,
-                rates=LearningRates(settings.optimizer, settings.train.steps),
+                rates=learning_rates(settings.optimizer, settings.train.steps),
                 skips=SkippedSteps(settings, parts.train_data, model, put, folder, logger),
                 first=start + 1,
             ),

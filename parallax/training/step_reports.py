@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,21 +26,16 @@ RECORDED = ("loss", "grad_norm", "skipped_steps", "z_loss")  # a step's metrics 
 SILENCE_SECS = 30.0  # after this time without a line a step is printed, whatever train.log_every_steps says
 
 
-class LearningRates:
-    """`rates[n]` is the rate of update n, counted from 0. Rates are computed in blocks: the devices are busy, and a run
-    may have more steps than fit into a list."""
+def learning_rates(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """A function that returns the rate of an update, counted from 0. Rates are computed in blocks: the devices are
+    busy, and a run may have more steps than fit into a list."""
+    schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
 
-    def __init__(self, config: OptimizerConfig, steps: int):
-        schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
+    @functools.lru_cache(maxsize=2)
+    def compute(block: int) -> np.ndarray:
+        return np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))
 
-        @functools.lru_cache(maxsize=2)
-        def compute(block: int) -> np.ndarray:
-            return np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK, dtype=jnp.int32)))
-
-        self._block = compute
-
-    def __getitem__(self, update: int) -> float:
-        return float(self._block(update // RATES_BLOCK)[update % RATES_BLOCK])
+    return lambda update: float(compute(update // RATES_BLOCK)[update % RATES_BLOCK])
 
 
 class DispatchedStep(NamedTuple):
@@ -58,7 +54,7 @@ class StepReports:
     settings: Settings
     logger: RunLogger
     meter: Meter
-    rates: LearningRates
+    rates: Callable[[int], float]  # of `learning_rates`
     skips: SkippedSteps
     first: int
     said_at: float = 0.0  # when the latest line was printed
@@ -84,7 +80,7 @@ class StepReports:
         metrics = {name: float(value) for name, value in metrics.items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}
-        values["train/learning_rate"] = float(self.rates[updates])
+        values["train/learning_rate"] = self.rates(updates)
         values |= self.skips.note(ended.step, metrics)
         if counts is not None:
             values |= load_values(counts, self.settings.model.layer_kinds, table=self.is_logged(ended.step))

@@ -22,7 +22,7 @@ from parallax.errors import ConfigError, ParallaxError
 from parallax.step.optimizer import learning_rate
 from parallax.training import run as run_module
 from parallax.training.run import train
-from parallax.training.step_reports import LearningRates
+from parallax.training.step_reports import learning_rates
 
 NUMBERS = [
     (section, field.name)
@@ -174,10 +174,10 @@ def test_a_model_that_no_device_holds_is_refused_with_both_sizes(corpus, tmp_pat
 
 def test_the_rate_of_any_update_of_a_run_of_any_length():
     config = read_settings(get_config().to_dict()).optimizer
-    schedule, rates = learning_rate(config, 2**31 - 1), LearningRates(config, 2**31 - 1)
+    schedule, rates = learning_rate(config, 2**31 - 1), learning_rates(config, 2**31 - 1)
     for update in (0, 1, 99, 100, 1023, 1024, 2**30, 2**31 - 2):
         # Fused, a cosine near -1 is another in its last place, and so is the sixth digit of what is left of 1.
-        assert rates[update] == pytest.approx(float(schedule(update)), rel=1e-5)
+        assert rates(update) == pytest.approx(float(schedule(update)), rel=1e-5)
 
 
 # ---- names and meshes, as commands meet them

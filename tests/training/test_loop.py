@@ -611,7 +611,7 @@ class SlowRates:
     def __init__(self, device):
         self.device = device
 
-    def __getitem__(self, update):
+    def __call__(self, update):
         self.device.wait()
         return 1e-3
 
