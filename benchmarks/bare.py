@@ -46,7 +46,7 @@ def main() -> None:
 def prepare(settings: Any) -> dict[str, Callable[[], float]]:
     """By name, a function that runs the next step of a form and returns its loss."""
     import jax
-    from bare_model import BEST, PLAIN, init_state, TrainStep
+    from bare_model import BEST, PLAIN, init_state, make_train_step
 
     import parallax as px
 
@@ -54,7 +54,7 @@ def prepare(settings: Any) -> dict[str, Callable[[], float]]:
     step = px.step_of(settings, px.make_mesh(settings.mesh, jax.devices()[:1]))
     state, batch = step.init(), jax.device_put(batch, step.model.batch_sharding)
     forms = {"plain": PLAIN, "best": BEST}
-    bare = {name: (TrainStep(form, settings), init_state(form, state.params)) for name, form in forms.items()}
+    bare = {name: (make_train_step(form, settings), init_state(form, state.params)) for name, form in forms.items()}
     return {name: stepper(*both, batch) for name, both in {"ours": (step.take, state), **bare}.items()}
 
 

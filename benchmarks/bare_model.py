@@ -45,7 +45,7 @@ def init_state(form: Form, theirs: dict) -> State:
     return State(jnp.int32(0), params, mean, square)
 
 
-def TrainStep(form: Form, settings: Any) -> Callable[[State, dict], tuple[State, dict]]:
+def make_train_step(form: Form, settings: Any) -> Callable[[State, dict], tuple[State, dict]]:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated."""
     return jax.jit(partial(train_step, form, settings), donate_argnums=0)
 

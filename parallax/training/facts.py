@@ -9,8 +9,13 @@ from typing import NamedTuple
 
 import jax
 
-from parallax.analysis.planned.devices import matmul_lines, peak_flops
-from parallax.analysis.traced.flops import active_parameters, flops_per_token, parameters_by_component
+from parallax.analysis.planned.devices import light_secs, matmul_lines, peak_flops
+from parallax.analysis.traced.flops import (
+    active_parameters,
+    flops_in_8_bits_per_token,
+    flops_per_token,
+    parameters_by_component,
+)
 from parallax.analysis.traced.memory import Memory, memory
 from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import (
@@ -36,12 +41,14 @@ from parallax.training.build import RunComponents, eval_count
 
 class StepCosts(NamedTuple):
     """What a run's step needs: FLOPs of the model, and bytes on each device; `peak_flops` is that of all devices
-    together, None if unknown, and `peak_origin` says where it comes from."""
+    together, None if unknown, and `peak_origin` says where it comes from. `light_secs_per_token` is the least time of
+    all devices together, None if unknown."""
 
     flops_per_token: float
     peak_flops: float | None
     peak_origin: str
     memory: Memory
+    light_secs_per_token: float | None = None
 
 
 def step_costs(parts: RunComponents) -> StepCosts:
@@ -51,7 +58,12 @@ def step_costs(parts: RunComponents) -> StepCosts:
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
-    return StepCosts(flops, *peak_flops(settings.model.dtype), needs)
+    light = None
+    with contextlib.suppress(ConfigError):  # an unknown chip, as a CPU
+        known = chip(jax.devices()[0].device_kind)
+        in_8_bits = flops_in_8_bits_per_token(settings.model, model.plan.declared)
+        light = light_secs(settings.model, flops - in_8_bits, in_8_bits, known) / jax.device_count()
+    return StepCosts(flops, *peak_flops(settings.model.dtype), needs, light)
 
 
 def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int, source: str = "") -> Iterator[str]:

@@ -14,21 +14,32 @@ import jax
 from parallax.analysis.planned.devices import most_memory
 from parallax.analysis.traced.flops import mfu
 from parallax.display.units import count, duration, in_bytes, in_flops
+from parallax.hardware.sensors import POWER, TEMPERATURE
 
 LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100
 LEAST_WAIT = 0.01  # share of a step; shorter waits for data are not shown
 # Columns by name. A wait stands where the memory does, and the time left, which has no fixed width, comes last.
-WIDTHS = {"step": 0, "loss": 11, "gnorm": 10, "lr": 9, "load": 9, "tok/s": 11, "mfu": 7, "memory": 9, "left": 11}
+WIDTHS = {"step": 0, "loss": 11, "gnorm": 10, "lr": 9, "load": 9, "tok/s": 11, "mfu": 7, "sol": 7, "memory": 9}
+WIDTHS |= {"sensors": 11, "left": 11}
+OF_SOME_RUNS = ("load", "sol", "sensors")  # columns that are there if they have a number
 FLOPS_WIDTH = 17  # in place of "mfu" for an unknown chip
-DISPENSABLE = ("lr", "memory", "gnorm", "load")  # left out if a line is too long; metrics.jsonl has them
+DISPENSABLE = (
+    "lr",
+    "memory",
+    "sensors",
+    "gnorm",
+    "load",
+    "sol",
+)  # left out if a line is too long; metrics.jsonl has them
 
 
 @dataclass
 class Meter:
     """Computes metrics and the progress line from steps and the times between their ends.
 
-    `step_flops` and `peak_flops` are those of all devices together; the latter is None if unknown. The first step is
-    left out of all averages, since it compiles.
+    `step_flops` and `peak_flops` are those of all devices together; the latter is None if unknown. `light_secs` is the
+    time of a step on them at the speed of light, None if unknown. The first step is left out of all averages, since it
+    compiles.
     """
 
     steps: int
@@ -38,6 +49,7 @@ class Meter:
     devices: int
     clock: Callable[[], float] = time.perf_counter
     memory: Callable[[], int | None] = most_memory
+    light_secs: float | None = None
     _last: float = field(init=False)  # when the next step may begin: the end of the previous step or of a pause
     _waiting: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "meter"))
     _window: list[tuple[float, float]] = field(init=False, default_factory=list)
@@ -71,13 +83,21 @@ class Meter:
             "perf/data_wait_secs": waited_secs,
             "perf/flops_per_second_per_device": self.step_flops * rate / self.devices,
             **({} if self.peak_flops is None else {"perf/mfu": mfu(self.step_flops, believed_secs, self.peak_flops)}),
+            **({} if self.light_secs is None else {"perf/sol": self.light_secs / believed_secs}),
             **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
         }
 
     @property
+    def _peak_secs(self) -> float:
+        """Time of a step whose products are all computed at the peak of model.dtype."""
+        return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
+
+    @property
     def _least_secs(self) -> float:
         """Time of a step at its devices' peak; a step that seems faster was measured by a thread that ran late."""
-        return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
+        if self.light_secs is not None:
+            return self.light_secs
+        return self._peak_secs
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """The line for the console, in columns, at most `LINE_WIDTH` wide; speed is the mean since the last line."""
@@ -98,9 +118,13 @@ class Meter:
                 parts["mfu"] = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
             else:
                 parts["mfu"] = f"mfu {mfu(self.step_flops, secs, self.peak_flops):.0%}"
+            if self.light_secs is not None and self.light_secs < self._peak_secs:  # else it is MFU
+                parts["sol"] = f"sol {self.light_secs / secs:.0%}"
             parts["memory"] = in_bytes(values["perf/memory_bytes"]) if "perf/memory_bytes" in values else ""
             if waited / secs >= LEAST_WAIT:
                 parts["memory"] = f"wait {waited / secs:.0%}"
+            if POWER in values:
+                parts["sensors"] = f"{values[POWER]:.0f} W {values[TEMPERATURE]:.0f} °C"
             parts["left"] = f"left {duration((self.steps - step) * total / done)}"
         widths = WIDTHS | {"step": len(f"step {self.steps}/{self.steps}")}
         return in_columns(parts, widths | ({"mfu": FLOPS_WIDTH} if self.peak_flops is None else {}))
@@ -118,7 +142,7 @@ def in_columns(parts: Mapping[str, str], widths: Mapping[str, int]) -> str:
     'step 1/20  loss 3.1416 left 9s'
     """
     for gap, dropped in (("  ", ()), *((" ", DISPENSABLE[:number]) for number in range(len(DISPENSABLE) + 1))):
-        kept = {name: width for name, width in widths.items() if name in parts or name != "load"}
+        kept = {name: width for name, width in widths.items() if name in parts or name not in OF_SOME_RUNS}
         kept = {name: width for name, width in kept.items() if name not in dropped}
         # Numbers end where their column does, and words begin there.
         cells = (

@@ -17,6 +17,7 @@ from parallax.data import Prefetcher
 from parallax.display.progress import waiting
 from parallax.errors import writing
 from parallax.hardware.devices import simulate_devices, start_devices
+from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
 from parallax.model.products import COMPUTE
@@ -164,6 +165,7 @@ def run_to_end(
                 rates=learning_rates(settings.optimizer, settings.train.steps),
                 skips=SkippedSteps(settings, parts.train_data, model, put, folder, logger),
                 first=start + 1,
+                sensors=local_sensors(),
             ),
             stop=stop,
             watchdog=stack.enter_context(Watchdog(settings.train.stall_factor)),
@@ -273,7 +275,9 @@ def meter_of(parts: RunComponents, costs: StepCosts) -> Meter:
     """The run's meter, whose clock begins now."""
     data, steps = parts.settings.data, parts.settings.train.steps
     tokens = data.global_batch * data.seq
-    return Meter(steps, tokens, costs.flops_per_token * tokens, costs.peak_flops, jax.device_count())
+    light_secs = None if costs.light_secs_per_token is None else costs.light_secs_per_token * tokens
+    flops = costs.flops_per_token * tokens
+    return Meter(steps, tokens, flops, costs.peak_flops, jax.device_count(), light_secs=light_secs)
 
 
 def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.display.progress import FIRST_SECS, waiting
+from parallax.hardware.sensors import Sensors
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
 from parallax.training.divergence import SkippedSteps
@@ -57,10 +58,13 @@ class StepReports:
     rates: Callable[[int], float]  # of `learning_rates`
     skips: SkippedSteps
     first: int
+    sensors: Sensors
     said_at: float = 0.0  # when the latest line was printed
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array], waited_secs: float) -> DispatchedStep:
-        """A step that was just dispatched; its time is taken when it ends."""
+        """A step that was just dispatched; its time is taken when it ends, and devices are read while it runs."""
+        if self.is_logged(step):
+            self.sensors.begin()
         return DispatchedStep(step, metrics, self.meter.ending(metrics), waited_secs)
 
     def finish(self, ended: DispatchedStep, params: Any) -> None:
@@ -96,6 +100,8 @@ class StepReports:
 
     def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
         """Record a step's metrics, and print its line if one is due."""
+        if self.is_logged(ended.step):
+            values |= self.sensors.take()
         self.logger.record(ended.step, values)
         due = self.is_logged(ended.step) or time.monotonic() - self.said_at > SILENCE_SECS
         if due or "eval/loss" in values:

@@ -14,7 +14,7 @@ import pytest
 from support.process_examples import FAULTY, ROOT, Started, flags_of, launched
 from support.run_examples import losses, tiny_config
 
-from parallax.checkpoint.steps import latest_step
+from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.cli import launch
 from parallax.config.sections import DistributedConfig
 from parallax.training.run import train
@@ -60,6 +60,20 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
     train(tiny_config(corpus, **MESH), tmp_path)
     assert f"going on from step {done}" in (tmp_path / "log.txt").read_text()
     assert is_close(losses(tmp_path), alone)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_step_of_another_run(corpus, tmp_path):
+    """Bitwise as the two processes that have saved it."""
+    saving = MESH | {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
+    command = ["train.py", *flags_of(corpus, **saving)]
+    source = f"--config.train.continue_from={tmp_path / 'there' / 'checkpoints' / '4'}"
+    for words in ([f"--workdir={tmp_path / 'there'}"], [f"--workdir={tmp_path / 'here'}", source]):
+        with launched(*command, *words) as job:
+            status, text = job.end()
+        assert status == 0, text
+    here, there = (read_manifest(tmp_path / name / "checkpoints", 8)["arrays"] for name in ("here", "there"))
+    assert here == there and losses(tmp_path / "here") == losses(tmp_path / "there")
 
 
 @pytest.mark.slow

@@ -106,6 +106,11 @@ CHEAPER = {
     "python train.py --config=configs/quickstart.py --workdir=runs/first --config.train.profile_steps=50:52": (
         f"{FIRST} --workdir=runs/first --config.train.steps=4 --config.train.profile_steps=3:4"
     ),
+    "python train.py --config=runs/first/config.json --workdir=runs/lower "
+    "--config.train.continue_from=runs/first/checkpoints/120 --config.optimizer.learning_rate=3e-3": (
+        "python train.py --config=runs/first/config.json --workdir=runs/lower "
+        "--config.train.continue_from=runs/first/checkpoints/2 --config.optimizer.learning_rate=3e-3"
+    ),
     "python -m parallax.launch --processes 2 --devices-per-process 4 -- train.py --config=configs/quickstart.py": (
         "python -m parallax.launch --processes 2 --devices-per-process 4 -- "
         f"{FIRST.removeprefix('python ')} --workdir=runs/two"

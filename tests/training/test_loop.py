@@ -28,6 +28,7 @@ from parallax.config.settings import load_settings, read_settings
 from parallax.display import progress
 from parallax.display.progress import ProgressPrinter, printing_progress, waiting
 from parallax.errors import CheckpointError, ConfigError
+from parallax.hardware.sensors import Sensors
 from parallax.storage.run_files import COPIED, ON_DISK, read_metrics
 from parallax.training.divergence import SkippedSteps
 from parallax.training.facts import next_commands
@@ -430,7 +431,8 @@ def loop_of(settings, step, *, logger=None, meter=None, first=1, rates=None, ski
     batches.get = lambda at: (None, 0.0)
     meter = meter or Meter(settings.train.steps, 1, 1.0, None, 1)
     rates, skips = rates or [0.0] * 99, skips or NoSkips()
-    reports = StepReports(settings=settings, logger=logger, meter=meter, rates=rates, skips=skips, first=first)
+    told = dict(logger=logger, meter=meter, rates=rates, skips=skips, sensors=Sensors(dict))
+    reports = StepReports(settings=settings, first=first, **told)
     parts = dict.fromkeys(("checkpoints", "watchdog", "corruption_check"), Stub())
     parts |= {"stop": SimpleNamespace(after=lambda step: False), "profile": Profile(settings, None, None)}
     parts |= {"batches": batches, "logger": logger, "reports": reports, "evaluate": None, **others}

@@ -5,9 +5,12 @@ import re
 
 import pytest
 from support.stand_ins import Chip
+from support.tiny_model import build
 
-from parallax.analysis.planned.devices import measure_matmul, most_memory, peak_flops
+from parallax.analysis.planned.devices import light_secs, measure_matmul, most_memory, peak_flops
+from parallax.analysis.traced.flops import flops_in_8_bits_per_token, flops_per_token
 from parallax.hardware.chips import CHIPS
+from parallax.hardware.sensors import POWER, TEMPERATURE
 from parallax.training.meter import Meter
 
 FIXED = {"clock": lambda: 0.0, "memory": lambda: int(1.3 * 2**30)}
@@ -78,7 +81,8 @@ def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, ste
     """Whatever the counts and the speeds; beyond them stand eight letters of the time of day and a blank."""
     fixed = FIXED | {"memory": lambda: 1023 * 2**30}
     meter = Meter(steps=steps, step_tokens=2**31, step_flops=1e21, peak_flops=peak, devices=3, **fixed)
-    values = values | meter.measure(secs, secs, compiled=False)
+    meter.light_secs = None if peak is None else 1e-7
+    values = values | meter.measure(secs, secs, compiled=False) | {POWER: 1200.0, TEMPERATURE: 104.0}
     meter.measure(3 * secs, secs / 2, compiled=False)
     for ended, step in enumerate({1, steps}, 4):
         meter.measure(ended * secs, secs, compiled=False)
@@ -102,6 +106,35 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(with_chips):
     values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
     line = meter.line(1, values | meter.measure(1.0, 0.0, compiled=False))
     assert re.search(" +1 tok/s +1 FLOP/s/dev +left 1s$", line)
+
+
+def test_the_speed_of_light_has_the_peak_of_each_products_dtype():
+    """llm.q's definition: products in 8 bits at their peak, all others at that of model.dtype."""
+    h100, sizes = CHIPS["NVIDIA H100"], dict(attention="gqa", dtype="bfloat16", matmul="float8", layers=8)
+    for parts, kernels in (("attention mlp", 8 * (32 * 8 * (8 + 4 + 4 + 8) + 3 * 32 * 64)), ("mlp", 8 * 3 * 32 * 64)):
+        model = build((1, 1, 1), **sizes, matmul_parts=parts)
+        flops = flops_per_token(model.config, model.plan.declared, seq=16)
+        in_8_bits = flops_in_8_bits_per_token(model.config, model.plan.declared)
+        assert in_8_bits == 4 * kernels  # forward and the input's gradient
+        secs = light_secs(model.config, flops - in_8_bits, in_8_bits, h100)
+        assert secs == pytest.approx((flops - in_8_bits) / 989e12 + in_8_bits / 1979e12)
+    plain = build((1, 1, 1), **sizes | {"matmul": "compute"})
+    assert flops_in_8_bits_per_token(plain.config, plain.plan.declared) == 0
+    # On a chip without 8-bit products they have the peak of bfloat16.
+    assert light_secs(model.config, 0, 1e12, CHIPS["NVIDIA A100"]) == 1e12 / 312e12
+
+
+def test_the_share_of_the_speed_of_light_stands_beside_mfu_where_it_is_another_number():
+    about = dict(steps=10, step_tokens=100, step_flops=1e12, peak_flops=1e12, devices=1, **FIXED)
+    for light, shown in ((None, None), (1.0, None), (0.6, "sol 30%")):
+        meter = Meter(**about, light_secs=light)
+        meter.measure(10.0, 0.0, compiled=True)
+        values = meter.measure(12.0, 0.0, compiled=False)
+        assert values.get("perf/sol") == (None if light is None else light / 2)
+        line = meter.line(2, VALUES | values)
+        assert "mfu 50%" in line and (shown in line if shown else "sol" not in line)
+    # In 8 bits a step may be faster than all products in bfloat16 could be.
+    assert meter.measure(12.7, 0.0, compiled=False)["perf/mfu"] == pytest.approx(1 / 0.7)
 
 
 def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(with_chips):

@@ -98,6 +98,18 @@ def peak_flops(dtype: str) -> tuple[float | None, str]:
     return known.peak(dtype) * jax.device_count(), f"{jax.device_count()} x {known.name}, {dtype}"
 
 
+def light_secs(model: ModelConfig, flops: float, flops_in_8_bits: float, known: Chip) -> float:
+    """Seconds that one such chip needs at the speed of light: for the model's products alone, each at the peak that the
+    data sheet has for the dtype in which it is computed.
+
+    >>> h100 = chip("H100")
+    >>> round(light_secs(ModelConfig(dtype="bfloat16", matmul="float8"), 989e12, 1979e12, h100), 3)
+    2.0
+    """
+    peak = known.peak(model.dtype)
+    return flops / peak + flops_in_8_bits / known.flops.get(model.matmul, peak)
+
+
 def most_memory() -> int | None:
     """Peak bytes in use on any of this process's devices; None if the backend does not report it.
 

@@ -93,6 +93,16 @@ def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     return layers + flops_per_head_weight(declared) * head + scores_flops(model, seq)
 
 
+def flops_in_8_bits_per_token(model: ModelConfig, declared: Any) -> int:
+    """The part of `flops_per_token` that is computed in 8 bits: the products of kernels with scales and the gradients
+    of their inputs, but not those of the kernels."""
+    counts: Counter = Counter()
+    for leaf in declared_leaves(declared):
+        if leaf.spec.scales:
+            counts[leaf.spec.part] += math.prod(leaf.value.shape)
+    return FLOPS_PER_WEIGHT * sum(active_parameters(model, counts).values())
+
+
 def scores_flops(model: ModelConfig, seq: int) -> int:
     """FLOPs of causal attention's two products for one token, forward and backward, in all layers."""
     return 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
