@@ -6,10 +6,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from support.docs_commands import ROOT, blocks
 
 from configs.tiny_gqa import get_config
 from parallax.analysis.compiled.program import read_compiled, read_step
@@ -131,6 +133,20 @@ def slots_on_the_host_are_allocated_there():
     assert len(allocated) > 8 and not any("copy-start(" in line for line in on_host), on_host
 
 
+def types_and_strings_send_the_same():
+    """The layers of docs/explicit.md, whose sums are reduce-scatters here however they are written."""
+    page, sizes = {}, dict(batch=16, seq=256, d_model=512, d_ff=1024, kv_heads=4, group=2, d_head=128)
+    for block in blocks((ROOT / "docs" / "explicit.md").read_text()):
+        if block.language == "python":
+            exec(compile(block.text, "docs/explicit.md", "exec"), page)
+    four = np.array(devices_of("v5e:4x4")[:4]).reshape(2, 2)
+    for layer, names in (("mlp", ("x", "gate", "up", "down")), ("attention", ("x", "q", "k", "v", "out"))):
+        given = dict(layouts=page["SHARDED"], names=names, devices=four, sizes=sizes)
+        made = (page[f"by_{way}"](page[f"{layer}_by_{way}"], **given) for way in ("types", "strings"))
+        of_types, of_strings = (page["sent"](program, four) for program in made)
+        assert of_types == of_strings and {kind for kind, _ in of_types} == {"all-gather", "reduce-scatter"}, of_types
+
+
 if __name__ == "__main__":
     for topology in TOPOLOGIES:
         one_chip_agrees_with_the_table(topology)
@@ -141,3 +157,4 @@ if __name__ == "__main__":
     for piece in (64, 100, 128):
         masters_come_from_the_host_in_the_layout_of_their_stack(16 * piece)
     slots_on_the_host_are_allocated_there()
+    types_and_strings_send_the_same()

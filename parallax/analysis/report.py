@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from parallax.analysis.compiled.annotated import annotated
 from parallax.analysis.compiled.hlo import of_update
 from parallax.analysis.compiled.program import Compiled, CompiledFlops, ModuleSecs, gpu_of, read_step, secs_by_module
 from parallax.analysis.planned.step_time import StepTime, compiled_parts, overlaps, step_time, time_parts
@@ -48,7 +49,7 @@ class Report:
     average pipeline rank, to compare with the compiled program. `memory` holds the predicted bytes on a device by
     component, at the peak; `dtypes` those of parameters and optimizer states. `compiled` is None if nothing was
     compiled; `compiled_for` says for which devices, or why not. `time` is None if cycles are unknown; `computed` is
-    its compute by module.
+    its compute by module. `program` is the compiled program with names, if asked for: see `annotated`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Report:
     time: StepTime | None = None
     computed: tuple[ModuleSecs, ...] = ()
     dtypes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    program: str = ""
 
     @property
     def tokens(self) -> int:
@@ -94,7 +96,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
-        plain = as_plain(dataclasses.replace(self, compiled=None))
+        # The program's text is longer than all else.
+        plain = as_plain(dataclasses.replace(self, compiled=None), ("program",))
         plain |= {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
         plain["flops"] |= {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
         if self.compiled is not None:
@@ -117,7 +120,13 @@ class Report:
 
 
 def report(
-    step: TrainStep, batch: Any = None, *, name: str = "step", entries: int | None = None, compiled: bool = True
+    step: TrainStep,
+    batch: Any = None,
+    *,
+    name: str = "step",
+    entries: int | None = None,
+    compiled: bool = True,
+    annotate: bool = False,
 ) -> Report:
     """Report what a `TrainStep` sends, stores and computes.
 
@@ -126,6 +135,7 @@ def report(
         name: the printed name.
         entries: number of tokens in the model's vocab, if part of it is padding.
         compiled: whether to compile the step and read the result. Not possible on an abstract mesh.
+        annotate: whether to keep the text of the compiled program, with names.
 
     Raises ConfigError if the batch's shape is not known.
     """
@@ -141,7 +151,7 @@ def report(
         update = update_collectives(step)
         ranks = [[*rank, *update] for rank in collectives_by_rank(model, rows, seq)]
         flops = flops_breakdown(model, rows, seq, entries=entries)
-    made, made_for, time, computed = None, "", None, ()
+    made, made_for, time, computed, text = None, "", None, (), ""
     if compiled and isinstance(model.mesh, Mesh):
         kind = model.mesh.devices.flat[0].device_kind
         made_for = f"{model.mesh.size} x {kind}"
@@ -149,6 +159,7 @@ def report(
             program = step.lower(rows, seq).compile()
         with waiting("reading the compiled step"):
             made = read_step(program, model, seq=seq)
+            text = annotated(program.as_text(), model, seq=seq) if annotate else ""
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.config.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))
@@ -168,14 +179,15 @@ def report(
         time=time,
         computed=computed,
         dtypes={"parameters": dtypes_of(state.params), "optimizer": dtypes_of(state.opt_state)},
+        program=text,
     )
 
 
-def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
+def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str, annotate: bool = False) -> Report:
     """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
     settings = with_vocab_of_weights(settings)
     entries = None if settings.model.vocab else likely_entries(settings.data)
-    return report(step_of(resolve(settings), mesh), name=name, entries=entries)
+    return report(step_of(resolve(settings), mesh), name=name, entries=entries, annotate=annotate)
 
 
 DIRECTIONS = ("forward", "recompute", "backward", "update")

@@ -3,6 +3,7 @@
     python -m parallax.report --config=configs/quickstart.py
     python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --html=report.html
     python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
+    python -m parallax.report --config=configs/tiny_gqa.py --hlo=step.hlo
     python -m parallax.report --trace=runs/mine
 
 In a notebook use px.report(step).
@@ -28,6 +29,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.sections import AUTO, MeshConfig
     from parallax.config.settings import Settings
+    from parallax.errors import ConfigError
     from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels.platforms import ATTENTION_KERNELS
@@ -41,6 +43,10 @@ FLAGS = {
     "topology": Flag(
         "compile for chips that need not be present, as v5e:4x4 or H100:1x8; default: this machine's devices"
     ),
+    "hlo": Flag(
+        "write the compiled program to this file, with the parameter or module, axes and pass of each collective and "
+        "large product; alone, print it in place of the report"
+    ),
     "trace": Flag(
         "a run's folder, or a trace: print the time of its train.profile_steps by part; only with --json or alone"
     ),
@@ -48,6 +54,7 @@ FLAGS = {
 }
 
 TRACE_ONLY = "Nothing was compiled: --trace-only."
+PRINTED = "-"  # the file of --hlo alone
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +67,10 @@ def act(argv: Sequence[str]) -> None:
     if written(argv, "trace") is not None:
         report_trace(argv[1:])
         return
-    settings, values = read_command(argv, FLAGS)
+    settings, values = read_command(with_printed(argv, "hlo"), FLAGS)
+    hlo = values["hlo"]
+    if hlo == PRINTED and values["json"]:
+        raise ConfigError("--hlo and --json both print; write one to a file: --hlo=step.hlo")
     compiled = not values["trace-only"]
     if values["topology"] is None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
@@ -70,12 +80,30 @@ def act(argv: Sequence[str]) -> None:
         check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config")).stem
-    shown = report_settings(settings, mesh, name=name)
+    if hlo is not None and why_abstract:
+        raise ConfigError(f"--hlo shows the compiled program. {why_abstract}")
+    shown = report_settings(settings, mesh, name=name, annotate=hlo is not None)
     if shown.compiled is None:
         shown = dataclasses.replace(shown, compiled_for=why_abstract)
     if values["html"] is not None:
         write_output("html", values["html"], shown.to_html())
-    print(shown.to_json() if values["json"] else shown)
+    if hlo not in (None, PRINTED):
+        write_output("hlo", hlo, shown.program)
+    if hlo == PRINTED:
+        print(shown.program, end="")
+    else:
+        print(shown.to_json() if values["json"] else shown)
+
+
+def with_printed(argv: Sequence[str], flag: str) -> list[str]:
+    """A command line in which a flag without a value has the value PRINTED.
+
+    >>> with_printed(["report", "--hlo", "--config=a.py"], "hlo"), with_printed(["report", "--hlo", "step.hlo"], "hlo")
+    (['report', '--hlo=-', '--config=a.py'], ['report', '--hlo', 'step.hlo'])
+    """
+    after = [*argv[1:], "--"]
+    alone = [word in (f"--{flag}", f"-{flag}") and then.startswith("-") for word, then in zip(argv, after)]
+    return [f"--{flag}={PRINTED}" if bare else word for word, bare in zip(argv, alone, strict=True)]
 
 
 def report_trace(arguments: Sequence[str]) -> None:

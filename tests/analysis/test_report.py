@@ -285,6 +285,11 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
             "data.seq=255 is odd, which model.kernel='cudnn' does not take; use seq=256.",
         ),
         ([QUICKSTART, "--html=/nowhere/x.html", "--trace-only"], "--html=/nowhere/x.html cannot be written: No such"),
+        (
+            [QUICKSTART, "--trace-only", "--hlo"],
+            "--hlo shows the compiled program. Nothing was compiled: --trace-only.",
+        ),
+        ([QUICKSTART, "--hlo", "--json"], "--hlo and --json both print; write one to a file: --hlo=step.hlo"),
         ([QUICKSTART, "--trace-only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
         ([QUICKSTART, "--trace-only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),
         (

@@ -304,11 +304,11 @@ class TimelineReader:
         inside = list(self._inside(op))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveDone":
-                yield End(_chained(_operand_in_chain(home, inner)))
+                yield End(chained(_operand_in_chain(home, inner)))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveStart":
                 piece = _operand_in_chain(home, inner)
-                yield self._call(piece, home, op, computation, True)._replace(op=_chained(piece))
+                yield self._call(piece, home, op, computation, True)._replace(op=chained(piece))
             elif inner.kind in COLLECTIVES and not inner.chain:
                 yield from self._collective(inner, home, op, computation)
         if op.cycles is None and not self.gpu and any(inner.kind == "gather" for _, inner in inside):
@@ -454,7 +454,8 @@ def _operand_in_chain(home: Computation, op: Instruction) -> Instruction:
     return next(found for found in operands if found is not None and found.chain)
 
 
-def _chained(piece: Instruction) -> str:
+def chained(piece: Instruction) -> str:
+    """The name of a collective in several pieces, of which this is one, in a timeline."""
     return f"{piece.kind} of chain {piece.chain}"
 
 
@@ -618,12 +619,26 @@ def module_of(op_name: str) -> str:
     """
     if of_update(op_name):
         return UPDATE
-    # A function that is jitted separately, or is private, as jit(_where), is not a part of the model.
-    *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
-    names = [name for name in stack if name not in RUNNING and not name.startswith(("branch_", "_"))]
+    names, last = _parts(op_name)
     if names:
         return names[0] if "->" in names[0] else names[0].lower()
     return SLOTS if last in SLICES else ELSEWHERE
+
+
+def module_path(op_name: str) -> str:
+    """The path of the module that an operation belongs to; "" if it belongs to none.
+
+    >>> module_path("jit(train_step)/while/body/transpose(jvp(Block))/mlp/up/up._product/BSD,DF->BSF/dot_general")
+    'mlp/up'
+    """
+    return "/".join(name for name in _parts(op_name)[0] if "." not in name and "->" not in name)
+
+
+def _parts(op_name: str) -> tuple[list[str], str]:
+    """The names in a stack that are parts of a model, and the operation."""
+    # A function that is jitted separately, or is private, as jit(_where), is not a part of the model.
+    *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
+    return [name for name in stack if name not in RUNNING and not name.startswith(("branch_", "_"))], last
 
 
 def instruction_flops(op: Instruction, home: Computation) -> int:

@@ -67,7 +67,7 @@ class Origin(NamedTuple):
     def source(self) -> str:
         """The innermost line outside of libraries, as "parallax/model/dense.py:57"; "" if unknown."""
         for frame in self.traceback.frames if self.traceback else ():
-            if (name := _shown(frame.file_name)) is not None:
+            if (name := shown_file(frame.file_name)) is not None:
                 return f"{name}:{frame.line_num}"
         return ""
 
@@ -95,7 +95,7 @@ def _names(stack: str) -> list[str]:
 
 
 @functools.cache
-def _shown(file_name: str) -> str | None:
+def shown_file(file_name: str) -> str | None:
     """Name of a file in a report; None for files that only pass calls on."""
     if file_name in PLUMBING:
         return None
