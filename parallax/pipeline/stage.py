@@ -106,12 +106,6 @@ class SaveLayers(SaveNothing):
         (dx, residuals), grads = each_layer(this._replace(work="backward"), (dy, residuals), grads)
         return dx, residuals, grads
 
-    def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
-    ) -> tuple[Array, Array, Any, list]:
-        """F of one microbatch and B of another as one pass: what `forward` and `backward` return."""
-        return both_ways(ahead._replace(work=self.work), back._replace(work="backward"), x, dy, residuals, grads)
-
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         slots = []
         for kind, passes in enumerate(layers.passes):
@@ -129,22 +123,11 @@ class SaveStageInput(SaveLayers):
         return SaveNothing().forward(this, x, None)[0], saved
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self._again(this, residuals)
+        here, _, recomputed = self.again(this, residuals)
         dx, found, grads = super().backward(here, dy, residuals | recomputed, grads)
         return dx, found | {"FB": residuals["FB"]}, grads
 
-    def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
-    ) -> tuple[Array, Array, Any, list]:
-        with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, residuals)
-        x = after(x, y) if back.layers.model.is_simulated else x
-        inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
-        ahead, here = ahead._replace(work="run"), here._replace(work="backward")
-        y, dx, found, grads = both_ways(ahead, here, x, dy, residuals | recomputed, grads)
-        return y, dx, found | {"FB": inputs}, grads
-
-    def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
+    def again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
         (x,) = read_slot(residuals["FB"][0], *this.slots["FB"])
         kinds = enumerate(this.layers.passes)
@@ -195,186 +178,61 @@ def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
     With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
     What the last turn gathers is not used.
     """
+    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
 
-    def turn(count: Array | int, state: Any) -> Any:
-        return one_place(this, run, _place_of(this, run, count), state)
+    def place_of(count: Array | int) -> Array | int:
+        return run.places - 1 - count if this.from_last else count
+
+    def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
+        place = place_of(count)
+        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
+        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+        if len(run.kinds) > 1:
+            return lax.switch(_looked_up(this, run, place, 0), branches)
+        return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
+
+    def gathered(count: Array | int, state: Any) -> Any:
+        in_stage = place_in_stage(this, run, place_of(count))
+        return gathered_layer(this.layers, *run.kinds, place_on_rank(this, *run.kinds, in_stage), state[0][0])
 
     def turn_with_gathered(count: Array | int, carried: Any) -> Any:
-        state = one_place(this, run, _place_of(this, run, count), *carried)
-        return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
+        state = turn(count, *carried)
+        return state, gathered(jnp.minimum(count + 1, run.places - 1), state)
 
     if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
         return lax.fori_loop(0, run.places, turn, state)
-    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered_place(this, run, 0, state[0][0])))[0]
-
-
-def one_place(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any = None) -> Any:
-    """The same for one place of a run."""
-    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
-    branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
-    if len(run.kinds) > 1:
-        return lax.switch(_looked_up(this, run, place, 0), branches)
-    return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
+    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered(0, state)))[0]
 
 
 def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
     """The same for a layer that is there: gather its weights, run it, and add its gradients."""
-    ((x, saved), grads), where = state, _where(this, run, kind, place)
-    read = layer_reads(this, where, x, saved, weights)
-    if this.work == "observe":
-        numbers, on_rank = this.layers.numbers[kind], where.on_rank
-        saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
-        x = this.layers.passes[kind].run(read.weights, x, read.context)
-        saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
-        return vary_over_pp(((x, saved), grads))
-    x, made = layer_computes(this, where, x, read)
-    saved, grads = layer_writes(this, where, saved, grads, made)
-    return vary_over_pp(((x, saved), grads))
-
-
-class Where(NamedTuple):
-    """A layer: its kind, and its place among those of its kind in the stage and on the rank."""
-
-    kind: int
-    in_stage: Array | int
-    on_rank: Array | int
-
-
-class Read(NamedTuple):
-    """What a layer reads besides the residual stream."""
-
-    weights: Any  # gathered; None in W
-    context: Context | None
-    residuals: Pools
-
-
-class Made(NamedTuple):
-    """What a layer makes besides the residual stream."""
-
-    residuals: Pools
-    gradients: Any
-
-
-def layer_reads(this: Pass, where: Where, x: Array, saved: Any, weights: Any = None) -> Read:
-    """What this layer reads; `weights` if they have been gathered."""
-    layers, context, (kind, in_stage, on_rank) = this.layers, this.context, where
+    ((x, saved), grads), layers, context, gradients = state, this.layers, this.context, None
+    in_stage = place_in_stage(this, run, place)
+    on_rank, passes, numbers = place_on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
-        if context.key is not None:  # 0 is the embedding's
-            context = context._replace(key=jax.random.fold_in(context.key, 1 + layers.numbers[kind][on_rank]))
-    pools = {"backward": ("FB", "FW"), "weight_gradients": ("FW", "BW")}.get(this.work, ())
-    return Read(weights, context, _read(this, kind, in_stage, saved, pools))
-
-
-def layer_computes(this: Pass, where: Where, x: Array, read: Read) -> tuple[Array, Made]:
-    """The residual stream, or its gradient, on the other side of this layer, and what the layer makes."""
-    passes, residuals, gradients = this.layers.passes[where.kind], {}, None
+        context = layer_context(this, numbers[on_rank])
     match this.work:
         case "run":
-            x = passes.run(read.weights, x, read.context)
+            x = passes.run(weights, x, context)
         case "forward":
-            x, residuals = passes.forward(read.weights, x, read.context)
+            x, residuals = passes.forward(weights, x, context)
+            saved = with_residuals(this, kind, in_stage, saved, residuals)
         case "backward":
-            x, gradients, residuals = passes.backward(read.weights, read.context, read.residuals, x)
+            residuals = read_pools(this, kind, in_stage, saved, ("FB", "FW"))
+            x, gradients, residuals = passes.backward(weights, context, residuals, x)
+            saved = with_residuals(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
-            gradients = passes.weight_gradients(read.residuals)
-    return x, Made(residuals, gradients)
-
-
-def layer_writes(this: Pass, where: Where, saved: Any, grads: list, made: Made) -> tuple[Any, list]:
-    """`saved` with what this layer has made for later passes, and `grads` plus its gradients."""
-    layers, (kind, in_stage, on_rank) = this.layers, where
-    saved = _written(this, kind, in_stage, saved, made.residuals)
-    if made.gradients is not None:
-        at_layer = dict(layer=layers.numbers[kind][on_rank], key=this.rounding)
-        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, made.gradients, **at_layer)
+            gradients = passes.weight_gradients(read_pools(this, kind, in_stage, saved, ("FW", "BW")))
+        case "observe":
+            saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
+            x = passes.run(weights, x, context)
+            saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
+    if gradients is not None:
+        at_layer = dict(layer=numbers[on_rank], key=this.rounding)
+        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients, **at_layer)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
-    return saved, grads
-
-
-# ---- F and B as one pass
-
-
-def both_ways(ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list) -> tuple[Array, Array, Any, list]:
-    """F of one microbatch, from the first layer to the last, and B of another, from the last to the first, a layer of
-    each in a turn: so the compiler can send what the one has to send while the other computes.
-
-    Returns the outputs of both, what is saved, and `grads` plus the layers' gradients. Where layers of several kinds
-    alternate, and do so beside others, the turns of F and B do not meet, and all of F comes first.
-    """
-    repeats, state = ahead.layers.model.arrangement.repeats, (x, dy, saved, grads)
-    if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
-        (x, saved), _ = each_layer(ahead, (x, saved), [])
-        dy = after(dy, x) if back.layers.model.is_simulated else dy
-        (dy, saved), grads = each_layer(back, (dy, saved), grads)
-        return x, dy, saved, grads
-    whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
-
-    def turn(count: Array | int, state: Any) -> Any:
-        for run, run_back in whole.paired():
-            runs = whole.run_in(run, count), whole.run_in(run_back, whole.times - 1 - count)
-            state = each_place_of_both((ahead, back), runs, state)
-        return state
-
-    return lax.fori_loop(0, whole.times, turn, state) if whole.times > 1 else turn(0, state)
-
-
-def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any) -> Any:
-    """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
-    layers."""
-    prefetch = [passes[0].layers.model.fsdp.prefetch and run.can_prefetch for run in runs]
-
-    def gathered(count: Array | int, streams: tuple[Array, Array]) -> list:
-        return [
-            gathered_place(this, run, count, x) if early else None
-            for this, run, x, early in zip(passes, runs, streams, prefetch)
-        ]
-
-    def turn(count: Array | int, carried: Any) -> Any:
-        state, weights = carried
-        state = one_place_of_both(passes, runs, count, state, weights)
-        # On simulated devices nothing may be gathered beside a layer's own loops.
-        return state, gathered(jnp.minimum(count + 1, runs[0].places - 1), (state[1], state[1]))
-
-    return lax.fori_loop(0, runs[0].places, turn, (state, gathered(0, state[:2])))[0]
-
-
-def one_place_of_both(
-    passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], count: Array | int, state: Any, weights: list
-) -> Any:
-    """The same for one place of each. What B reads is read before F writes, and B writes last."""
-    (ahead, back), (run, run_back), (x, dy, saved, grads) = passes, runs, state
-    place, place_back = count, _place_of(back, run_back, count)
-    simulated = back.layers.model.is_simulated
-    if any(len(each.kinds) > 1 or each.uneven for each in runs):
-        with jax.named_scope(FORWARD):
-            (x, saved), _ = one_place(ahead, run, place, ((x, saved), []), weights[0])
-        dy = after(dy, x) if simulated else dy
-        with jax.named_scope(BACKWARD):
-            (dy, saved), grads = one_place(back, run_back, place_back, ((dy, saved), grads), weights[1])
-        return vary_over_pp((x, dy, saved, grads))
-    where, where_back = _where(ahead, run, *run.kinds, place), _where(back, run_back, *run_back.kinds, place_back)
-    with jax.named_scope(FORWARD):
-        y, made = layer_computes(ahead, where, x, layer_reads(ahead, where, x, saved, weights[0]))
-    dy = after(dy, y) if simulated else dy
-    with jax.named_scope(BACKWARD):
-        read = layer_reads(back, where_back, dy, saved, weights[1])
-        dx, made_back = layer_computes(back, where_back, dy, read)
-    with jax.named_scope(FORWARD):
-        saved, _ = layer_writes(ahead, where, saved, [], made)
-    with jax.named_scope(BACKWARD):
-        saved, grads = layer_writes(back, where_back, saved, grads, made_back)
-    return vary_over_pp((y, dx, saved, grads))
-
-
-# ---- a layer's weights and places
-
-
-def gathered_place(this: Pass, run: LayerRun, count: Array | int, x: Array) -> Any:
-    """The weights, gathered, of the layer that a run of one kind reaches in this turn."""
-    in_stage = _in_stage(this, run, _place_of(this, run, count))
-    return gathered_layer(this.layers, *run.kinds, _on_rank(this, *run.kinds, in_stage), x)
+    return vary_over_pp(((x, saved), grads))
 
 
 def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | None = None) -> dict[str, Any]:
@@ -389,18 +247,13 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
     return apart(model.plan.use(rounded_kernels(weights, scales, dtype, model.config.matmul), stack), scales, dtype)
 
 
-def _place_of(this: Pass, run: LayerRun, count: Array | int) -> Array | int:
-    """The place that a pass through a run reaches in this turn."""
-    return run.places - 1 - count if this.from_last else count
+def layer_context(this: Pass, layer: Array) -> Context:
+    """The context of the model's layer with this number; 0 is the embedding's in dropout."""
+    context = this.context
+    return context if context.key is None else context._replace(key=jax.random.fold_in(context.key, 1 + layer))
 
 
-def _where(this: Pass, run: LayerRun, kind: int, place: Array | int) -> Where:
-    """The layer of this kind in a place of a run."""
-    in_stage = _in_stage(this, run, place)
-    return Where(kind, in_stage, _on_rank(this, kind, in_stage))
-
-
-def _in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:
+def place_in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:
     """The place of a layer among those of its kind in the stage.
 
     It is computed from the loop's counter and looked up only if stages differ: so XLA sees that a loop writes the
@@ -409,7 +262,7 @@ def _in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:
     return run.layer + place if run.layer is not None else _looked_up(this, run, place, 1)
 
 
-def _on_rank(this: Pass, kind: int, in_stage: Array | int) -> Array | int:
+def place_on_rank(this: Pass, kind: int, in_stage: Array | int) -> Array | int:
     """The place among those of its kind on the rank."""
     return this.chunk * this.layers.per_stage(kind) + in_stage
 
@@ -423,16 +276,16 @@ def _is_there(this: Pass, run: LayerRun, place: Array | int) -> Array:
     """Whether this place of a run of one kind has a layer."""
     (kind,) = run.kinds
     if this.layers.kinds is None:
-        return this.layers.numbers[kind][_on_rank(this, kind, _in_stage(this, run, place))] >= 0
+        return this.layers.numbers[kind][place_on_rank(this, kind, place_in_stage(this, run, place))] >= 0
     return _looked_up(this, run, place, 0) == kind
 
 
-def _read(this: Pass, kind: int, in_stage: Array | int, saved: Any, pools: Sequence[str]) -> Pools:
+def read_pools(this: Pass, kind: int, in_stage: Array | int, saved: Any, pools: Sequence[str]) -> Pools:
     """A layer's residuals in those of these pools that the schedule has."""
     return {pool: read_slot(saved[pool][kind], *this.slots[pool], in_stage) for pool in pools if pool in this.slots}
 
 
-def _written(this: Pass, kind: int, in_stage: Array | int, saved: Any, residuals: Pools) -> Any:
+def with_residuals(this: Pass, kind: int, in_stage: Array | int, saved: Any, residuals: Pools) -> Any:
     """`saved` with the residuals of one layer written."""
     for pool, leaves in residuals.items():
         if leaves:

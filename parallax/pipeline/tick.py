@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.pipeline.both_ways import both_ways
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
 from parallax.pipeline.stage import (
     BACKWARD,
@@ -92,28 +93,46 @@ def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) ->
 
 
 def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages. If F and B are one pass, the head comes
-    after W, since ranks that run other passes would wait for each other there.
+    """One tick: F and the head, B, W, each if this rank has it, then messages. If the schedule has F and B as one pass,
+    a rank has either that or F or B alone, and the head comes last: ranks in other passes would wait for each other.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, outputs = pipeline.saves, {}
+    saves, joint, outputs = pipeline.saves, pipeline.schedule.joint and {*"FB"} <= {*kinds}, {}
+    f, b = (f"{kind} alone" if joint else kind for kind in "FB")  # entries of the tables
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
-    joint = pipeline.schedule.joint and {*"FB"} <= {*kinds}
-    if joint:
-        outputs, state = joint_passes(pipeline, state, row)
-    elif "F" in kinds:
+    if "F" in kinds:
+
+        def forward() -> tuple[Array, Any]:
+            x = received(pipeline, state, row, "F")
+            return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+
+        def idle() -> tuple[Array, Any]:
+            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = forward_pass(pipeline, state, row, "F")
+            outputs["F"], residuals = forward() if row.always(f) else lax.cond(row.acts(f), forward, idle)
         state = state._replace(residuals=residuals)
     if "F" in kinds and not joint:
         state = with_head(pipeline, state, row, outputs["F"])
-    if "B" in kinds and not joint:
+    if joint:
+        outputs, state = joint_pass(pipeline, state, row, outputs["F"])
+    if "B" in kinds:
+
+        def backward() -> tuple[Array, list[Any], Any, Any]:
+            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
+            dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
+            return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+        def idle() -> tuple[Array, list[Any], Any, Any]:
+            dx = outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0])
+            return vary_over_pp((dx, state.grads, state.residuals, state.ends))
+
         with jax.named_scope(BACKWARD):
-            found = backward_pass(pipeline, state, row, "B")
-        outputs["B"], grads, residuals, of_ends = found
+            after_backward = backward() if row.always(b) else lax.cond(row.acts(b), backward, idle)
+        outputs["B"], grads, residuals, of_ends = after_backward
         state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
 
@@ -145,46 +164,15 @@ def with_head(pipeline: Pipeline, state: State, row: Row, y: Array) -> State:
     return state._replace(ends=ends)
 
 
-def forward_pass(pipeline: Pipeline, state: State, row: Row, entry: str) -> tuple[Array, Any]:
-    """F if this rank has this entry: the stage's output, and residuals."""
-
-    def forward() -> tuple[Array, Any]:
-        x = received(pipeline, state, row, "F")
-        return vary_over_pp(pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
-
-    def idle() -> tuple[Array, Any]:
-        return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
-
-    return forward() if row.always(entry) else lax.cond(row.acts(entry), forward, idle)
-
-
-def backward_pass(
-    pipeline: Pipeline, state: State, row: Row, entry: str, other: Array | None = None
-) -> tuple[Array, list[Any], Any, Any]:
-    """B if this rank has this entry: the gradient of the stage's input, gradients of weights, residuals, and the state
-    of both ends. If it has not, the first is `other`, or zero."""
-
-    def backward() -> tuple[Array, list[Any], Any, Any]:
-        dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
-        return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
-
-    def idle() -> tuple[Array, list[Any], Any, Any]:
-        dx = jnp.zeros_like(state.messages["B"][0]) if other is None else other
-        return vary_over_pp((dx, state.grads, state.residuals, state.ends))
-
-    return backward() if row.always(entry) else lax.cond(row.acts(entry), backward, idle)
-
-
-def joint_passes(pipeline: Pipeline, state: State, row: Row) -> tuple[dict[str, Array], State]:
-    """F alone, F and B as one pass, or B alone: what this rank sends, and the state after it."""
+def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[dict[str, Array], State]:
+    """F and B as one pass, if this rank has it: what it sends, and the state after it; else F's output is `y`."""
 
     def both() -> tuple[Array, ...]:
         with jax.named_scope(FORWARD):
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
             dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
+        y, dx, residuals, grads = both_ways(pipeline.saves, ahead, back, x, dy, state.residuals, state.grads)
         with jax.named_scope(BACKWARD):
             return vary_over_pp((y, dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
 
@@ -192,14 +180,8 @@ def joint_passes(pipeline: Pipeline, state: State, row: Row) -> tuple[dict[str, 
         nothing = jnp.zeros_like(state.messages["B"][0])
         return vary_over_pp((y, nothing, state.grads, state.residuals, state.ends))
 
-    with jax.named_scope(FORWARD):
-        y, residuals = forward_pass(pipeline, state, row, f"{FORWARD} alone")
-    state = state._replace(residuals=residuals)
     with jax.named_scope(JOINT):
         y, dx, grads, residuals, ends = lax.cond(row.acts(JOINT), both, idle)
-    state = state._replace(grads=grads, residuals=residuals, ends=ends)
-    with jax.named_scope(BACKWARD):
-        dx, grads, residuals, ends = backward_pass(pipeline, state, row, f"{BACKWARD} alone", dx)
     return {"F": y, "B": dx}, state._replace(grads=grads, residuals=residuals, ends=ends)
 
 
