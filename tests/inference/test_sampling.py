@@ -60,7 +60,7 @@ def test_the_noise_of_a_row_does_not_depend_on_its_neighbours():
     "change, message",
     [
         ({"top_p": 0.0}, "sample.top_p=0.0 must be above 0 and at most 1 (off)"),
-        ({"top_p": float("nan")}, "sample.top_p=nan is not a number that float32 holds"),
+        ({"top_p": float("nan")}, "sample.top_p=nan is not a number that float32 holds; use 3.4e+38 or less"),
         ({"temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
         ({"temperature": 1e-9}, "sample.temperature=1e-09 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
         ({"top_k": -1}, "sample.top_k=-1 is too small; use 0 or more"),

@@ -430,7 +430,7 @@ def loop_of(settings, step, *, logger=None, meter=None, first=1, rates=None, ski
     batches, logger = Stub(), logger or Stub()
     batches.get = lambda at: (None, 0.0)
     meter = meter or Meter(settings.train.steps, 1, 1.0, None, 1)
-    rates, skips = rates or [0.0] * 99, skips or NoSkips()
+    rates, skips = rates or (lambda update: 0.0), skips or NoSkips()
     told = dict(logger=logger, meter=meter, rates=rates, skips=skips, sensors=Sensors(dict))
     reports = StepReports(settings=settings, first=first, **told)
     parts = dict.fromkeys(("checkpoints", "watchdog", "corruption_check"), Stub())
