@@ -23,14 +23,8 @@ WIDTHS = {"step": 0, "loss": 11, "gnorm": 10, "lr": 9, "load": 9, "tok/s": 11, "
 WIDTHS |= {"sensors": 11, "left": 11}
 OF_SOME_RUNS = ("load", "sol", "sensors")  # columns that are there if they have a number
 FLOPS_WIDTH = 17  # in place of "mfu" for an unknown chip
-DISPENSABLE = (
-    "lr",
-    "memory",
-    "sensors",
-    "gnorm",
-    "load",
-    "sol",
-)  # left out if a line is too long; metrics.jsonl has them
+# Left out in this order if a line is too long; metrics.jsonl has them.
+DISPENSABLE = ("lr", "memory", "sensors", "gnorm", "load", "sol")
 
 
 @dataclass
@@ -95,9 +89,7 @@ class Meter:
     @property
     def _least_secs(self) -> float:
         """Time of a step at its devices' peak; a step that seems faster was measured by a thread that ran late."""
-        if self.light_secs is not None:
-            return self.light_secs
-        return self._peak_secs
+        return self._peak_secs if self.light_secs is None else self.light_secs
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """The line for the console, in columns, at most `LINE_WIDTH` wide; speed is the mean since the last line."""
