@@ -1,0 +1,25 @@
+"""What a compiled step gathers, and how often."""
+
+import re
+
+import jax
+import pytest
+from support.tiny_model import build, make_batch
+
+TABLE = re.compile(r'all-gather(?:-start)?\(.*op_name="[^"]*/embedding/all_gather')
+# Over data axes, and with pipeline ranks once a step over pp. In ticks the first of these ranks embeds in a branch of its
+# own, before the head.
+TIMES = {
+    "one stage": ((1, 2, 1), {}, 1),
+    "batched head": ((2, 2, 1), dict(schedule="gpipe"), 1 + 1),
+    "head in ticks": ((2, 2, 1), dict(schedule="one_f_one_b"), 2 + 1),
+}
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", TIMES)
+def test_a_tied_table_is_gathered_once_for_embedding_and_head(name):
+    mesh, changes, times = TIMES[name]
+    model = build(mesh, tied=True, layers=2, microbatches=2, **changes)
+    compiled = jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
+    assert len(TABLE.findall(compiled)) == times
