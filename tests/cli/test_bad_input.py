@@ -62,7 +62,7 @@ def command(*arguments, capsys):
             ["--workdir=nowhere"],
             "--config is missing, and --workdir=nowhere holds no run to resume; use one of configs/base.py",
         ),
-        ([BASE, "--config.optimizer.learning_rate=nan"], "optimizer.learning_rate=nan is not a number that float32 holds"),
+        ([BASE, "--config.optimizer.learning_rate=nan"], "optimizer.learning_rate=nan is not a number that float"),
         ([BASE, "--config.train.steps=0"], "train.steps=0 is too small; use 1 or more"),
         ([BASE, "--config.checkpoint.keep_last=0"], "checkpoint.keep_last=0 is too small; use 1 or more"),
     ],
