@@ -195,7 +195,7 @@ def all_of(key, value):
 ABSURD = {
     "tokens": (all_of("tokens", 10**30), r"00000\.ids has \d+ bytes where the manifest says 2000000000000000"),
     "documents": (all_of("documents", 2**62), r"00000\.documents has \d+ bytes where the manifest says"),
-    "no text": (all_of("text_bytes", 0), "damaged: text_bytes=0"),
+    "no text": (all_of("text_bytes", 0), "documents and 0 bytes"),
     "vocab": (lambda content: content.update(vocab=10**30), "is not the tokenizer that made the shards|bytes where"),
     "entropy": (
         lambda content: content.update(token_entropy_nats=float("nan")),

@@ -148,7 +148,7 @@ def test_every_entry_point_looks_at_the_values(name, value):
         (np.zeros((1, 1, 4), int), "prompt 0 is int64 of shape [1, 4]"),
         ([["a"]], "prompt 0 is <U1 of shape [1]"),
         (np.zeros((0, 4), int), "there are no prompts"),
-        ([[]], "prompt 0 has no tokens"),
+        ([[]], "prompt 0 is float64 of shape [0]; a prompt is a list of whole token ids"),
     ],
 )
 def test_prompts_that_are_no_ids_of_the_model_are_refused(prompts, message):
