@@ -86,6 +86,15 @@ def get_config() -> ConfigDict:
     # "compute" | "8bit": int8, float8: form of the input that is saved for the weight's gradient: compute, in
     # model.dtype; 8bit, the rounded input
     config.model.matmul_residuals = "compute"
+    # "delayed" | "current" | "row" | "block" | "fixed": int8, float8: delayed: a tensor's largest magnitude in the step
+    # before; current: that of now; row: of each token of inputs and gradients; block: of 128 entries of a token and of
+    # 128 x 128 of a weight; fixed: matmul_ranges. Experts have row in place of current
+    config.model.matmul_scales = "delayed"
+    # fixed: largest magnitudes of input, weight and gradient, as "224 1 0.01"; what exceeds them is clipped
+    config.model.matmul_ranges = ""
+    # "compute" | "8bit": int8, float8: dtype of products for gradients of weights, but for experts': compute, in
+    # model.dtype; 8bit, of the rounded input and gradient; with row and block these are rounded anew, by columns
+    config.model.matmul_weight_gradients = "compute"
 
     # How arrays are sharded.
     config.layout = ConfigDict()

@@ -35,7 +35,9 @@ MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS = ("compute", "int8", "float8")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
-MATMUL_RESIDUALS = ("compute", "8bit")
+MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
+RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
+MATMUL_SCALES = DELAYED, CURRENT, ROW, BLOCK, FIXED = ("delayed", "current", "row", "block", "fixed")
 # Arguments of code that a config may name: see docs/extend.md.
 OF_PRODUCTS = ("matmul", "matmul_residuals")
 MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)
@@ -197,9 +199,28 @@ class ModelConfig(Section, most=2**24, saved=True):
         "rounded input",
         choices=MATMUL_RESIDUALS,
     )
+    matmul_scales: str = key(
+        DELAYED,
+        "int8, float8: delayed: a tensor's largest magnitude in the step before; current: that of now; row: of each "
+        "token of inputs and gradients; block: of 128 entries of a token and of 128 x 128 of a weight; fixed: "
+        "matmul_ranges. Experts have row in place of current",
+        choices=MATMUL_SCALES,
+    )
+    matmul_ranges: str = key(
+        "",
+        'fixed: largest magnitudes of input, weight and gradient, as "224 1 0.01"; what exceeds them is clipped',
+        saved=True,
+    )
+    matmul_weight_gradients: str = key(
+        COMPUTE,
+        "int8, float8: dtype of products for gradients of weights, but for experts': compute, in model.dtype; 8bit, of "
+        "the rounded input and gradient; with row and block these are rounded anew, by columns",
+        choices=MATMUL_RESIDUALS,
+    )
 
     def check(self) -> None:
         self._check_matmul()
+        self._check_matmul_scales()
         if self.rope_slow_turns >= self.rope_fast_turns:
             raise ConfigError(
                 f"model.rope_slow_turns={self.rope_slow_turns} must be below "
@@ -276,13 +297,53 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "them; use matmul='float8' or 'compute'."
             )
 
+    def _check_matmul_scales(self) -> None:
+        for name, default in (("matmul_scales", DELAYED), ("matmul_weight_gradients", COMPUTE)):
+            if self.matmul == COMPUTE and getattr(self, name) != default:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='compute', which rounds "
+                    f"nothing; use {name}={default!r}, or matmul='int8' or 'float8'."
+                )
+        if (self.matmul_scales == FIXED) != bool(self.matmul_ranges):
+            what = "needs" if self.matmul_scales == FIXED else "reads no"
+            raise ConfigError(
+                f"model.matmul_scales={self.matmul_scales!r} {what} model.matmul_ranges, which is "
+                f"{quoted(self.matmul_ranges)}; use matmul_scales='fixed' with matmul_ranges='224 1 0.01' (of input, "
+                "weight and gradient), or other scales and matmul_ranges=''."
+            )
+        words = self.matmul_ranges.split()
+        if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):
+            raise ConfigError(
+                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 0 and below 1e30: the "
+                "largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
+            )
+        if self.matmul_weight_gradients != COMPUTE and {*self.products_in_8_bits} == {EXPERTS}:
+            raise ConfigError(
+                f"model.matmul_weight_gradients={self.matmul_weight_gradients!r} does nothing with model.matmul_parts="
+                f"{quoted(self.matmul_parts)}: gradients of experts' kernels are computed in model.dtype; use "
+                "matmul_weight_gradients='compute', or 8-bit products of attention or MLPs."
+            )
+
     def matmul_of(self, part: str) -> str:
-        """The dtype of products in this part of a layer.
+        """The form of products in this part of a layer: see parallax/model/products.py.
 
         >>> [ModelConfig(matmul="int8", matmul_parts="mlp").matmul_of(part) for part in ("attention", "mlp")]
         ['compute', 'int8']
+        >>> ModelConfig(matmul="float8", matmul_scales="row").matmul_of("mlp")
+        'float8 row compute'
         """
-        return self.matmul if part in self.matmul_parts.split() else "compute"
+        return self.matmul_form if part in self.matmul_parts.split() else COMPUTE
+
+    @property
+    def matmul_form(self) -> str:
+        """The form of the model's 8-bit products."""
+        further = [self.matmul_scales, self.matmul_weight_gradients, self.matmul_ranges]
+        return self.matmul if further == [DELAYED, COMPUTE, ""] else " ".join([self.matmul, *further]).strip()
+
+    @property
+    def first_scales_are_measured(self) -> bool:
+        """Whether a run begins with a pass that finds the first scales of 8-bit products."""
+        return self.matmul != COMPUTE and self.matmul_scales == DELAYED
 
     @property
     def products_in_8_bits(self) -> list[str]:

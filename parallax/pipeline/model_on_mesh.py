@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
-from parallax.config.sections import AUTO, BLOCKS
+from parallax.config.sections import AUTO, BLOCKS, COMPUTE
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
@@ -22,7 +22,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
-from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
+from parallax.model.products import product_of, scales_of
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
@@ -78,7 +78,7 @@ class ModelOnMesh:
             orders=self.orders,
             reduce=self.fsdp.reduce,
             gather=self.fsdp.gather_dtype,
-            products=EIGHT_BIT_PRODUCTS[model.matmul].operand if self.rounds_kernels else None,
+            products=product_of(model.matmul_form).operand if self.rounds_kernels else None,
             gather_first=partial(first_group, mesh),
             masters_on=optimizer.masters_on,
             states_on=optimizer.states_on,
@@ -218,7 +218,7 @@ class ModelOnMesh:
     @property
     def rounds_kernels(self) -> bool:
         """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
-        return self.config.matmul != COMPUTE and not self.measures
+        return self.config.matmul != COMPUTE and not self.measures and bool(scales_of(self.config.matmul_form))
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:
