@@ -37,7 +37,7 @@ MATMULS = ("compute", "int8", "float8")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
 RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
-MATMUL_SCALES = DELAYED, CURRENT, ROW, BLOCK, FIXED = ("delayed", "current", "row", "block", "fixed")
+MATMUL_SCALES = DELAYED, CURRENT, ROW, BLOCK, MXFP8, FIXED = ("delayed", "current", "row", "block", "mxfp8", "fixed")
 # Arguments of code that a config may name: see docs/extend.md.
 OF_PRODUCTS = ("matmul", "matmul_residuals")
 MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)
@@ -202,8 +202,8 @@ class ModelConfig(Section, most=2**24, saved=True):
     matmul_scales: str = key(
         DELAYED,
         "int8, float8: delayed: a tensor's largest magnitude in the step before; current: that of now; row: of each "
-        "token of inputs and gradients; block: of 128 entries of a token and of 128 x 128 of a weight; fixed: "
-        "matmul_ranges. Experts have row in place of current",
+        "token of inputs and gradients; block: of 128 entries of a token and of 128 x 128 of a weight; mxfp8: of 32 "
+        "entries of each sum, as B200's products have; fixed: matmul_ranges. Experts have row in place of current",
         choices=MATMUL_SCALES,
     )
     matmul_ranges: str = key(
@@ -214,7 +214,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     matmul_weight_gradients: str = key(
         COMPUTE,
         "int8, float8: dtype of products for gradients of weights, but for experts': compute, in model.dtype; 8bit, of "
-        "the rounded input and gradient; with row and block these are rounded anew, by columns",
+        "the rounded input and gradient; with row, block and mxfp8 these are rounded anew, over tokens",
         choices=MATMUL_RESIDUALS,
     )
 
@@ -310,6 +310,11 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_scales={self.matmul_scales!r} {what} model.matmul_ranges, which is "
                 f"{quoted(self.matmul_ranges)}; use matmul_scales='fixed' with matmul_ranges='224 1 0.01' (of input, "
                 "weight and gradient), or other scales and matmul_ranges=''."
+            )
+        if self.matmul_scales == MXFP8 and self.matmul != "float8":
+            raise ConfigError(
+                f"model.matmul_scales='mxfp8' is of float8, not of model.matmul={self.matmul!r}; use matmul='float8', or "
+                "matmul_scales='block', which has larger blocks of any 8 bits."
             )
         words = self.matmul_ranges.split()
         if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):

@@ -245,7 +245,7 @@ class Up(Dense):
         if product.known:
             rounded = Operand.of(latent, product.operand, product.amax(self.amax)[operand])
         elif operand == WEIGHT:
-            rounded = kernel_operand(product, latent, weight)
+            rounded = kernel_operand(product, latent, weight, ["d_latent"])
         else:
             layout = Layout.parse(activation("d_latent", seq="kv_seq"))
             rounded = token_operand(product, latent, product.operand, layout, weight)

@@ -21,10 +21,12 @@ Scales:
     row       one of each token of an input or a gradient, over the dims that the weight has, too; weights as current
     block     one of 128 entries of a token; of 128 x 128 of a weight (DeepSeek-V3). Powers of two, so that values are
               exact in the compute dtype, in which the products are: XLA has none of 8 bits with such scales
+    mxfp8     one of 32 entries along each sum, a power of two (OCP's microscaling formats). B200 has such products, by
+              jax.nn.scaled_matmul; elsewhere they are in the compute dtype, with the same values
     fixed     one of a tensor: a given range
 
 A scale that is not a tensor's cannot leave a sum over tokens. So the weight's gradient in 8 bits rounds anew with row
-and block: one scale of each column, over a microbatch's tokens. A maximum does not depend on the order of operands, and
+and block: one scale of each column, over a microbatch's tokens; with mxfp8 one of 32 tokens. A maximum does not depend on the order of operands, and
 is rounded up to a few bits: every mesh has the same scales, if its microbatches have the same rows.
 
 With delayed scales a product's largest magnitudes [3], of input, weight and gradient of the output, are a parameter.
@@ -43,9 +45,9 @@ from einops import pack, unpack
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import BLOCK, COMPUTE, DELAYED, EIGHT_BITS, FIXED, ROW
+from parallax.config.sections import BLOCK, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, ROW
 from parallax.sharding.collectives import as_varying, max_over, vary_alike, varying_axes
-from parallax.sharding.eight_bits import to_eight_bits
+from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import WITHIN_STAGE
@@ -59,7 +61,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 # scale.
 AMAX_BITS, FLOAT32_BITS = 4, 23
 LEAST_AMAX = 2.0**-100  # of an operand's own maxima: units, and what is divided by them, stay finite
-WIDEST_BLOCK = 128
+BLOCKS = {BLOCK: 128, MXFP8: 32}  # the most entries of a block
 
 # The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
 # for growth, and scales are exact in bfloat16.
@@ -93,7 +95,7 @@ class EightBitProduct(NamedTuple):
 
 
 DTYPES_OF_PRODUCTS = {MEASURED: ("", ""), "int8": ("int8", "int8"), "float8": ("float8", "float8_e5m2")}
-FINE = (ROW, BLOCK)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
+FINE = (ROW, BLOCK, MXFP8)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
 
 
 @cache
@@ -122,7 +124,7 @@ class Operand(NamedTuple):
         if not kind:
             return Operand(x, None)
         unit = unit_of(amax, kind)
-        return Operand(to_eight_bits(x, unit, kind) if rounded is None else rounded, unit)
+        return Operand.in_units(x, kind, unit) if rounded is None else Operand(rounded, unit)
 
     @staticmethod
     def measured(x: Array, kind: str, layout: Layout, over: Collection[str] | None = None) -> "Operand":
@@ -136,25 +138,28 @@ class Operand(NamedTuple):
         places = tuple(at for at, name in enumerate(layout.names) if name in over)
         most = own_largest(x, places)
         most = max_over(most, [axis for at in places for axis in layout.axes[at]])
-        unit = own_unit(most, kind)
-        return Operand(to_eight_bits(x, unit, kind), unit)
+        return Operand.in_units(x, kind, own_unit(most, kind))
 
     @staticmethod
     def in_blocks(x: Array, kind: str, blocks: Sequence[int]) -> "Operand":
         """Round an array with a scale, a power of two, of each block of this shape."""
         parts = x.reshape([size for whole, block in zip(x.shape, blocks) for size in (whole // block, block)])
-        most = own_largest(parts, range(1, parts.ndim, 2))
-        unit = own_unit(most, kind, bits=0)
-        return Operand(to_eight_bits(parts, unit, kind).reshape(x.shape), unit.reshape(most.shape[::2]))
+        most = own_largest(parts, range(1, parts.ndim, 2)).reshape(parts.shape[::2])
+        unit = jnp.maximum(rounded_up(most * (1 / LARGEST_NUMBERS[kind]), 0), LEAST_AMAX)
+        return Operand.in_units(x, kind, unit)
+
+    @staticmethod
+    def in_units(x: Array, kind: str, unit: Array) -> "Operand":
+        """Round an array to multiples of these units."""
+        parts, of_parts = _apart(x, unit)
+        return Operand(to_eight_bits(parts, of_parts, kind).reshape(x.shape), unit)
 
     def unrounded(self, dtype: Any) -> "Operand":
         """The values that these numbers represent."""
         if self.unit is None:
             return self
-        shape, units = self.values.shape, self.unit.shape or (1,) * self.values.ndim
-        parts = self.values.reshape([size for whole, count in zip(shape, units) for size in (count, whole // count)])
-        unit = self.unit.reshape([size for count in units for size in (count, 1)])
-        return Operand((parts.astype(jnp.float32) * unit).astype(dtype).reshape(shape), None)
+        parts, of_parts = _apart(self.values, self.unit)
+        return Operand((parts.astype(jnp.float32) * of_parts).astype(dtype).reshape(self.values.shape), None)
 
     @property
     def sums(self) -> Any:
@@ -162,6 +167,14 @@ class Operand(NamedTuple):
         if self.unit is None:
             return None
         return jnp.int32 if self.values.dtype == jnp.int8 else jnp.float32
+
+
+def _apart(x: Array, unit: Array) -> tuple[Array, Array]:
+    """An array with each dim divided into units' parts and the entries of each, and the units beside it."""
+    if not unit.ndim:
+        return x, unit
+    parts = x.reshape([size for whole, count in zip(x.shape, unit.shape) for size in (count, whole // count)])
+    return parts, unit.reshape([size for count in unit.shape for size in (count, 1)])
 
 
 class Call(NamedTuple):
@@ -177,14 +190,17 @@ class Call(NamedTuple):
     def product(self) -> EightBitProduct:
         return product_of(self.form)
 
-    def weight(self, w: Array, amax: Array | None, rounded: "Array | Operand | None") -> Operand:
+    def weight(
+        self, w: Array, amax: Array | None, rounded: "Array | Operand | None", *, backward: bool = False
+    ) -> Operand:
         """The weight rounded, or as it was `rounded` before."""
         product = self.product
         if isinstance(rounded, Operand):
             return rounded
         if product.known or not product.operand:
             return Operand.of(w, product.operand, None if amax is None else amax[WEIGHT], rounded)
-        return kernel_operand(product, w, self.layouts[1])
+        of_sum, weight = self.layouts[2 if backward else 0].names, self.layouts[1]
+        return kernel_operand(product, w, weight, [name for name in weight.names if name in of_sum])
 
     def gradient(self, dy: Array, amax: Array | None, *, columns: bool = False) -> Operand:
         """The gradient of the result rounded, for that of the input or, by columns, of the weight."""
@@ -194,11 +210,12 @@ class Call(NamedTuple):
         return token_operand(product, dy, product.gradient, self.layouts[2], self.layouts[1], columns=columns)
 
 
-def kernel_operand(product: EightBitProduct, w: Array, layout: Layout) -> Operand:
-    """A weight rounded with its own maxima."""
-    if product.scales == BLOCK:
-        return Operand.in_blocks(w, product.operand, blocks_of(layout, w.shape))
-    return Operand.measured(w, product.operand, layout)
+def kernel_operand(product: EightBitProduct, w: Array, layout: Layout, contracted: Sequence[str]) -> Operand:
+    """A weight rounded with its own maxima, for a product that contracts these of its dims."""
+    if product.scales not in BLOCKS:
+        return Operand.measured(w, product.operand, layout)
+    in_blocks = contracted[-1:] if product.scales == MXFP8 else set(layout.names) - {"heads", "kv_heads", "experts"}
+    return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks))
 
 
 def token_operand(
@@ -206,17 +223,21 @@ def token_operand(
 ) -> Operand:
     """An input or a gradient rounded with its own maxima. `columns` are scales that leave a sum over tokens."""
     of_weight = [name for name in layout.names if name in weight.names]
+    of_tokens = [name for name in layout.names if name not in weight.names]
+    if product.scales in BLOCKS and not (columns and product.scales == BLOCK):
+        in_blocks = (of_tokens if columns else of_weight)[-1:]
+        return Operand.in_blocks(x, kind, blocks_of(product, layout, x.shape, in_blocks))
     if columns:
-        return Operand.measured(x, kind, layout, [name for name in layout.names if name not in of_weight])
-    if product.scales == BLOCK:
-        return Operand.in_blocks(x, kind, (*(1,) * (x.ndim - 1), math.gcd(x.shape[-1], WIDEST_BLOCK)))
+        return Operand.measured(x, kind, layout, of_tokens)
     return Operand.measured(x, kind, layout, of_weight if product.scales == ROW else None)
 
 
-def blocks_of(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a weight's blocks: of each dim up to 128 entries, a power of two; heads and experts are apart."""
-    apart = ("heads", "kv_heads", "experts")
-    return tuple(1 if name in apart else math.gcd(size, WIDEST_BLOCK) for name, size in zip(layout.names, shape))
+def blocks_of(
+    product: EightBitProduct, layout: Layout, shape: Sequence[int], names: Collection[str]
+) -> tuple[int, ...]:
+    """The shape of blocks that are as wide as may be in these dims: a power of two that divides them."""
+    widest = BLOCKS[product.scales]
+    return tuple(math.gcd(size, widest) if name in names else 1 for name, size in zip(layout.names, shape))
 
 
 class ProductInput(NamedTuple):
@@ -293,7 +314,7 @@ def scales_of(form: str, parameter: str = AMAX) -> str:
     """What a kernel's ParameterSpec says of its scales: the name of the parameter that has them; their word, if they
     are none; "" if kernels are rounded only where they are used."""
     scales = product_of(form).scales
-    return {DELAYED: parameter, BLOCK: ""}.get(scales, scales)
+    return {DELAYED: parameter, BLOCK: "", MXFP8: ""}.get(scales, scales)
 
 
 def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: Any = None) -> Any:
@@ -425,11 +446,11 @@ def _backward(call: Call, saved: tuple, dy: Array) -> tuple:
     product = call.product
     operands, result = call.letters.split("->")
     left, right = operands.split(",")
-    gradient, weight = call.gradient(dy, amax), call.weight(w, amax, rounded)
+    gradient, weight = call.gradient(dy, amax), call.weight(w, amax, rounded, backward=True)
     dx = multiplied(f"{result},{right}->{left}", gradient, weight, dy.dtype)
     if product.weight_gradients == EIGHT_BITS:
         if call.saves == COMPUTE:
-            x = Operand(to_eight_bits(x.values, x.unit, product.operand), x.unit)
+            x = Operand.in_units(x.values, product.operand, x.unit)
         if product.rounds_anew:
             gradient = call.gradient(dy, amax, columns=True)
         dw = multiplied(f"{left},{result}->{right}", x, gradient, w.dtype)
@@ -467,6 +488,8 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
         return jnp.einsum(letters, x.values, w.values)
     operands, result = letters.split("->")
     pairs = [*zip((x, w), operands.split(","))]
+    if platform_traced() == "gpu" and all(is_microscaled(operand, own, result) for operand, own in pairs):
+        return microscaled(letters, x, w, dtype)
     if not all(leaves_sum(operand, own, result) for operand, own in pairs):
         return jnp.einsum(letters, x.unrounded(dtype).values, w.unrounded(dtype).values)
     if x.unit.ndim == w.unit.ndim == 0 and x.sums == jnp.float32 and platform_traced() == "gpu":
@@ -481,6 +504,34 @@ def leaves_sum(operand: Operand, own: str, result: str) -> bool:
     """Whether a sum of products can be scaled with the operand's units, whose dims are its `own`."""
     sizes = zip(own, operand.unit.shape, operand.values.shape)
     return all(units == 1 or (units == size and dim in result) for dim, units, size in sizes)
+
+
+def is_microscaled(operand: Operand, own: str, result: str) -> bool:
+    """Whether the last dim that is summed is in blocks of 32, and no other dim in any."""
+    summed = [dim for dim in own if dim not in result]
+    blocks = {dim: size // units for dim, size, units in zip(own, operand.values.shape, operand.unit.shape)}
+    return bool(blocks) and blocks.pop(summed[-1]) == BLOCKS[MXFP8] and set(blocks.values()) == {1}
+
+
+def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
+    """The product of operands in blocks of 32, which XLA gives to cuDNN on B200, and on other GPUs multiplies in this
+    dtype."""
+    operands, result = letters.split("->")
+    left, right = operands.split(",")
+    summed = "".join(dim for dim in left if dim not in result)
+    sizes = dict(zip(left + right, x.values.shape + w.values.shape))
+    kept = [[dim for dim in result if dim in own] for own in (left, right)]
+
+    def rows(array: Array, own: str, dims: list[str]) -> Array:
+        array = array.transpose([own.index(dim) for dim in (*dims, *summed)])
+        return array.reshape(1, math.prod(sizes[dim] for dim in dims), -1)
+
+    pairs = [*zip((x, w), (left, right), kept)]
+    values = [rows(operand.values, own, dims) for operand, own, dims in pairs]
+    units = [rows(operand.unit, own, dims).astype(jnp.float8_e8m0fnu) for operand, own, dims in pairs]
+    y = as_varying(jax.nn.scaled_matmul(*values, *units, preferred_element_type=dtype), varying_axes(x.values))
+    y = y.reshape([sizes[dim] for dims in kept for dim in dims])
+    return y.transpose([(kept[0] + kept[1]).index(dim) for dim in result])
 
 
 def _aligned(unit: Array, own: str, result: str) -> Array:
@@ -508,6 +559,6 @@ def unit_of(amax: Array, kind: str) -> Array:
     return jnp.where(amax > 0, amax, jnp.nan) * (1 / HIGHEST[kind])
 
 
-def own_unit(maxima: Array, kind: str, bits: int = AMAX_BITS) -> Array:
-    """The same for an operand's own maxima, rounded up to so many bits of mantissa; any unit is right for zeros."""
-    return unit_of(jnp.maximum(rounded_up(maxima, bits), LEAST_AMAX), kind)
+def own_unit(maxima: Array, kind: str) -> Array:
+    """The same for an operand's own maxima; any unit is right for zeros."""
+    return unit_of(jnp.maximum(rounded_up(maxima), LEAST_AMAX), kind)

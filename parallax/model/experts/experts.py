@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import BLOCK, COMPUTE, CURRENT, DELAYED, EXPERTS, ROW, ModelConfig
+from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, ROW, ModelConfig
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
@@ -25,6 +25,7 @@ from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
+    BLOCKS,
     GRADIENT,
     INPUT,
     MEASURED,
@@ -128,8 +129,8 @@ class ExpertKernels(struct.PyTreeNode):
 
     def times(self, x: Operand, sizes_E: Array, *, transposed: bool = False) -> Array:
         """Each row times its expert's kernel, or times the transposed kernel."""
-        weight, dtype = self._weight(), self.kernels.dtype
-        if self._product.scales == BLOCK:
+        weight, dtype = self._weight(transposed), self.kernels.dtype
+        if self._product.scales in BLOCKS:
             x, weight = x.unrounded(dtype), weight.unrounded(dtype)
         return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
 
@@ -146,13 +147,14 @@ class ExpertKernels(struct.PyTreeNode):
         of_kernels = largest(self.kernels) if self.rounded is None else jnp.zeros_like(of_input)
         return self.replace(kernels=kernels, amax=jnp.stack([of_input, of_kernels, of_gradient]), rounded=None)
 
-    def _weight(self) -> Operand:
+    def _weight(self, transposed: bool) -> Operand:
         product, rounded = self._product, self.rounded
         if isinstance(rounded, Operand) or not product.operand:
             return rounded or Operand(self.kernels, None)
         if product.known:
             return Operand.of(self.kernels, product.operand, self.amax[WEIGHT], rounded)
-        return kernel_operand(product, self.kernels, Layout.parse(self.layout))
+        layout = Layout.parse(self.layout)
+        return kernel_operand(product, self.kernels, layout, [layout.names[2 if transposed else 1]])
 
     def _operand(self, x: Array, kind: str, which: int) -> Operand:
         product = self._product
