@@ -305,7 +305,7 @@ def price_program(run: Found) -> None:
 
 def make_state(run: Found) -> None:
     """Create the initial parameters and optimizer states; the first scales of 8-bit products come from a batch."""
-    needs_batch = run.settings.model.matmul != "compute"
+    needs_batch = run.settings.model.first_scales_are_measured
     run.state = jax.block_until_ready(run.step.init(counting_batch(run) if needs_batch else None))
 
 

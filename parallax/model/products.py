@@ -62,6 +62,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 AMAX_BITS, FLOAT32_BITS = 4, 23
 LEAST_AMAX = 2.0**-100  # of an operand's own maxima: units, and what is divided by them, stay finite
 BLOCKS = {BLOCK: 128, MXFP8: 32}  # the most entries of a block
+HEADS = ("heads", "kv_heads", "experts", "layers")  # dims whose entries share no block
 
 # The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
 # for growth, and scales are exact in bfloat16.
@@ -214,7 +215,7 @@ def kernel_operand(product: EightBitProduct, w: Array, layout: Layout, contracte
     """A weight rounded with its own maxima, for a product that contracts these of its dims."""
     if product.scales not in BLOCKS:
         return Operand.measured(w, product.operand, layout)
-    in_blocks = contracted[-1:] if product.scales == MXFP8 else set(layout.names) - {"heads", "kv_heads", "experts"}
+    in_blocks = contracted[-1:] if product.scales == MXFP8 else set(layout.names).difference(HEADS)
     return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks))
 
 

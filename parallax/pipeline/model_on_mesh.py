@@ -86,6 +86,7 @@ class ModelOnMesh:
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
+        checks.check_blocks(model, self.plan.rows, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
@@ -125,6 +126,7 @@ class ModelOnMesh:
             check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}: each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
+        checks.check_products_of_tokens(self.config, seq, cp, global_batch * seq // pieces // cp)
         checks.check_window(self.config, seq)
         checks.check_kernel_seq(self.config, seq, self.layout.context, cp)
         # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
