@@ -313,8 +313,8 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         if self.matmul_scales == MXFP8 and self.matmul != "float8":
             raise ConfigError(
-                f"model.matmul_scales='mxfp8' is of float8, not of model.matmul={self.matmul!r}; use matmul='float8', or "
-                "matmul_scales='block', which has larger blocks of any 8 bits."
+                f"model.matmul_scales='mxfp8' is of float8, not of model.matmul={self.matmul!r}; use matmul='float8', "
+                "or matmul_scales='block', which has larger blocks of any 8 bits."
             )
         words = self.matmul_ranges.split()
         if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):

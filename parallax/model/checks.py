@@ -109,8 +109,8 @@ def check_products_of_tokens(model: ModelConfig, seq: int, cp: int, tokens: int)
         return
     if model.matmul == "int8" and tokens > MOST_INT8_PRODUCTS:
         raise ConfigError(
-            f"model.matmul_weight_gradients='8bit' sums int8 products of {tokens} tokens of a microbatch in int32, which "
-            f"holds {MOST_INT8_PRODUCTS} of them; use more pipeline.microbatches, matmul='float8' or "
+            f"model.matmul_weight_gradients='8bit' sums int8 products of {tokens} tokens of a microbatch in int32, "
+            f"which holds {MOST_INT8_PRODUCTS} of them; use more pipeline.microbatches, matmul='float8' or "
             "matmul_weight_gradients='compute'."
         )
     chunk, widest = seq // (2 * cp) if cp > 1 else seq, BLOCKS[MXFP8]

@@ -9,7 +9,6 @@ from jax import Array
 
 from parallax.config.sections import COMPUTE, DELAYED, EIGHT_BITS
 from parallax.model.products import (
-    AMAX,
     AMAX_LAYOUT,
     KERNEL,
     ROUNDED,

@@ -26,8 +26,10 @@ Scales:
     fixed     one of a tensor: a given range
 
 A scale that is not a tensor's cannot leave a sum over tokens. So the weight's gradient in 8 bits rounds anew with row
-and block: one scale of each column, over a microbatch's tokens; with mxfp8 one of 32 tokens. A maximum does not depend on the order of operands, and
-is rounded up to a few bits: every mesh has the same scales, if its microbatches have the same rows.
+and block: one scale of each column, over a microbatch's tokens; with mxfp8 one of 32 tokens.
+
+A maximum does not depend on the order of operands, and is rounded up to a few bits: every mesh has the same scales if
+its microbatches have the same rows.
 
 With delayed scales a product's largest magnitudes [3], of input, weight and gradient of the output, are a parameter.
 Its "gradient" is the largest magnitudes of this step; these are combined by maximum where other gradients are summed.
@@ -320,7 +322,7 @@ def scales_of(form: str, parameter: str = AMAX) -> str:
 
 def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: Any = None) -> Any:
     """A layer's weights, with kernels of 8-bit products in 8 bits: rounded once for all uses, before the gather.
-    `scales` is that of its part of the plan, `maxima` are their own largest magnitudes, if they determine the scales."""
+    `scales` is that of its part of the plan; `maxima` are their own largest magnitudes, if scales follow from them."""
     if not isinstance(weights, Mapping):
         return weights
     below = {name: (weight, scales[name], dtype, form, _of(maxima, name)) for name, weight in weights.items()}

@@ -86,7 +86,8 @@ SLOW = {
 
 
 CURRENT, TOO = dict(matmul_scales="current"), dict(matmul_weight_gradients="8bit")
-ROW, BLOCKS = dict(matmul_scales="row"), dict(d_model=64, d_ff=256)
+ROW, BLOCK, MX = (dict(matmul_scales=scales) for scales in ("row", "block", "mxfp8"))
+BLOCK, MX = (scales | dict(d_model=64, d_ff=256) for scales in (BLOCK, MX))
 OWN_SCALES = {
     "current, zero bubble": (
         "gqa",
@@ -105,8 +106,8 @@ OWN_SCALES = {
         ROW | TOO | EIGHT_BIT | dict(context="ring", prefetch=1, remat="norm"),
     ),
     "row, V": ("gqa", "int8", (2, 1, 2, 2), ROW | dict(schedule="zero_bubble_v", remat="layer", residual=SEQ_CUT)),
-    "block, rounded gathers": ("gqa", "int8", (1, 2, 2), dict(matmul_scales="block", gather_dtype="int8") | TOO | BLOCKS),
-    "mxfp8": ("mla", "float8", (2, 1, 2), dict(matmul_scales="mxfp8", schedule="one_f_one_b", seed=1) | TOO | BLOCKS),
+    "block, rounded gathers": ("gqa", "int8", (1, 2, 2), BLOCK | TOO | dict(gather_dtype="int8")),
+    "mxfp8": ("mla", "float8", (2, 1, 2), MX | TOO | dict(schedule="one_f_one_b", seed=1)),
     "fixed": ("gqa", "int8", (2, 2, 1), dict(matmul_scales="fixed", matmul_ranges="4 0.5 0.001") | TOO),
 }
 
@@ -236,7 +237,7 @@ def test_gather_dtype_is_for_the_kernels_that_no_8_bit_product_reads():
 
 
 def test_ranks_that_cut_blocks_are_refused():
-    with pytest.raises(ConfigError, match="mesh.tp=2 ranks cut model.d_ff=64 of blocks/mlp/down/kernel within a block of"):
+    with pytest.raises(ConfigError, match="mesh.tp=2 ranks cut model.d_ff=64 of blocks/mlp/down/kernel within a block"):
         build((1, 1, 2), matmul="int8", matmul_scales="block", **MODELS["gqa"])
     build((1, 1, 2), matmul="int8", matmul_scales="block", **MODELS["gqa"] | dict(d_ff=256))
     how = dict(matmul="float8", matmul_scales="mxfp8", d_ff=64, context="ring", **TOO)
