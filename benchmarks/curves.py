@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments, run_benchmark, whole_number
+from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 # The quickstart's model and data on one device, in smaller batches.
@@ -43,25 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 BFLOAT16 = {"model.dtype": "bfloat16", "model.layers": 2, "data.tokenizer": "bytes"}
 BFLOAT16 |= {"pipeline.microbatches": 1, "data.global_batch": 4, "train.eval_batches": 64}
-RANGES = "64 1 0.03125"  # of input, weight and gradient, a few times what this model's first steps have
-
-
-def recipe(matmul: str, scales: str, gradients: str = "compute") -> dict[str, Any]:
-    """Products in 8 bits with these scales, and with these weights' gradients, beside bfloat16."""
-    keys = {"matmul": matmul, "matmul_scales": scales, "matmul_weight_gradients": gradients}
-    keys |= {"matmul_ranges": RANGES} if scales == "fixed" else {}
-    return BFLOAT16 | {f"model.{key}": value for key, value in keys.items()}
-
-
-SCALES = ("delayed", "current", "row", "block", "mxfp8", "fixed")
-RECIPES: dict[str, dict[str, Any]] = {"bfloat16": BFLOAT16}
-RECIPES |= {
-    f"{dtype} {scales}{', weight gradients too' * (gradients == '8bit')}": recipe(dtype, scales, gradients)
-    for dtype in ("float8", "int8")
-    for gradients in ("compute", "8bit")
-    for scales in SCALES
-    if (dtype, scales) != ("int8", "mxfp8")
-}
+BESIDE_BFLOAT16 = {"bfloat16": BFLOAT16} | {name: BFLOAT16 | keys for name, keys in RECIPES.items()}
 COLOURS = (
     "#222222",
     "#0072b2",
@@ -82,11 +65,11 @@ def main() -> None:
     parser = Arguments(description=__doc__, smallest={"steps": 2, "only": ["float32", "all"]})
     parser.add_argument("--steps", type=whole_number, default=600)
     parser.add_argument("--recipes", action="store_true", help="rows are recipes of 8-bit products")
-    parser.add_argument("--only", nargs="+", choices=OPTIONS | RECIPES, metavar="OPTION")
+    parser.add_argument("--only", nargs="+", choices=OPTIONS | BESIDE_BFLOAT16, metavar="OPTION")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves")
     parser.add_argument("--picture", type=Path, help="file of a picture of the losses, SVG")
     args = parser.parse_args()
-    curves, rows = {}, RECIPES if args.recipes else OPTIONS
+    curves, rows = {}, BESIDE_BFLOAT16 if args.recipes else OPTIONS
     only = args.only or [*rows]
     if unknown := [name for name in only if name not in rows]:
         parser.error(f"--only {unknown[0]!r} is a row {'without' if args.recipes else 'of'} --recipes")
