@@ -495,10 +495,13 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
         return microscaled(letters, x, w, dtype)
     if not all(leaves_sum(operand, own, result) for operand, own in pairs):
         return jnp.einsum(letters, x.unrounded(dtype).values, w.unrounded(dtype).values)
-    if x.unit.ndim == w.unit.ndim == 0 and x.sums == jnp.float32 and platform_traced() == "gpu":
-        # The pattern that XLA turns into one call of cuBLASLt, with the option FLOAT8_ON_GPU.
-        return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
-    sums = jnp.einsum(letters, x.values, w.values, preferred_element_type=x.sums)
+    summed = x.sums
+    if summed == jnp.float32 and platform_traced() == "gpu":
+        if x.unit.ndim == w.unit.ndim == 0:
+            # The pattern that XLA turns into one call of cuBLASLt, with the option FLOAT8_ON_GPU.
+            return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
+        summed = dtype  # cuBLASLt scales no rows: float32 sums would be written to memory, and read to be scaled
+    sums = jnp.einsum(letters, x.values, w.values, preferred_element_type=summed)
     x, w = (operand._replace(unit=_aligned(operand.unit, own, result)) for operand, own in pairs)
     return in_units(sums, x, w, dtype)
 

@@ -87,7 +87,7 @@ SLOW = {
 
 CURRENT, TOO = dict(matmul_scales="current"), dict(matmul_weight_gradients="8bit")
 ROW, BLOCK, MX = (dict(matmul_scales=scales) for scales in ("row", "block", "mxfp8"))
-BLOCK, MX = (scales | dict(d_model=64, d_ff=256) for scales in (BLOCK, MX))
+BLOCK, MX = (scales | dict(d_model=64, d_ff=256, d_latent=64, d_latent_q=64) for scales in (BLOCK, MX))
 OWN_SCALES = {
     "current, zero bubble": (
         "gqa",
@@ -121,6 +121,8 @@ ARITHMETIC = (
     "matmul_weight_gradients",
     "d_model",
     "d_ff",
+    "d_latent",
+    "d_latent_q",
     "gather_dtype",
     "layers_of",
     "experts",
