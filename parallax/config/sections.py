@@ -33,11 +33,12 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
-MATMULS = ("compute", "int8", "float8")
+MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
 RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
-MATMUL_SCALES = DELAYED, CURRENT, ROW, BLOCK, MXFP8, FIXED = ("delayed", "current", "row", "block", "mxfp8", "fixed")
+DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED = ("delayed", "current", "row", "block", "mxfp8", "nvfp4", "fixed")
+MATMUL_SCALES = (DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED)
 # Arguments of code that a config may name: see docs/extend.md.
 OF_PRODUCTS = ("matmul", "matmul_residuals")
 MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)
@@ -184,7 +185,8 @@ class ModelConfig(Section, most=2**24, saved=True):
     matmul: str = key(
         "compute",
         "dtype of products of projections and MLPs and of gradients of their inputs; compute is model.dtype, int8 is "
-        "fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200",
+        "fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200; float4, with nvfp4 scales, is for B200, and has "
+        "gradients in model.dtype",
         choices=MATMULS,
     )
     matmul_parts: str = key(
@@ -203,7 +205,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         DELAYED,
         "int8, float8: delayed: a tensor's largest magnitude in the step before; current: that of now; row: of each "
         "token of inputs and gradients; block: of 128 entries of a token and of 128 x 128 of a weight; mxfp8: of 32 "
-        "entries of each sum, as B200's products have; fixed: matmul_ranges. Experts have row in place of current",
+        "entries of each sum, as B200's products have; nvfp4: of 16, of float4; fixed: matmul_ranges. Experts have "
+        "row in place of current",
         choices=MATMUL_SCALES,
     )
     matmul_ranges: str = key(
@@ -316,6 +319,17 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_scales='mxfp8' is of float8, not of model.matmul={self.matmul!r}; use matmul='float8', "
                 "or matmul_scales='block', which has larger blocks of any 8 bits."
             )
+        if (self.matmul == "float4") != (self.matmul_scales == NVFP4):
+            raise ConfigError(
+                f"model.matmul={self.matmul!r} with model.matmul_scales={self.matmul_scales!r}: float4 and nvfp4 "
+                "scales are for each other; use matmul='float4' with matmul_scales='nvfp4', or neither."
+            )
+        for name in ("matmul_residuals", "matmul_weight_gradients"):
+            if self.matmul == "float4" and getattr(self, name) != COMPUTE:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='float4', whose gradients "
+                    f"are computed in model.dtype; use {name}='compute', or matmul='float8' with matmul_scales='mxfp8'."
+                )
         words = self.matmul_ranges.split()
         if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):
             raise ConfigError(

@@ -11,6 +11,7 @@ in "float8", "int8 row" or "float8 current 8bit". Dtypes:
     int8      products of int8, summed in int32
     float8    e4m3 times e4m3, summed in float32; gradients are e5m2 (Micikevicius et al. 2022), e4m3 with scales of
               rows and blocks
+    float4    e2m1 times e2m1, with nvfp4 scales; gradients are computed in the compute dtype, from what was not rounded
     measured  products in the compute dtype; maxima as with delayed scales
 
 Scales:
@@ -23,6 +24,7 @@ Scales:
               exact in the compute dtype, in which the products are: XLA has none of 8 bits with such scales
     mxfp8     one of 32 entries along each sum, a power of two (OCP's microscaling formats). B200 has such products, by
               jax.nn.scaled_matmul; elsewhere they are in the compute dtype, with the same values
+    nvfp4     one of 16 entries along the sum, in e4m3, times one of the tensor, a power of two; on B200 as mxfp8
     fixed     one of a tensor: a given range
 
 A scale that is not a tensor's cannot leave a sum over tokens. So the weight's gradient in 8 bits rounds anew with row
@@ -47,7 +49,7 @@ from einops import pack, unpack
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import BLOCK, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, ROW
+from parallax.config.sections import BLOCK, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, NVFP4, ROW
 from parallax.sharding.collectives import as_varying, max_over, vary_alike, varying_axes
 from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
@@ -62,8 +64,9 @@ INPUT, WEIGHT, GRADIENT = range(3)
 # Maxima are rounded up to this many bits of mantissa, so that sums in another order, on another mesh, give the same
 # scale.
 AMAX_BITS, FLOAT32_BITS = 4, 23
+LEAST_FLOAT8 = 2.0**-9  # of e4m3
 LEAST_AMAX = 2.0**-100  # of an operand's own maxima: units, and what is divided by them, stay finite
-BLOCKS = {BLOCK: 128, MXFP8: 32}  # the most entries of a block
+BLOCKS = {BLOCK: 128, MXFP8: 32, NVFP4: 16}  # the most entries of a block
 HEADS = ("heads", "kv_heads", "experts", "layers")  # dims whose entries share no block
 
 # The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
@@ -97,7 +100,12 @@ class EightBitProduct(NamedTuple):
         return rounded_up(jnp.float32(self.ranges)) if self.scales == FIXED else maxima
 
 
-DTYPES_OF_PRODUCTS = {MEASURED: ("", ""), "int8": ("int8", "int8"), "float8": ("float8", "float8_e5m2")}
+DTYPES_OF_PRODUCTS = {
+    MEASURED: ("", ""),
+    "int8": ("int8", "int8"),
+    "float8": ("float8", "float8_e5m2"),
+    "float4": ("float4", ""),
+}
 FINE = (ROW, BLOCK, MXFP8)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
 
 
@@ -116,10 +124,11 @@ def product_of(form: str) -> EightBitProduct:
 
 class Operand(NamedTuple):
     """Numbers in 8 bits, or unrounded, and the value of one unit: a number, or an array with as many dims, whose sizes
-    are 1 or divide theirs."""
+    are 1 or divide theirs. `of_whole` is the factor of all units if these are e4m3 apart from it."""
 
     values: Array
     unit: Array | None
+    of_whole: Array | None = None
 
     @staticmethod
     def of(x: Array, kind: str, amax: Array, rounded: Array | None = None) -> "Operand":
@@ -144,12 +153,24 @@ class Operand(NamedTuple):
         return Operand.in_units(x, kind, own_unit(most, kind))
 
     @staticmethod
-    def in_blocks(x: Array, kind: str, blocks: Sequence[int]) -> "Operand":
-        """Round an array with a scale, a power of two, of each block of this shape."""
+    def in_blocks(x: Array, kind: str, blocks: Sequence[int], layout: Layout) -> "Operand":
+        """Round an array with a scale of each block of this shape: a power of two; or, for float4, e4m3 times a power
+        of two of the whole array.
+
+        Communication:
+            forward   all_reduce of the largest magnitude over the axes that shard the array if it is for float4
+            backward  nothing
+        """
         parts = x.reshape([size for whole, block in zip(x.shape, blocks) for size in (whole // block, block)])
         most = own_largest(parts, range(1, parts.ndim, 2)).reshape(parts.shape[::2])
-        unit = jnp.maximum(rounded_up(most * (1 / LARGEST_NUMBERS[kind]), 0), LEAST_AMAX)
-        return Operand.in_units(x, kind, unit)
+        unit = most * (1 / LARGEST_NUMBERS[kind])
+        if kind != "float4":
+            return Operand.in_units(x, kind, jnp.maximum(rounded_up(unit, 0), LEAST_AMAX))
+        whole = max_over(unit.max(), layout.used_axes()) * (1 / LARGEST_NUMBERS["float8"])
+        whole = jnp.maximum(rounded_up(whole, 0), LEAST_AMAX)
+        # XLA would leave out a conversion to 8 bits and back.
+        shares = lax.optimization_barrier(jnp.maximum(unit * (1 / whole), LEAST_FLOAT8).astype(jnp.float8_e4m3fn))
+        return Operand.in_units(x, kind, shares.astype(jnp.float32) * whole)._replace(of_whole=whole)
 
     @staticmethod
     def in_units(x: Array, kind: str, unit: Array) -> "Operand":
@@ -200,6 +221,8 @@ class Call(NamedTuple):
         product = self.product
         if isinstance(rounded, Operand):
             return rounded
+        if backward and not product.gradient:
+            return Operand(w, None)
         if product.known or not product.operand:
             return Operand.of(w, product.operand, None if amax is None else amax[WEIGHT], rounded)
         of_sum, weight = self.layouts[2 if backward else 0].names, self.layouts[1]
@@ -208,7 +231,7 @@ class Call(NamedTuple):
     def gradient(self, dy: Array, amax: Array | None, *, columns: bool = False) -> Operand:
         """The gradient of the result rounded, for that of the input or, by columns, of the weight."""
         product = self.product
-        if product.known or not product.operand:
+        if product.known or not product.gradient:
             return Operand.of(dy, product.gradient, None if amax is None else amax[GRADIENT])
         return token_operand(product, dy, product.gradient, self.layouts[2], self.layouts[1], columns=columns)
 
@@ -217,8 +240,8 @@ def kernel_operand(product: EightBitProduct, w: Array, layout: Layout, contracte
     """A weight rounded with its own maxima, for a product that contracts these of its dims."""
     if product.scales not in BLOCKS:
         return Operand.measured(w, product.operand, layout)
-    in_blocks = contracted[-1:] if product.scales == MXFP8 else set(layout.names).difference(HEADS)
-    return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks))
+    in_blocks = set(layout.names).difference(HEADS) if product.scales == BLOCK else contracted[-1:]
+    return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks), layout)
 
 
 def token_operand(
@@ -229,7 +252,7 @@ def token_operand(
     of_tokens = [name for name in layout.names if name not in weight.names]
     if product.scales in BLOCKS and not (columns and product.scales == BLOCK):
         in_blocks = (of_tokens if columns else of_weight)[-1:]
-        return Operand.in_blocks(x, kind, blocks_of(product, layout, x.shape, in_blocks))
+        return Operand.in_blocks(x, kind, blocks_of(product, layout, x.shape, in_blocks), layout)
     if columns:
         return Operand.measured(x, kind, layout, of_tokens)
     return Operand.measured(x, kind, layout, of_weight if product.scales == ROW else None)
@@ -317,7 +340,7 @@ def scales_of(form: str, parameter: str = AMAX) -> str:
     """What a kernel's ParameterSpec says of its scales: the name of the parameter that has them; their word, if they
     are none; "" if kernels are rounded only where they are used."""
     scales = product_of(form).scales
-    return {DELAYED: parameter, BLOCK: "", MXFP8: ""}.get(scales, scales)
+    return "" if scales in BLOCKS else parameter if scales == DELAYED else scales
 
 
 def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: Any = None) -> Any:
@@ -513,14 +536,18 @@ def leaves_sum(operand: Operand, own: str, result: str) -> bool:
 
 
 def is_microscaled(operand: Operand, own: str, result: str) -> bool:
-    """Whether the last dim that is summed is in blocks of 32, and no other dim in any."""
+    """Whether the last dim that is summed is in blocks as B200 has them, and no other dim in any."""
     summed = [dim for dim in own if dim not in result]
     blocks = {dim: size // units for dim, size, units in zip(own, operand.values.shape, operand.unit.shape)}
-    return bool(blocks) and blocks.pop(summed[-1]) == BLOCKS[MXFP8] and set(blocks.values()) == {1}
+    return bool(blocks) and blocks.pop(summed[-1]) == _width(operand) and set(blocks.values()) == {1}
+
+
+def _width(operand: Operand) -> int:
+    return BLOCKS[MXFP8 if operand.of_whole is None else NVFP4]
 
 
 def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
-    """The product of operands in blocks of 32, which XLA gives to cuDNN on B200, and on other GPUs multiplies in this
+    """The product of operands in such blocks, which XLA gives to cuDNN on B200, and on other GPUs multiplies in this
     dtype."""
     operands, result = letters.split("->")
     left, right = operands.split(",")
@@ -534,8 +561,14 @@ def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
 
     pairs = [*zip((x, w), (left, right), kept)]
     values = [rows(operand.values, own, dims) for operand, own, dims in pairs]
-    units = [rows(operand.unit, own, dims).astype(jnp.float8_e8m0fnu) for operand, own, dims in pairs]
+    if x.of_whole is None:
+        units = [rows(operand.unit, own, dims).astype(jnp.float8_e8m0fnu) for operand, own, dims in pairs]
+    else:
+        shares = [rows(operand.unit, own, dims) * (1 / operand.of_whole) for operand, own, dims in pairs]
+        units = [share.astype(jnp.float8_e4m3fn) for share in shares]
     y = as_varying(jax.nn.scaled_matmul(*values, *units, preferred_element_type=dtype), varying_axes(x.values))
+    if x.of_whole is not None:
+        y = (y.astype(jnp.float32) * (x.of_whole * w.of_whole)).astype(dtype)
     y = y.reshape([sizes[dim] for dims in kept for dim in dims])
     return y.transpose([(kept[0] + kept[1]).index(dim) for dim in result])
 

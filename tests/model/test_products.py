@@ -13,7 +13,6 @@ from parallax.config.sections import AXES, ModelConfig
 from parallax.errors import ConfigError
 from parallax.model import products
 from parallax.model.products import (
-    DTYPES_OF_PRODUCTS,
     MEASURED,
     ROUNDED,
     ProductInput,
@@ -36,7 +35,7 @@ PATTERNS = {
 BACKWARD = {"bsd,dhk->bshk": ("bshk,dhk->bsd", "bsd,bshk->dhk"), "bshk,hkd->bsd": ("bsd,hkd->bshk", "bshk,bsd->hkd")}
 # Of each form, the dtypes of operands and of the output's gradient.
 DTYPES = {"int8": (np.int8, np.int8), "float8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)}
-LARGEST = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
+LARGEST = {ml_dtypes.float4_e2m1fn: 6, np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
 # What an operand as large as its scale becomes.
 FULL = {np.int8: 127, ml_dtypes.float8_e4m3fn: 256, ml_dtypes.float8_e5m2: 32768}
 FORMS_OF_8_BITS = [*DTYPES]
@@ -182,7 +181,7 @@ def test_operands_in_bfloat16_give_bfloat16():
     _, x, w, dy = (
         jnp.asarray(array, "bfloat16") if not isinstance(array, str) else array for array in operands(pattern)
     )
-    for form in DTYPES_OF_PRODUCTS:
+    for form in (MEASURED, *DTYPES):
         y, dx, dw, found = product_and_gradients(pattern, x, w, jnp.ones(3), dy, form)
         assert {array.dtype.name for array in (y, dx, dw)} == {"bfloat16"} and found.dtype == jnp.float32
         _, _, dw, _ = product_and_gradients(pattern, x, w, jnp.ones(3), dy, form, residuals="8bit")
@@ -207,6 +206,7 @@ WIDE = {
 }
 OWN = [f"{dtype} {scales}" for dtype in DTYPES for scales in ("current", "row", "block")]
 OWN += ["float8 mxfp8", "int8 fixed", "float8 fixed"]
+FLOAT4 = "float4 nvfp4"
 RANGES = (4.0, 0.25, 0.5)
 
 
@@ -292,6 +292,31 @@ def test_a_product_and_its_gradients_are_those_of_operands_rounded_by_themselves
         np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("pattern", WIDE)
+def test_float4_has_scales_of_16_entries_and_of_the_tensor_and_gradients_without(pattern):
+    letters, x, w, dy = wide_operands(pattern)
+    left, right, _ = letters.replace("->", ",").split(",")
+
+    def rounded(x, dims, others):
+        summed = [dim for dim in dims if dim in others]
+        parts = [16 if dim == summed[-1] else 1 for dim in dims]
+        cut = x.reshape([size for whole, part in zip(x.shape, parts) for size in (whole // part, part)])
+        most = np.abs(cut).max(axis=tuple(range(1, cut.ndim, 2)), keepdims=True)
+        whole = 2.0 ** np.ceil(np.log2(most.max() / (6 * 448)))
+        unit = np.maximum(np.float32(most * np.float32(1 / 6) / whole), 2**-9).astype(ml_dtypes.float8_e4m3fn)
+        unit = unit.astype(np.float32) * np.float32(whole)
+        narrow = np.clip(cut * (1 / unit), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        return (narrow.astype(np.float64) * unit).reshape(x.shape)
+
+    y, dx, dw = in_form(FLOAT4, pattern)(x, w, dy)
+    expected = np.einsum(letters, rounded(x, left, right), rounded(w, right, left))
+    np.testing.assert_allclose(y, expected, rtol=2e-6, atol=1e-5 * np.abs(expected).max())
+    of_x, of_w = BACKWARD[letters]
+    for found, expected in ((dx, np.einsum(of_x, dy, w)), (dw, np.einsum(of_w, x, dy))):
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-5 * np.abs(expected).max())
+    assert np.isfinite(in_form(FLOAT4, pattern)(0 * x, 0 * w, dy)[0]).all()
+
+
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("form", [f"{form} {gradients}" for gradients in ("compute", "8bit") for form in OWN[:7]])
 def test_8_bit_residuals_change_no_more_than_a_weights_gradient(form):
@@ -368,23 +393,32 @@ def test_ranks_find_the_scales_of_one_device(pattern, form):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6 * np.abs(expected).max())
 
 
-def test_blocks_of_32_are_given_to_the_product_that_b200_has(monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "width", "dtypes", "calls"),
+    [
+        ("float8 mxfp8 8bit", 32, (jnp.float8_e4m3fn, jnp.float8_e8m0fnu), 3),
+        (FLOAT4, 16, (jnp.float4_e2m1fn, jnp.float8_e4m3fn), 1),
+    ],
+)
+def test_blocks_are_given_to_the_product_that_b200_has(form, width, dtypes, calls, monkeypatch):
     """With the values that other devices compute: here by JAX's own words for it."""
 
     def scaled_matmul(a, b, of_a, of_b, preferred_element_type):
-        assert a.dtype == b.dtype == jnp.float8_e4m3fn and of_a.dtype == of_b.dtype == jnp.float8_e8m0fnu
-        wide = lambda x, s: x.astype("float32") * jnp.repeat(s.astype("float32"), 32, axis=-1)  # noqa: E731
-        calls.append((a.shape, b.shape))
-        return jnp.einsum("BMK,BNK->BMN", wide(a, of_a), wide(b, of_b)).astype(preferred_element_type)
+        assert (a.dtype, of_a.dtype) == (b.dtype, of_b.dtype) == dtypes
+        shapes.append((a.shape, b.shape))
+        wide = [
+            x.astype("float32") * jnp.repeat(s.astype("float32"), width, axis=-1) for x, s in ((a, of_a), (b, of_b))
+        ]
+        return jnp.einsum("BMK,BNK->BMN", *wide).astype(preferred_element_type)
 
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     for pattern in WIDE:
-        calls, found = [], []
+        shapes, found = [], []
         _, x, w, dy = wide_operands(pattern)
         for platform in ("cpu", "gpu"):
             monkeypatch.setattr(products, "platform_traced", lambda platform=platform: platform)
-            monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-            found.append(in_form("float8 mxfp8 8bit", pattern)(x, w, dy))
-        assert len(calls) == 3
+            found.append(in_form(form, pattern)(x, w, dy))
+        assert len(shapes) == calls
         for one, other in zip(*found):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(other).max())
 
@@ -426,6 +460,12 @@ def test_blocks_of_32_are_given_to_the_product_that_b200_has(monkeypatch):
         (dict(matmul="int8", matmul_scales="fixed", matmul_ranges="1 0 1"), "'1 0 1' is not three numbers above 0"),
         (dict(matmul="int8", matmul_scales="fixed", matmul_ranges="1 1"), "'1 1' is not three numbers above 0"),
         (dict(matmul="int8", matmul_scales="mxfp8"), "'mxfp8' is of float8, not of model.matmul='int8'"),
+        (dict(matmul="float4"), "float4 and nvfp4 scales are for each other"),
+        (dict(matmul="float8", matmul_scales="nvfp4"), "float4 and nvfp4 scales are for each other"),
+        (
+            dict(matmul="float4", matmul_scales="nvfp4", matmul_weight_gradients="8bit"),
+            "model.matmul_weight_gradients='8bit' does nothing with model.matmul='float4', whose gradients",
+        ),
         (
             dict(matmul="int8", matmul_parts="experts", matmul_weight_gradients="8bit", layers=2, layers_of="moe*2"),
             "does nothing with model.matmul_parts='experts': gradients of experts' kernels are computed in model.dtype",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
-from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, module_of
+from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, SCALED_DOT, module_of
 from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
 from parallax.errors import DataError, errors_as
@@ -91,7 +91,7 @@ def _described(op: Instruction, mesh: dict[str, int]) -> About | None:
         return _guessed(op.name)
     if kind not in COLLECTIVES:
         product = op.op_name.endswith(PRODUCT) or op.kind in ("dot", "convolution")
-        product |= op.name.startswith("gemm_fusion") or op.target.startswith(GEMM)
+        product |= op.name.startswith("gemm_fusion") or op.target.startswith((GEMM, SCALED_DOT))
         return About(module_of(op.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
     if mesh and not op.kind.endswith(("-done", "-update")):

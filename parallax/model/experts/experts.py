@@ -149,10 +149,13 @@ class ExpertKernels(struct.PyTreeNode):
 
     def _weight(self, transposed: bool) -> Operand:
         product, rounded = self._product, self.rounded
-        if isinstance(rounded, Operand) or not product.operand:
-            return rounded or Operand(self.kernels, None)
+        if transposed and not product.gradient:
+            return Operand(self.kernels, None)
+        if isinstance(rounded, Operand):
+            return rounded
         if product.known:
-            return Operand.of(self.kernels, product.operand, self.amax[WEIGHT], rounded)
+            amax = None if self.amax is None else self.amax[WEIGHT]
+            return Operand.of(self.kernels, product.operand, amax, rounded)
         layout = Layout.parse(self.layout)
         return kernel_operand(product, self.kernels, layout, [layout.names[2 if transposed else 1]])
 
