@@ -1,7 +1,9 @@
 """Learning curves of the quickstart's model with options that save memory or time: the evaluation's loss with each
-option, and with all, compared with float32.
+option, and with all, compared with float32; or, of half as many layers on bytes, with each recipe of 8-bit products,
+compared with bfloat16.
 
     python benchmarks/curves.py [--steps 600] [--only "float32" "all"] [--picture docs/curves.svg]
+    python benchmarks/curves.py --recipes [--only "bfloat16" "float8 current"]
 
 Each option is a run of train.py on one device, with the seed and batches of the others: 8 windows of 128 tokens a step,
 so that 600 steps take minutes. Runs are kept under --folder; an existing one is resumed, or only read.
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments, run_benchmark, whole_number
+from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 # The quickstart's model and data on one device, in smaller batches.
@@ -40,6 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat by part": AGAIN,
     "all": NARROWER | WEIGHTS | RESIDUALS | HOST | {"fsdp.gather_dtype": "int8", "pipeline.remat": "norm ffn"},
 }
+BFLOAT16 = {"model.dtype": "bfloat16", "model.layers": 2, "data.tokenizer": "bytes"}
+BFLOAT16 |= {"pipeline.microbatches": 1, "data.global_batch": 4, "train.eval_batches": 64}
+BESIDE_BFLOAT16 = {"bfloat16": BFLOAT16} | {name: BFLOAT16 | keys for name, keys in RECIPES.items()}
 COLOURS = (
     "#222222",
     "#0072b2",
@@ -60,16 +66,20 @@ COLOURS = (
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"steps": 2, "only": ["float32", "all"]})
     parser.add_argument("--steps", type=whole_number, default=600)
-    parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
+    parser.add_argument("--recipes", action="store_true", help="rows are recipes of 8-bit products")
+    parser.add_argument("--only", nargs="+", choices=OPTIONS | BESIDE_BFLOAT16, metavar="OPTION")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves")
     parser.add_argument("--picture", type=Path, help="file of a picture of the losses, SVG")
     args = parser.parse_args()
-    curves = {}
-    print(f"| option | evaluation's loss after {args.steps} steps | over float32 |")
+    curves, rows = {}, BESIDE_BFLOAT16 if args.recipes else OPTIONS
+    only = args.only or [*rows]
+    if unknown := [name for name in only if name not in rows]:
+        parser.error(f"--only {unknown[0]!r} is a row {'without' if args.recipes else 'of'} --recipes")
+    print(f"| {'recipe' if args.recipes else 'option'} | eval loss after {args.steps} steps | over {only[0]} |")
     print("|---|---|---|")
-    for name in args.only:
-        curves[name] = losses(args, name)
-        last, first = (curves[one][-1][1] for one in (name, args.only[0]))
+    for name in only:
+        curves[name] = losses(args, name, rows[name])
+        last, first = (curves[one][-1][1] for one in (name, only[0]))
         print(f"| {name} | {last:.4f} | {100 * (last / first - 1):+.2f} % |", flush=True)
     if args.picture:
         from parallax.display.svg import svg
@@ -77,12 +87,12 @@ def main() -> None:
         args.picture.write_text(svg(lambda axes: draw(axes, curves), 400, 240), encoding="utf-8")
 
 
-def losses(args: Any, name: str) -> list[tuple[int, float]]:
+def losses(args: Any, name: str, option: dict[str, Any]) -> list[tuple[int, float]]:
     """(step, loss) of each evaluation of the run with this option."""
     folder = args.folder / f"{name.replace(',', '').replace(' ', '-')}-{args.steps}"
     every = max(args.steps // 12, 1)
     steps = {"train.steps": args.steps, "train.eval_every_steps": every, "checkpoint.every_steps": args.steps}
-    flags = [f"--config.{key}={value}" for key, value in (SMALLER | steps | OPTIONS[name]).items()]
+    flags = [f"--config.{key}={value}" for key, value in (SMALLER | steps | option).items()]
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={folder}", *flags]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
     if run.returncode:

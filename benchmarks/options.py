@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
+from recipes import RECIPES
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
@@ -57,6 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat ffn, products int8": {"pipeline.remat": "ffn"} | INT8,
     "remat ffn, products int8, residuals 8bit": {"pipeline.remat": "ffn"} | INT8 | RESIDUALS_8BIT,
 }
+# Asked for by name, these too.
+ROWS = OPTIONS | {f"remat elementwise ffn, products {name}": AGAIN | keys for name, keys in RECIPES.items()}
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "weights bfloat16"]}
 
 
@@ -76,11 +79,11 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--topology", default="v5e:4x4")
     where.add_argument("--here", action="store_true", help="run the steps on this machine's devices")
-    parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=[*OPTIONS], metavar="OPTION")
     parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
     parser.add_argument("--kernels", type=float, default=KERNEL_EFFICIENCY, help="share of peak that kernels reach")
     parser.add_argument("--steps", type=whole_number, default=8, help="of a row that is measured")
-    parser.add_argument("--child", choices=OPTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=ROWS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args, args.child)))
@@ -134,7 +137,7 @@ def settings_on(args: argparse.Namespace, name: str, count: int) -> Any:
     if size > 0:  # otherwise dp is inferred
         config.mesh.dp = config.mesh.dp * count // size
         config.data.global_batch = config.data.global_batch * count // size
-    config.update_from_flattened_dict(OPTIONS[name])
+    config.update_from_flattened_dict(ROWS[name])
     return px.read_settings(config.to_dict())
 
 

@@ -81,8 +81,9 @@ def get_config() -> ConfigDict:
     # cudnn for GPU (bfloat16), triton for GPU (data.seq a multiple of 32; interpreted on CPU); auto is splash on TPU
     # and cudnn on GPU where these support the model and its rows, else xla
     config.model.kernel = "auto"
-    # "compute" | "int8" | "float8": dtype of products of projections and MLPs and of gradients of their inputs; compute
-    # is model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200
+    # "compute" | "int8" | "float8" | "float4": dtype of products of projections and MLPs and of gradients of their
+    # inputs; compute is model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200; float4, with
+    # nvfp4 scales, is for B200, and has gradients in model.dtype
     config.model.matmul = "compute"
     # int8, float8: the parts of a layer with 8-bit products: attention, its projections; mlp, the MLP of dense layers
     # and of shared experts; experts, those of mixtures
@@ -90,6 +91,17 @@ def get_config() -> ConfigDict:
     # "compute" | "8bit": int8, float8: form of the input that is saved for the weight's gradient: compute, in
     # model.dtype; 8bit, the rounded input
     config.model.matmul_residuals = "compute"
+    # "delayed" | "current" | "row" | "block" | "mxfp8" | "nvfp4" | "fixed": int8, float8: delayed: a tensor's largest
+    # magnitude in the step before; current: that of now; row: of each token of inputs and gradients; block: of 128
+    # entries of a token and of 128 x 128 of a weight; mxfp8: of 32 entries of each sum, as B200's products have; nvfp4:
+    # of 16, of float4; fixed: matmul_ranges. Experts have row in place of current
+    config.model.matmul_scales = "delayed"
+    # fixed: largest magnitudes of input, weight and gradient, as "224 1 0.01"; what exceeds them is clipped
+    config.model.matmul_ranges = ""
+    # "compute" | "8bit": int8, float8: dtype of products for gradients of weights, but for experts': compute, in
+    # model.dtype; 8bit, of the rounded input and gradient; with row, block and mxfp8 these are rounded anew, over
+    # tokens
+    config.model.matmul_weight_gradients = "compute"
 
     # How arrays are sharded.
     config.layout = ConfigDict()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+SCALED_MATMUL = "scaled_matmul_wrapper"  # the primitive of jax.nn.scaled_matmul
 NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they do not run their programs exactly once
 
 

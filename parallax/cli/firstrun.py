@@ -241,7 +241,7 @@ def measure(run: FirstRun, note: Note) -> None:
         step, program = compile_step(run, note)
     with phase("first state", note):  # the first scales of 8-bit products come from a batch
         batch = counting_batch(run.settings, step)
-        state = jax.block_until_ready(step.init(batch if run.settings.model.matmul != "compute" else None))
+        state = jax.block_until_ready(step.init(batch if run.settings.model.first_scales_are_measured else None))
     with phase("steps", note):
         take_steps(run, note, program, state, batch)
     if unplanned:

@@ -33,9 +33,12 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
-MATMULS = ("compute", "int8", "float8")
+MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
-MATMUL_RESIDUALS = ("compute", "8bit")
+MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
+RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
+DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED = ("delayed", "current", "row", "block", "mxfp8", "nvfp4", "fixed")
+MATMUL_SCALES = (DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED)
 # Arguments of code that a config may name: see docs/extend.md.
 OF_PRODUCTS = ("matmul", "matmul_residuals")
 MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)
@@ -189,7 +192,8 @@ class ModelConfig(Section, most=2**24, saved=True):
     matmul: str = key(
         "compute",
         "dtype of products of projections and MLPs and of gradients of their inputs; compute is model.dtype, int8 is "
-        "fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200",
+        "fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200; float4, with nvfp4 scales, is for B200, and has "
+        "gradients in model.dtype",
         choices=MATMULS,
     )
     matmul_parts: str = key(
@@ -204,9 +208,29 @@ class ModelConfig(Section, most=2**24, saved=True):
         "rounded input",
         choices=MATMUL_RESIDUALS,
     )
+    matmul_scales: str = key(
+        DELAYED,
+        "int8, float8: delayed: a tensor's largest magnitude in the step before; current: that of now; row: of each "
+        "token of inputs and gradients; block: of 128 entries of a token and of 128 x 128 of a weight; mxfp8: of 32 "
+        "entries of each sum, as B200's products have; nvfp4: of 16, of float4; fixed: matmul_ranges. Experts have "
+        "row in place of current",
+        choices=MATMUL_SCALES,
+    )
+    matmul_ranges: str = key(
+        "",
+        'fixed: largest magnitudes of input, weight and gradient, as "224 1 0.01"; what exceeds them is clipped',
+        saved=True,
+    )
+    matmul_weight_gradients: str = key(
+        COMPUTE,
+        "int8, float8: dtype of products for gradients of weights, but for experts': compute, in model.dtype; 8bit, of "
+        "the rounded input and gradient; with row, block and mxfp8 these are rounded anew, over tokens",
+        choices=MATMUL_RESIDUALS,
+    )
 
     def check(self) -> None:
         self._check_matmul()
+        self._check_matmul_scales()
         if self.rope_slow_turns >= self.rope_fast_turns:
             raise ConfigError(
                 f"model.rope_slow_turns={self.rope_slow_turns} must be below "
@@ -276,13 +300,69 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "them; use matmul='float8' or 'compute'."
             )
 
+    def _check_matmul_scales(self) -> None:
+        for name, default in (("matmul_scales", DELAYED), ("matmul_weight_gradients", COMPUTE)):
+            if self.matmul == COMPUTE and getattr(self, name) != default:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='compute', which rounds "
+                    f"nothing; use {name}={default!r}, or matmul='int8' or 'float8'."
+                )
+        if (self.matmul_scales == FIXED) != bool(self.matmul_ranges):
+            what = "needs" if self.matmul_scales == FIXED else "reads no"
+            raise ConfigError(
+                f"model.matmul_scales={self.matmul_scales!r} {what} model.matmul_ranges, which is "
+                f"{quoted(self.matmul_ranges)}; use matmul_scales='fixed' with matmul_ranges='224 1 0.01' (of input, "
+                "weight and gradient), or other scales and matmul_ranges=''."
+            )
+        if self.matmul_scales == MXFP8 and self.matmul != "float8":
+            raise ConfigError(
+                f"model.matmul_scales='mxfp8' is of float8, not of model.matmul={self.matmul!r}; use matmul='float8', "
+                "or matmul_scales='block', which has larger blocks of any 8 bits."
+            )
+        if (self.matmul == "float4") != (self.matmul_scales == NVFP4):
+            raise ConfigError(
+                f"model.matmul={self.matmul!r} with model.matmul_scales={self.matmul_scales!r}: float4 and nvfp4 "
+                "scales are for each other; use matmul='float4' with matmul_scales='nvfp4', or neither."
+            )
+        for name in ("matmul_residuals", "matmul_weight_gradients"):
+            if self.matmul == "float4" and getattr(self, name) != COMPUTE:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='float4', whose gradients "
+                    f"are computed in model.dtype; use {name}='compute', or matmul='float8' with matmul_scales='mxfp8'."
+                )
+        words = self.matmul_ranges.split()
+        if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):
+            raise ConfigError(
+                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 0 and below 1e30: the "
+                "largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
+            )
+        if self.matmul_weight_gradients != COMPUTE and {*self.products_in_8_bits} == {EXPERTS}:
+            raise ConfigError(
+                f"model.matmul_weight_gradients={self.matmul_weight_gradients!r} does nothing with model.matmul_parts="
+                f"{quoted(self.matmul_parts)}: gradients of experts' kernels are computed in model.dtype; use "
+                "matmul_weight_gradients='compute', or 8-bit products of attention or MLPs."
+            )
+
     def matmul_of(self, part: str) -> str:
-        """The dtype of products in this part of a layer.
+        """The form of products in this part of a layer: see parallax/model/products.py.
 
         >>> [ModelConfig(matmul="int8", matmul_parts="mlp").matmul_of(part) for part in ("attention", "mlp")]
         ['compute', 'int8']
+        >>> ModelConfig(matmul="float8", matmul_scales="row").matmul_of("mlp")
+        'float8 row compute'
         """
-        return self.matmul if part in self.matmul_parts.split() else "compute"
+        return self.matmul_form if part in self.matmul_parts.split() else COMPUTE
+
+    @property
+    def matmul_form(self) -> str:
+        """The form of the model's 8-bit products."""
+        further = [self.matmul_scales, self.matmul_weight_gradients, self.matmul_ranges]
+        return self.matmul if further == [DELAYED, COMPUTE, ""] else " ".join([self.matmul, *further]).strip()
+
+    @property
+    def first_scales_are_measured(self) -> bool:
+        """Whether a run begins with a pass that finds the first scales of 8-bit products."""
+        return self.matmul != COMPUTE and self.matmul_scales == DELAYED
 
     @property
     def products_in_8_bits(self) -> list[str]:

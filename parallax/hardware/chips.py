@@ -130,7 +130,17 @@ NVIDIA = {
     "NVIDIA H200": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 141, 4800, 25, 50, 63, 250, 18),
     # From public tables of the HGX B200 at 1000 W, without sparsity, which differ in TF32 (1100 and 1125); NVIDIA's own
     # page was not checked. Network: 400 Gbit/s for a GPU.
-    "NVIDIA B200": (2250, {"float32": 1125, "float8": 4500, "int8": 4500}, 180, 8000, 50, 50, 63, 250, 18),
+    "NVIDIA B200": (
+        2250,
+        {"float32": 1125, "float8": 4500, "int8": 4500, "float4": 9000},
+        180,
+        8000,
+        50,
+        50,
+        63,
+        250,
+        18,
+    ),
     # NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity.
     "NVIDIA RTX 4090": (165.2, {"float32": 82.6, "float8": 330.3, "int8": 660.6}, 24, 1008, 31.5, 1.25, 31.5, 64, 1),
     # NVIDIA's white paper of GA102, table of the RTX 3090: sums in float32, without sparsity.

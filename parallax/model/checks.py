@@ -7,16 +7,27 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
-from parallax.config.sections import AUTO, LayoutConfig, ModelConfig, PipelineConfig
+from parallax.config.sections import (
+    AUTO,
+    COMPUTE,
+    MLP,
+    MOST_INT8_PRODUCTS,
+    MXFP8,
+    LayoutConfig,
+    ModelConfig,
+    PipelineConfig,
+)
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
 from parallax.model.kernels.cudnn import widest_head
 from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
+from parallax.model.products import BLOCKS, HEADS
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
+from parallax.sharding.parameter import Role
 
 # Kernels beside xla that support each form of keys. The one for Triton needs the queries of whole rows.
 KERNELS_OF = {WHOLE: ("splash", "cudnn", "triton"), GATHERED: ("splash", "cudnn"), RING: ()}
@@ -71,6 +82,43 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
         raise ConfigError(
             f"{asked}: with layout.context={layout.context!r} each of mesh.cp={cp} ranks would round its own summand "
             "of the gradients of all keys; use layout.context='ring' or 'ulysses', or model.matmul_parts='mlp'."
+        )
+
+
+def check_blocks(model: ModelConfig, rows: Any, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if ranks would have other blocks of an operand than one device; `rows` are those of a plan."""
+    widest = BLOCKS.get(model.matmul_scales, 0)
+    parts = {*model.products_in_8_bits, *(["shared"] if MLP in model.products_in_8_bits else [])}
+    for name, row in named_leaves(rows).items() if widest else ():
+        if row.spec.role != Role.WEIGHT or row.spec.part not in parts:
+            continue
+        for dim, axes in zip(row.compute.names, row.compute.axes):
+            size, pieces = model.sizes.get(dim, 0), math.prod(axis_sizes.get(axis, 1) for axis in axes)
+            if dim not in HEADS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
+                raise ConfigError(
+                    f"model.matmul_scales={model.matmul_scales!r}: {' x '.join(f'mesh.{axis}' for axis in axes)}="
+                    f"{pieces} ranks cut model.{dim}={size} of {name} within a block of {math.gcd(size, widest)}; use "
+                    f"{dim} in multiples of {widest * pieces}, fewer ranks, or matmul_scales='row'."
+                )
+
+
+def check_products_of_tokens(model: ModelConfig, seq: int, cp: int, tokens: int) -> None:
+    """Raise ConfigError if gradients of weights in 8 bits cannot sum these `tokens` of a microbatch on a device, or if
+    context ranks cut their blocks."""
+    if model.matmul_weight_gradients == COMPUTE:
+        return
+    if model.matmul == "int8" and tokens > MOST_INT8_PRODUCTS:
+        raise ConfigError(
+            f"model.matmul_weight_gradients='8bit' sums int8 products of {tokens} tokens of a microbatch in int32, "
+            f"which holds {MOST_INT8_PRODUCTS} of them; use more pipeline.microbatches, matmul='float8' or "
+            "matmul_weight_gradients='compute'."
+        )
+    chunk, widest = seq // (2 * cp) if cp > 1 else seq, BLOCKS[MXFP8]
+    if model.matmul_scales == MXFP8 and math.gcd(chunk, widest) != math.gcd(seq, widest):
+        raise ConfigError(
+            f"model.matmul_weight_gradients='8bit' with matmul_scales='mxfp8': mesh.cp={cp} ranks cut rows of "
+            f"data.seq={seq} into chunks of {chunk}, within a block of {math.gcd(seq, widest)} tokens; use seq in "
+            f"multiples of {2 * cp * widest}, or matmul_scales='row'."
         )
 
 

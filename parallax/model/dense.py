@@ -7,15 +7,16 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from parallax.config.sections import COMPUTE, DELAYED, EIGHT_BITS
 from parallax.model.products import (
-    AMAX,
     AMAX_LAYOUT,
-    COMPUTE,
-    EIGHT_BITS,
     KERNEL,
     ROUNDED,
+    Operand,
     ProductInput,
+    product_of,
     scaled_product,
+    scales_of,
 )
 from parallax.sharding.collectives import bound_axis_sizes, reshard
 from parallax.sharding.einsum import einsum, einsum_layout
@@ -32,9 +33,9 @@ class Dense(nn.Module):
         row       "d_ff/tp d_model"     batch/dp seq d_ff/tp    -> batch/dp seq d_model/tp
         scatter   "d_model/tp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
 
-    `at_rest` is the kernel's dim that data axes may shard between its uses: see ShardingPlan. `matmul` is the dtype of
-    the product and of the input's gradient, `matmul_residuals` that of the saved input, from which the kernel's
-    gradient is computed: see parallax/model/products.py.
+    `at_rest` is the kernel's dim that data axes may shard between its uses: see ShardingPlan. `matmul` is the form of
+    the product and of the gradients, `matmul_residuals` that of the saved input, from which the kernel's gradient is
+    computed: see parallax/model/products.py, also for what scales send.
 
     Communication:
         forward   reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
@@ -58,10 +59,11 @@ class Dense(nn.Module):
         x, y = Layout.parse(self.x), Layout.parse(self.y)
         inputs = [name for name in Layout.parse(self.weight).names if name in x.names]
         initial = nn.initializers.normal(self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5)
-        zeros, scales = nn.initializers.zeros, AMAX if self.matmul != COMPUTE else ""
+        zeros, scales = nn.initializers.zeros, scales_of(self.matmul) if self.matmul != COMPUTE else ""
+        self.amax = None
         of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs), scales=scales)
         self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, **of_weight)
-        if scales:
+        if scales and product_of(self.matmul).scales == DELAYED:
             self.amax = parameter(self, scales, AMAX_LAYOUT, self.sizes, zeros, role="maxima", part=self.part)
         if self.bias:
             layout = " ".join("/".join((name, *y.cut_of(name))) for name in y.names if name not in x.names)
@@ -76,7 +78,8 @@ class Dense(nn.Module):
         axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
         pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before if axis not in axes)
         saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
-        return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "")
+        layouts = dict(x_layout=self.x, weight=self.weight)
+        return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "", **layouts)
 
     def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
         """The product, with so many zeros appended to the last dim."""
@@ -104,8 +107,10 @@ def unrounded(x: Array | ProductInput) -> Array:
     return x.x if isinstance(x, ProductInput) else x
 
 
-def _padded(kernel: Array | None, zeros: int) -> Array | None:
+def _padded(kernel: Array | Operand | None, zeros: int) -> Array | Operand | None:
     """The kernel with `zeros` appended to the last dim."""
     if kernel is None or not zeros:
         return kernel
+    if isinstance(kernel, Operand):
+        return kernel._replace(values=_padded(kernel.values, zeros))
     return jnp.pad(kernel, [*((0, 0) for _ in kernel.shape[:-1]), (0, zeros)])

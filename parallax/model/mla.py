@@ -13,18 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from parallax.config.sections import ATTENTION
+from parallax.config.sections import ATTENTION, COMPUTE
 from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.norm import RMSNorm
-from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, INPUT, WEIGHT, Operand, ProductInput
+from parallax.model.products import INPUT, WEIGHT, Operand, ProductInput, kernel_operand, product_of, token_operand
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
-from parallax.sharding.eight_bits import from_eight_bits
 from parallax.sharding.einsum import einsum
+from parallax.sharding.layout import Layout
 from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import reshard_in_order
 
@@ -237,10 +237,18 @@ class Up(Dense):
 
     def as_rounded(self, latent: Array, operand: int = INPUT) -> Array:
         """A latent, or a kernel, rounded as an 8-bit product would round it, in the compute dtype."""
-        kind = "" if self.matmul == COMPUTE else EIGHT_BIT_PRODUCTS[self.matmul].operand
-        if not kind:
+        product = product_of(self.matmul) if self.matmul != COMPUTE else None
+        if product is None or not product.operand:
             return latent
-        return from_eight_bits(*Operand.of(latent, kind, self.amax[operand]), latent.dtype)
+        weight = Layout.parse(self.weight)
+        if product.known:
+            rounded = Operand.of(latent, product.operand, product.amax(self.amax)[operand])
+        elif operand == WEIGHT:
+            rounded = kernel_operand(product, latent, weight, ["d_latent"])
+        else:
+            layout = Layout.parse(activation("d_latent", seq="kv_seq"))
+            rounded = token_operand(product, latent, product.operand, layout, weight)
+        return rounded.unrounded(latent.dtype).values
 
     def _own_heads(self) -> Array:
         return reshard(f"{self.weight} -> {UP_WHOLE}", self.as_rounded(self.kernel.astype(self.dtype), WEIGHT))

@@ -18,6 +18,8 @@ from jax.extend.core import jaxpr_as_fun
 from parallax.config.sections import (
     ATTENTION,
     BLOCKS,
+    COMPUTE,
+    DELAYED,
     EMBEDDING,
     EXPERTS,
     HEAD,
@@ -39,7 +41,7 @@ from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.products import COMPUTE, MEASURED
+from parallax.model.products import MEASURED
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
@@ -131,7 +133,7 @@ class Block(nn.Module):
         )
 
     def _matmul(self, part: str) -> str:
-        """The dtype of the products of a part of the layer."""
+        """The form of the products of a part of the layer."""
         matmul = self.model.matmul_of(part)
         return MEASURED if self.measures and matmul != COMPUTE else matmul
 
@@ -237,9 +239,8 @@ class Parts(NamedTuple):
         """The same with every product in 8 bits that may be: all scales that a checkpoint of this model may have."""
 
         def in_8_bits(block: Block) -> Block:
-            return block.clone(
-                model=dataclasses.replace(block.model, matmul="int8", matmul_parts=" ".join(MATMUL_PARTS))
-            )
+            products = dict(matmul="int8", matmul_parts=" ".join(MATMUL_PARTS), matmul_scales=DELAYED, matmul_ranges="")
+            return block.clone(model=dataclasses.replace(block.model, **products))
 
         return self._replace(blocks={kind: in_8_bits(block) for kind, block in self.blocks.items()}).declared()
 

@@ -5,7 +5,7 @@ These are functions of a model, which is static, and of arrays in local view.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from parallax.config.sections import EMBEDDING, HEAD
+from parallax.config.sections import DELAYED, EMBEDDING, HEAD
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.products import with_largest_weights
+from parallax.model.products import largest_kernels, product_of, with_largest_weights
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
 from parallax.pipeline.model_on_mesh import ModelOnMesh
@@ -48,7 +48,7 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
             state = state._replace(ends=pipeline.ends.run_head(state.ends))
     ended, layers = pipeline.ends.finish(state.ends), pipeline.layers
     of_layers = dict(zip(layers.stacks, state.grads, strict=True))
-    if model.rounds_kernels:
+    if model.rounds_kernels and product_of(model.config.matmul_form).scales == DELAYED:
         for stack, weights in zip(layers.stacks, layers.weights, strict=True):
             scales = model.plan.scales(stack)
             of_layers[stack] = with_largest_weights(of_layers[stack], weights, scales, model.config.dtype)
@@ -106,7 +106,8 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-    layers = Layers(model, [*model.orders], passes, [weights[stack] for stack in model.orders], numbers, kinds)
+    resident = [weights[stack] for stack in model.orders]
+    layers = Layers(model, [*model.orders], passes, resident, largest_of(model, resident), numbers, kinds)
     if use != "train":
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
@@ -116,6 +117,14 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
         rounding = as_varying(rounding_key(jnp.zeros(2, jnp.int32) if noise is None else noise))
     layers = layers._replace(passes=passes_of_training(layers, ends), rounding=rounding)
     return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
+
+
+def largest_of(model: ModelOnMesh, weights: Sequence[Any]) -> list[Any]:
+    """For each kind of layers what `largest_kernels` says, None if no scale follows from it."""
+    if not model.rounds_kernels or product_of(model.config.matmul_form).known:
+        return [None for _ in weights]
+    pairs = zip(weights, map(model.plan.scales, model.orders), strict=True)
+    return [largest_kernels(each, scales, model.config.dtype) for each, scales in pairs]
 
 
 def first_state(pipeline: Pipeline) -> State:

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
-from parallax.config.sections import AUTO, BLOCKS
+from parallax.config.sections import AUTO, BLOCKS, COMPUTE
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
@@ -23,7 +23,7 @@ from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.mask import Mask
-from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS
+from parallax.model.products import product_of, scales_of
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
@@ -79,7 +79,7 @@ class ModelOnMesh:
             orders=self.orders,
             reduce=self.fsdp.reduce,
             gather=self.fsdp.gather_dtype,
-            products=EIGHT_BIT_PRODUCTS[model.matmul].operand if self.rounds_kernels else None,
+            products=product_of(model.matmul_form).operand if self.rounds_kernels else None,
             gather_first=partial(first_group, mesh),
             masters_on=optimizer.masters_on,
             states_on=optimizer.states_on,
@@ -90,6 +90,7 @@ class ModelOnMesh:
         self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
+        checks.check_blocks(model, self.plan.rows, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
@@ -129,6 +130,7 @@ class ModelOnMesh:
             check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}: each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
+        checks.check_products_of_tokens(self.config, seq, cp, global_batch * seq // pieces // cp)
         checks.check_window(self.config, seq)
         checks.check_kernel_seq(self.config, seq, self.layout.context, cp)
         # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
@@ -222,7 +224,7 @@ class ModelOnMesh:
     @property
     def rounds_kernels(self) -> bool:
         """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
-        return self.config.matmul != COMPUTE and not self.measures
+        return self.config.matmul != COMPUTE and not self.measures and bool(scales_of(self.config.matmul_form))
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:

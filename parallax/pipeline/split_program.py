@@ -22,13 +22,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.errors import ConfigError, nearest
-from parallax.jaxprs import ancestors, apply, called, part, within
+from parallax.jaxprs import SCALED_MATMUL, ancestors, apply, called, part, within
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 INNER = ("scan", "while", "cond")
 # A weight gradient without these operations, as of a norm or a bias, is computed in B: deferring it to W would save
 # whole activations in memory, only to defer a sum.
-PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call", SCALED_MATMUL)
 
 
 class BackwardSplit(NamedTuple):

@@ -34,6 +34,7 @@ class Layers(NamedTuple):
     stacks: Sequence[str]  # names in the tree of parameters, as in ShardedModel.orders
     passes: Sequence[LayerPasses]
     weights: Sequence[Any]  # resident, with a leading dim of places
+    maxima: Sequence[Any]  # the largest magnitudes of their kernels, None if no scale follows from them
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
     rounding: Array | None = None  # key of the step's random bits; None if no sum of gradients is rounded
@@ -243,8 +244,9 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
         weights = jax.tree.map(lambda weight: after(weight, x), weights)
     if not model.rounds_kernels:
         return {"params": model.plan.use(weights, stack)}
-    dtype, scales = model.config.dtype, model.plan.scales(stack)
-    return apart(model.plan.use(rounded_kernels(weights, scales, dtype, model.config.matmul), stack), scales, dtype)
+    maxima = None if layers.maxima[kind] is None else read_slot(layers.maxima[kind], on_rank)
+    given = model.plan.scales(stack), model.config.dtype, model.config.matmul_form, maxima
+    return apart(model.plan.use(rounded_kernels(weights, *given), stack), *given)
 
 
 def layer_context(this: Pass, layer: Array) -> Context:

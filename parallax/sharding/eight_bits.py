@@ -1,5 +1,5 @@
 """8-bit numbers with one scale per array: int8, float8 with 4 bits of exponent and 3 of mantissa (e4m3), and for
-gradients float8 with 5 and 2 (e5m2)."""
+gradients float8 with 5 and 2 (e5m2). Products may also have float4, with 2 and 1 (e2m1)."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from parallax.sharding.collectives import all_gather, reduce_scatter
 from parallax.sharding.layout import parse_move
 
 # The largest number of each. e4m3 has no infinity: larger values would become NaN.
-LARGEST_NUMBERS = {"int8": 127.0, "float8": 448.0, "float8_e5m2": 57344.0}
+LARGEST_NUMBERS = {"int8": 127.0, "float8": 448.0, "float8_e5m2": 57344.0, "float4": 6.0}
 EIGHT_BIT_DTYPES = {
     "int8": jnp.dtype(jnp.int8),
     "float8": jnp.dtype(jnp.float8_e4m3fn),
     "float8_e5m2": jnp.dtype(jnp.float8_e5m2),
+    "float4": jnp.dtype(jnp.float4_e2m1fn),
 }
 
 
@@ -33,6 +34,9 @@ def to_eight_bits(x: Array, scale: Array, kind: str) -> Array:
     Array([-127,   76,  127], dtype=int8)
     """
     over = jnp.clip(x.astype(jnp.float32) * (1 / scale), -LARGEST_NUMBERS[kind], LARGEST_NUMBERS[kind])
+    if kind == "float4":  # not every way in which XLA converts to e2m1 rounds to the nearest number
+        step = jnp.where(jnp.abs(over) < 2, 0.5, jnp.where(jnp.abs(over) < 4, 1.0, 2.0))
+        over = jnp.round(over / step) * step
     return (jnp.round(over) if kind == "int8" else over).astype(EIGHT_BIT_DTYPES[kind])
 
 

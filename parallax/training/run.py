@@ -20,7 +20,6 @@ from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
-from parallax.model.products import COMPUTE
 from parallax.processes import job
 from parallax.step.step import (
     TrainState,
@@ -210,7 +209,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
         with waiting(f"restoring the weights of {source}"):
             initial = params if parts.settings.model.has_user_code else None
             params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say, initial)
-    if parts.settings.model.matmul != COMPUTE:
+    if parts.settings.model.first_scales_are_measured:
         with waiting("measuring the first scales of 8-bit products"):
             batch = put_batches(parts)(parts.train_data.batch(0))
             params = with_first_scales(parts.model, params, batch, parts.settings.train.seed)

@@ -75,11 +75,26 @@ print(compile_and_read(settings, topology, devices_of("H100:1")).arguments, pred
 """
 
 
+# Of a layer's four projections and three matrices of the MLP. With scales of rows gradients are e4m3, too.
 @needs_compiler
 @pytest.mark.slow
-def test_products_in_float8_are_compiled_as_such():
-    forward, of_inputs = map(int, run_beside("-c", STEP + PRODUCTS, "model.matmul=float8").split())
-    assert forward >= 7 and of_inputs == 7  # of a layer's four projections and three matrices of the MLP
+@pytest.mark.parametrize(
+    ("scales", "gradients", "alike", "mixed"),
+    [("delayed", "compute", 7, 7), ("current", "8bit", 7, 14), ("row", "compute", 14, 0), ("row", "8bit", 21, 0)],
+)
+def test_products_in_float8_are_compiled_as_such(scales, gradients, alike, mixed):
+    changes = [f"model.matmul_scales={scales}", f"model.matmul_weight_gradients={gradients}"]
+    found = run_beside("-c", STEP + PRODUCTS, "model.matmul=float8", *changes).split()
+    assert int(found[0]) >= alike and int(found[1]) == mixed
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_products_of_blocks_of_32_are_those_that_b200_has():
+    changes = ["model.matmul=float8", "model.matmul_scales=mxfp8", "model.matmul_weight_gradients=8bit"]
+    printed = 'print(sum(one.target == "__cudnn$blockScaledDot" for one, _ in found))'
+    # Heads of 16 entries are narrower than a block.
+    assert int(run_beside("-c", STEP.replace("H100:1", "B200:1") + printed, *changes)) >= 14
 
 
 @needs_compiler

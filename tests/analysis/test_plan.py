@@ -438,6 +438,19 @@ def test_products_in_8_bits_are_warned_of_where_another_dtype_is_faster(name, be
     assert not [*matmul_lines(ModelConfig(), known)]
 
 
+def test_scales_without_products_of_their_own_are_warned_of():
+    def lines(name, **how):
+        return [*matmul_lines(ModelConfig(matmul="float8", **how), chip(name))]
+
+    too = dict(matmul_scales="row", matmul_weight_gradients="8bit", matmul_residuals="8bit")
+    said = "products of attention and mlp in float8, with row scales, weights' gradients, too, which save their input"
+    assert lines("H100", **too) == [f"{said} in 8 bits"]
+    assert len(lines("B200", matmul_scales="mxfp8")) == 1
+    for name, scales in (("H100", "mxfp8"), ("B200", "block"), ("v7x", "block")):
+        _, warned = lines(name, matmul_scales=scales)
+        assert warned.startswith(f"warning: model.matmul_scales='{scales}' rounds as it says, but ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "topology", "kernel", "matmul"),

@@ -28,7 +28,7 @@ from parallax.model.experts.ragged import BufferSizes, most_received
 from parallax.model.experts.router import Router
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
-from parallax.model.products import EIGHT_BIT_PRODUCTS, unit_of
+from parallax.model.products import product_of, unit_of
 from parallax.pipeline.split_program import select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.eight_bits import to_eight_bits
@@ -266,7 +266,7 @@ def test_chunks_of_tokens_give_the_same(chunk_tokens, residual, exchange):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fake_product(form, x, kernel, amax):
     """A product in 8 bits, in float32; the gradient of `amax` are the largest magnitudes that it meets."""
-    return fake(x, amax[0], EIGHT_BIT_PRODUCTS[form].operand) @ fake(kernel, amax[1], EIGHT_BIT_PRODUCTS[form].operand)
+    return fake(x, amax[0], product_of(form).operand) @ fake(kernel, amax[1], product_of(form).operand)
 
 
 def fake(x, amax, kind):
@@ -276,7 +276,7 @@ def fake(x, amax, kind):
 
 def fake_gradients(form, saved, dy):
     x, kernel, amax = saved
-    kinds, most = EIGHT_BIT_PRODUCTS[form], [jnp.abs(array).max() for array in (x, kernel, dy)]
+    kinds, most = product_of(form), [jnp.abs(array).max() for array in (x, kernel, dy)]
     dx = fake(dy, amax[2], kinds.gradient) @ fake(kernel, amax[1], kinds.operand).T
     return dx, jnp.einsum("BSI,BSO->IO", x, dy), jnp.stack(most)
 

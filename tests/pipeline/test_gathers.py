@@ -7,8 +7,8 @@ import pytest
 from support.tiny_model import build, make_batch
 
 TABLE = re.compile(r'all-gather(?:-start)?\(.*op_name="[^"]*/embedding/all_gather')
-# Over data axes, and with pipeline ranks once a step over pp. In ticks the first of these ranks embeds in a branch of its
-# own, before the head.
+# Over data axes, and with pipeline ranks once a step over pp. In ticks the first of these ranks embeds in a branch of
+# its own, before the head.
 TIMES = {
     "one stage": ((1, 2, 1), {}, 1),
     "batched head": ((2, 2, 1), dict(schedule="gpipe"), 1 + 1),

@@ -5,6 +5,7 @@ to either of them: a few of 100,000 are one step apart, and so are the entries o
 """
 
 import functools
+import math
 from collections import Counter
 
 import jax
@@ -84,10 +85,44 @@ SLOW = {
 }
 
 
+CURRENT, TOO = dict(matmul_scales="current"), dict(matmul_weight_gradients="8bit")
+ROW, BLOCK, MX = (dict(matmul_scales=scales) for scales in ("row", "block", "mxfp8"))
+BLOCK, MX = (scales | dict(d_model=64, d_ff=256, d_latent=64, d_latent_q=64) for scales in (BLOCK, MX))
+OWN_SCALES = {
+    "current, zero bubble": (
+        "gqa",
+        "int8",
+        (2, 2, 2),
+        CURRENT | TOO | EIGHT_BIT | dict(schedule="zero_bubble", remat="none", policy="zero1"),
+    ),
+    "current, sets": ("mla", "float8", (1, 1, 2), CURRENT | EIGHT_BIT | dict(remat="norm swiglu", seed=1)),
+    "current, experts": ("moe", "int8", (1, 2, 2), CURRENT | dict(remat="layer")),
+    "current, experts, ragged": ("gqa", "int8", (1, 1, 1, 1, 1, 4), CURRENT | EXPERTS | dict(exchange="ragged")),
+    "row, experts": ("moe", "int8", (1, 1, 2, 1, 1, 4), ROW | dict(tensor_parallel="scatter", policy="lean")),
+    "row, context": (
+        "gqa",
+        "int8",
+        (1, 2, 1, 1, 2, 1),
+        ROW | TOO | EIGHT_BIT | dict(context="ring", prefetch=1, remat="norm"),
+    ),
+    "row, V": ("gqa", "int8", (2, 1, 2, 2), ROW | dict(schedule="zero_bubble_v", remat="layer", residual=SEQ_CUT)),
+    "block, rounded gathers": ("gqa", "int8", (1, 2, 2), BLOCK | TOO | dict(gather_dtype="int8")),
+    "mxfp8": ("mla", "float8", (2, 1, 2), MX | TOO | dict(schedule="one_f_one_b", seed=1)),
+    "fixed": ("gqa", "int8", (2, 2, 1), dict(matmul_scales="fixed", matmul_ranges="4 0.5 0.001") | TOO),
+}
+
+
 ARITHMETIC = (
     "layers",
     "matmul_parts",
     "matmul_residuals",
+    "matmul_scales",
+    "matmul_ranges",
+    "matmul_weight_gradients",
+    "d_model",
+    "d_ff",
+    "d_latent",
+    "d_latent_q",
     "gather_dtype",
     "layers_of",
     "experts",
@@ -97,16 +132,20 @@ ARITHMETIC = (
 
 
 @functools.cache
-def batch(seed=0):
-    return make_batch(rows=32, seed=seed)
+def batch(seed=0, ranks=1, microbatches=4):
+    """Rows in the order that gives one device's microbatches the rows that they have on so many data ranks: a scale may
+    be of a microbatch."""
+    rows = make_batch(rows=32, seed=seed)
+    order = np.arange(32).reshape(ranks, microbatches, -1).swapaxes(0, 1).ravel()
+    return {name: array[order] for name, array in rows.items()}
 
 
-def found_of(mesh, name, form, *, seed=0, **how):
-    """Loss, gradients and scales of a step whose scales a first pass has set."""
+def found_of(mesh, name, form, *, seed=0, ranks=1, **how):
+    """Loss, gradients and scales of a step whose scales a first pass has set, if it does."""
     model = build(mesh, matmul=form, **MODELS[name] | how)
     params = with_first_scales(model, params_of(model), batch(seed), seed=0)
     step = jax.jit(model.loss_grads_and_statistics)
-    metrics, grads, found = jax.tree.map(np.asarray, step(params, batch(seed)))
+    metrics, grads, found = jax.tree.map(np.asarray, step(params, batch(seed, ranks)))
     scales = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items() if name.endswith("amax")}
     grads = {name: grad for name, grad in named_leaves(grads).items() if name not in model.plan.statistics}
     after = {name: np.asarray(latest_amax(found[name], scales[name])) for name in scales}
@@ -121,11 +160,17 @@ def alone(name, form, **how):
 def check(case):
     name, form, mesh, how = case
     loss, grads, first, then = found_of(mesh, name, form, **how)
-    expected = alone(name, form, **{key: how[key] for key in ARITHMETIC if key in how})
+    known = {key: how[key] for key in ARITHMETIC if key in how}
+    if "matmul_scales" in how:
+        known |= {"ranks": math.prod(mesh[at] for at in (1, 3, 5) if at < len(mesh))}
+    expected = alone(name, form, **known)
     np.testing.assert_allclose(loss, expected[0], rtol=LOSS_ERROR)
     errors = {at: np.linalg.norm(grads[at] - own) / np.linalg.norm(own) for at, own in expected[1].items()}
     assert {at: error for at, error in errors.items() if not error <= GRADIENT_ERROR} == {}
     for scales, own in ((first, expected[2]), (then, expected[3])):
+        if "matmul_scales" in how:
+            assert not scales
+            continue
         assert scales.keys() == own.keys() and len(own) >= (7 if "matmul_parts" not in how else 3)
         for at in own:
             assert (own[at] > 0).all()
@@ -145,9 +190,17 @@ def test_more_meshes_have_the_loss_and_the_scales_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_kernels_of_8_bit_products_travel_in_8_bits():
+@pytest.mark.parametrize("name", OWN_SCALES)
+def test_scales_of_the_operands_give_a_mesh_the_loss_of_one_device(name):
+    check(OWN_SCALES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", ["delayed", "current"])
+def test_kernels_of_8_bit_products_travel_in_8_bits(scales):
     def gathered(matmul):
-        model = build((1, 2, 1), matmul=matmul, **MODELS["gqa"])
+        how = dict(matmul_scales=scales) if matmul != "compute" else {}
+        model = build((1, 2, 1), matmul=matmul, **MODELS["gqa"] | how)
         traced = jax.make_jaxpr(model.loss_and_grad)(params_of(model), batch())
         gathers = [
             one.invars[0].aval for top in traced.eqns for one in within(top) if "all_gather" in str(one.primitive)
@@ -183,6 +236,22 @@ def test_gather_dtype_is_for_the_kernels_that_no_8_bit_product_reads():
     plain, rounded = model_of(), model_of(gather_dtype="int8")
     assert set(travels(rounded).values()) == {"float8_e4m3fn"} and travels(plain) == travels(rounded)
     jax.tree.map(np.testing.assert_array_equal, found(plain), found(rounded))
+
+
+def test_ranks_that_cut_blocks_are_refused():
+    with pytest.raises(ConfigError, match="mesh.tp=2 ranks cut model.d_ff=64 of blocks/mlp/down/kernel within a block"):
+        build((1, 1, 2), matmul="int8", matmul_scales="block", **MODELS["gqa"])
+    build((1, 1, 2), matmul="int8", matmul_scales="block", **MODELS["gqa"] | dict(d_ff=256))
+    how = dict(matmul="float8", matmul_scales="mxfp8", d_ff=64, context="ring", **TOO)
+    with pytest.raises(ConfigError, match="chunks of 8, within a block of 32 tokens; use seq in multiples of 128"):
+        build((1, 1, 2, 1, 2, 1), **MODELS["gqa"] | how).check_batch(32, 32)
+
+
+def test_sums_of_too_many_tokens_are_refused():
+    how = dict(matmul="int8", microbatches=1, **TOO)
+    with pytest.raises(ConfigError, match="sums int8 products of 262144 tokens of a microbatch in int32, which holds"):
+        build((1, 1, 1), **MODELS["gqa"] | how).check_batch(4, 2**16)
+    build((1, 2, 1), **MODELS["gqa"] | how | dict(microbatches=2)).check_batch(4, 2**16)
 
 
 def test_ranks_that_share_key_heads_or_gather_latents_are_refused():

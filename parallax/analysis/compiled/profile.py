@@ -17,7 +17,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from parallax.analysis.compiled.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
-from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, module_of
+from parallax.analysis.compiled.program import GEMM, NO_COMPUTE, PRODUCT, SCALED_DOT, module_of
 from parallax.display.plain import as_plain
 from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
@@ -93,7 +93,7 @@ def _described(op: Instruction, mesh: dict[str, int]) -> About | None:
         return _guessed(op.name)
     if kind not in COLLECTIVES:
         product = op.op_name.endswith(PRODUCT) or op.kind in ("dot", "convolution")
-        product |= op.name.startswith("gemm_fusion") or op.target.startswith(GEMM)
+        product |= op.name.startswith("gemm_fusion") or op.target.startswith((GEMM, SCALED_DOT))
         return About(module_of(op.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
     if mesh and not op.kind.endswith(("-done", "-update")):

@@ -125,6 +125,7 @@ CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and f
 TRITON_CALL = re.compile(r"\bmha_\w+")  # JAX's attention for Triton; XLA gives all Pallas calls one name
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
 GEMM = "__cublas"
+SCALED_DOT = "__cudnn$blockScaledDot"
 # Prefixes of names of grouped products: the TPU compiler's own, and JAX's for gradients.
 GROUPED_KERNELS = ("ragged-dot", "gmm", "tgmm")
 EIGHT_BIT_OPERANDS = {"s8": "int8", "f8e4m3fn": "float8", "f8e5m2": "float8"}  # as in ModelConfig
@@ -648,6 +649,8 @@ def instruction_flops(op: Instruction, home: Computation) -> int:
     if op.kind == "convolution":
         return _convolution(op, home)
     if op.kind == "custom-call":
+        if op.target == SCALED_DOT:
+            return 2 * math.prod(arrays_of(op.shape)[0][1]) * _dims(home, op.operands[0])[-1]
         return _gemm(op, home) if op.target.startswith(GEMM) else _kernel_flops(op, home)
     return 0
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from parallax.analysis.compiled.hlo import Computation, Instruction, Module, arrays_of, shape_bytes
 from parallax.hardware.chips import Chip
 
-PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
+PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "f4e2m1fn": "float4"}
 # Instructions that run nothing, and copies between GPU and host, which do not use the bandwidth of GPU memory.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"copy-start", "copy-done", "opt-barrier", "add-dependency"}

@@ -61,6 +61,7 @@ from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip
+from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -73,8 +74,9 @@ from parallax.step.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCT_PRIMITIVES = ("dot_general", *KERNEL_CALLS, *GROUPED)
-EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}  # dtypes of products, in ModelConfig
+PRODUCT_PRIMITIVES = ("dot_general", SCALED_MATMUL, *KERNEL_CALLS, *GROUPED)
+# Dtypes of products, in ModelConfig.
+EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float4_e2m1fn": "float4"}
 GROUPED_PRODUCTS = "grouped"
 KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # of compiled programs
 
@@ -324,7 +326,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
     moved, of_rows = (sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in some) for some in (arrays, rows))
     moved -= round((1 - load) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
-    by_dtype = name in ("dot_general", *GROUPED)
+    by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, load, origin.stack) or 0
     return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})

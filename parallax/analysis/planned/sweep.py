@@ -140,7 +140,8 @@ class LeastWork:
     def _products(self, choice: Choice) -> list[OpCost]:
         """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
 
-        Of the products with layers' weights, those forward, of input gradients and recomputed may be in 8 bits.
+        Of the products with layers' weights, those forward, of input gradients and recomputed may be in 8 bits, and
+        of weights' gradients if asked.
         """
         model = self.settings.model
         rate = partial(self.topology.matmul_rate, model.dtype)
@@ -156,7 +157,8 @@ class LeastWork:
         remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
-        costs = [(head + gradients, 0, "compute"), (weights, 0, fastest), (again, 0, fastest)]
+        of_gradients = "compute" if model.matmul_weight_gradients == "compute" else fastest
+        costs = [(head, 0, "compute"), (gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
         count = self.tokens / self.devices
         return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]

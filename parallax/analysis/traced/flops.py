@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.traced.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
+from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, WHOLE
 from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops
@@ -151,6 +152,8 @@ def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == SCALED_MATMUL:
+        return 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if name in KERNEL_CALLS:
         floats = [var.aval.shape for var in equation.invars if _is_float(var)]
         return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats)

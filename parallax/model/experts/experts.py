@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import EXPERTS, ModelConfig
+from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, ROW, ModelConfig
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
@@ -25,8 +25,7 @@ from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
-    COMPUTE,
-    EIGHT_BIT_PRODUCTS,
+    BLOCKS,
     GRADIENT,
     INPUT,
     MEASURED,
@@ -34,7 +33,11 @@ from parallax.model.products import (
     WEIGHT,
     EightBitProduct,
     Operand,
+    kernel_operand,
     largest,
+    product_of,
+    scales_of,
+    token_operand,
 )
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, offset, vary_alike, varying_axes
@@ -48,7 +51,9 @@ INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 class Experts(nn.Module):
     """The kernels of this rank's experts, in the model's dtype. `matmul` is the form of their products: see
-    parallax/model/products.py. All experts of a layer share their scales.
+    parallax/model/products.py. All experts of a layer share their scales. In place of current scales each row has one
+    of its own: the number of rows depends on the load, and they come in rounds, of which the first would wait for the
+    last one's maximum. The sum of rows for a kernel's gradient is never in 8 bits.
 
     Communication:
         forward   nothing
@@ -63,25 +68,31 @@ class Experts(nn.Module):
         self.gate = self._kernel("gate", INTO, self.model.d_model**-0.5)
         self.up = self._kernel("up", INTO, self.model.d_model**-0.5)
         self.down = self._kernel("down", BACK, self.out_scale * self.model.d_expert**-0.5, "d_expert")
-        if self.matmul != COMPUTE:
+        if self._is_delayed:
             self.gate_amax, self.up_amax, self.down_amax = map(self._amax, HeldExperts._fields)
 
     def __call__(self) -> "HeldExperts":
         return HeldExperts(*map(self._held, HeldExperts._fields))
 
     def _held(self, name: str) -> "ExpertKernels":
-        kernels = getattr(self, name).astype(self.model.dtype)
+        kernels, layout = getattr(self, name).astype(self.model.dtype), BACK if name == "down" else INTO
         if self.matmul == COMPUTE:
             return ExpertKernels(kernels)
         rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
-        return ExpertKernels(kernels, getattr(self, _scales_of(name)), rounded, self.matmul)
+        amax = product_of(self.matmul).amax(getattr(self, _scales_of(name)) if self._is_delayed else None)
+        return ExpertKernels(kernels, amax, rounded, self.matmul, layout)
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self.matmul != COMPUTE and product_of(self.matmul).scales == DELAYED
 
     def _amax(self, name: str) -> Array:
         zeros, what = nn.initializers.zeros, dict(role="maxima", part=EXPERTS)
         return parameter(self, _scales_of(name), AMAX_LAYOUT, self.model.sizes, zeros, **what)
 
     def _kernel(self, name: str, layout: str, deviation: float, inputs: str = "d_model") -> Array:
-        init, scales = nn.initializers.normal(deviation), _scales_of(name) if self.matmul != COMPUTE else ""
+        init = nn.initializers.normal(deviation)
+        scales = scales_of(self.matmul, _scales_of(name)) if self.matmul != COMPUTE else ""
         what = dict(role="weight", part=EXPERTS, inputs=inputs, scales=scales)
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
@@ -93,46 +104,74 @@ def _scales_of(kernels: str) -> str:
 
 
 class ExpertKernels(struct.PyTreeNode):
-    """A kernel of each expert, [E, I, O], with the form of its products. For 8 bits, `amax` has the largest magnitudes
-    [3] of input, kernels and gradient, and `rounded` the kernels in 8 bits if they were rounded before."""
+    """A kernel of each expert, [E, I, O], of this layout, with the form of its products. For 8 bits, `amax` has the
+    largest magnitudes [3] of input, kernels and gradient if these are known before, and `rounded` the kernels in 8 bits
+    if they were rounded before.
+
+    Communication:
+        forward   all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them
+        backward  all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them
+    """
 
     kernels: Array
     amax: Array | None = None
-    rounded: Array | None = None
+    rounded: Array | Operand | None = None
     form: str = struct.field(pytree_node=False, default=COMPUTE)
+    layout: str = struct.field(pytree_node=False, default=INTO)
 
     def input(self, x: Array) -> Operand:
         """The products' input, rounded."""
-        return self._operand(x, self._kinds.operand, INPUT)
+        return self._operand(x, self._product.operand, INPUT)
 
     def gradient(self, dy: Array) -> Operand:
         """The gradient of their result, rounded."""
-        return self._operand(dy, self._kinds.gradient, GRADIENT)
+        return self._operand(dy, self._product.gradient, GRADIENT)
 
     def times(self, x: Operand, sizes_E: Array, *, transposed: bool = False) -> Array:
         """Each row times its expert's kernel, or times the transposed kernel."""
-        weight = self._operand(self.kernels, self._kinds.operand, WEIGHT, self.rounded)
-        return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=self.kernels.dtype)
+        weight, dtype = self._weight(transposed), self.kernels.dtype
+        if self._product.scales in BLOCKS:
+            x, weight = x.unrounded(dtype), weight.unrounded(dtype)
+        return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
 
     def most(self, x: Array, sizes_E: Array | None = None) -> Array | None:
-        """The largest magnitude; with `sizes_E`, of the rows in use. None without 8-bit products."""
-        if self.amax is None:
+        """The largest magnitude; with `sizes_E`, of the rows in use. None but for delayed scales."""
+        if self.form == COMPUTE or self._product.scales != DELAYED:
             return None
         return largest(x if sizes_E is None else jnp.where((jnp.arange(len(x)) < sizes_E.sum())[:, None], x, 0))
 
     def with_gradient(self, kernels: Array, of_input: Array | None, of_gradient: Array | None) -> "ExpertKernels":
         """The gradients; that of `amax` has the largest magnitudes, with 0 for kernels that were rounded before."""
-        if self.amax is None:
-            return self.replace(kernels=kernels)
+        if of_input is None:
+            return self.replace(kernels=kernels, amax=None, rounded=None)
         of_kernels = largest(self.kernels) if self.rounded is None else jnp.zeros_like(of_input)
         return self.replace(kernels=kernels, amax=jnp.stack([of_input, of_kernels, of_gradient]), rounded=None)
 
-    def _operand(self, x: Array, kind: str, which: int, rounded: Array | None = None) -> Operand:
-        return Operand.of(x, kind, self.amax[which], rounded) if kind else Operand(x, None)
+    def _weight(self, transposed: bool) -> Operand:
+        product, rounded = self._product, self.rounded
+        if transposed and not product.gradient:
+            return Operand(self.kernels, None)
+        if isinstance(rounded, Operand):
+            return rounded
+        if product.known:
+            amax = None if self.amax is None else self.amax[WEIGHT]
+            return Operand.of(self.kernels, product.operand, amax, rounded)
+        layout = Layout.parse(self.layout)
+        return kernel_operand(product, self.kernels, layout, [layout.names[2 if transposed else 1]])
+
+    def _operand(self, x: Array, kind: str, which: int) -> Operand:
+        product = self._product
+        if product.known or not kind:
+            return Operand.of(x, kind, self.amax[which]) if kind else Operand(x, None)
+        weight = Layout.parse(self.layout)
+        dim = 1 if which == INPUT else 2
+        layout = Layout(("entries", weight.names[dim]), ((), weight.axes[dim]))
+        return token_operand(product, x, kind, layout, weight)
 
     @property
-    def _kinds(self) -> EightBitProduct:
-        return EIGHT_BIT_PRODUCTS[MEASURED if self.form == COMPUTE else self.form]
+    def _product(self) -> EightBitProduct:
+        product = product_of(MEASURED if self.form == COMPUTE else self.form)
+        return product._replace(scales=ROW) if product.scales == CURRENT else product
 
 
 class HeldExperts(NamedTuple):
@@ -265,7 +304,8 @@ def _weights(weights_NK: Array, rows: Rows) -> Array:
 
 
 def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
-    return x._replace(values=dispatch(x.values, rows))
+    unit = x.unit if x.unit is None or not x.unit.ndim else dispatch(x.unit, rows)
+    return Operand(dispatch(x.values, rows), unit)
 
 
 def _is_usual(usual: int, rows: Rows) -> bool:

@@ -89,11 +89,16 @@ def _dot_in_blocks(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dty
     of the next group, whose own blocks come later and overwrite them."""
     rows, size = len(x.values), rows_of_block(len(x.values), len(sizes_E))
     product, width = ("bO,IO->bI", w.values.shape[1]) if transposed else ("bI,IO->bO", w.values.shape[2])
-    filled = jnp.pad(x.values, ((0, size), (0, 0)))
+    filled, unit = jnp.pad(x.values, ((0, size), (0, 0))), x.unit
+    of_rows = unit is not None and unit.ndim > 0
+    units = jnp.pad(unit, ((0, size), (0, 0))) if of_rows else None
 
     def step(y_NA: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         group, first, _ = block
-        part = Operand(lax.dynamic_slice_in_dim(filled, first, size), x.unit)
+        part = Operand(
+            lax.dynamic_slice_in_dim(filled, first, size),
+            lax.dynamic_slice_in_dim(units, first, size) if of_rows else unit,
+        )
         matrix = Operand(lax.dynamic_index_in_dim(w.values, group, keepdims=False), w.unit)
         if x.unit is None:
             y = jnp.einsum(product, part.values, matrix.values, preferred_element_type=jnp.float32).astype(dtype)
