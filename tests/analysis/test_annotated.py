@@ -62,6 +62,8 @@ metadata={{op_name="{B}/transpose(jvp(Block))/mlp/{PRODUCT}"}}
   %d_w = f32[32,32]{{1,0}} dot(%whole, %wide), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}, \
 metadata={{op_name="{B}/transpose(jvp(Block))/mlp/{PRODUCT}"}}
   %small = f32[] dot(%n, %n), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+  %rows = f32[64,64]{{1,0}} dot(%whole, %wide), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}, \
+metadata={{op_name="jit(train_step)/update/mlp/gate/dot_general"}}
   %together = (f32[64]{{0}}, f32[2]{{0}}) all-reduce(%s, %n), {OVER_DP}, to_apply=%add, \
 metadata={{op_name="jit(train_step)/shard_map/(gradients/psum_invariant:psum_invariant)"}}
   ROOT %d_shard = f32[16,32]{{1,0}} reduce-scatter(%d_w), {OVER_DP}, dimensions={{0}}, to_apply=%add, \
@@ -91,11 +93,26 @@ def test_each_collective_and_product_has_its_parameter_axes_and_pass():
         "dot.1": f"// product BSD,DF->BSF: {gate}; forward; 131.1 kFLOP a call",
         "d_whole": f"// product BSD,DF->BSF: gradient of what {gate} multiplies; backward; 131.1 kFLOP a call",
         "d_w": f"// product BSD,DF->BSF: gradient of {gate}; backward; 131.1 kFLOP a call",
+        "rows": f"// product: {gate}; update; 262.1 kFLOP a call",
         "together": f"// all-reduce over dp: gradients of {norms}; backward; forward; 264 B, once a step",
         "d_shard": f"// reduce-scatter over dp: gradient of {gate}; backward; 2.0 KiB, once a step",
     }
     shown = re.findall(r"(?m)^    (// .*)$", (ROOT / "docs" / "report.md").read_text())
     assert len(shown) == 5 and {*shown} <= {*notes_of(text).values()}
+
+
+def test_the_sum_of_a_large_gradient_names_no_small_one():
+    table = """HloModule jit_train_step, is_scheduled=true
+
+ENTRY %main (x: f32[16384,32]) -> f32[16384,32] {
+  %x = f32[16384,32]{1,0} parameter(0)
+  ROOT %sum = f32[16384,32]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add, \
+metadata={op_name="jit(train_step)/shard_map/gradients/psum"}
+}
+"""
+    model = build((1, 2, 1), attention="gqa", layers=2, vocab=16384, policy="ddp")
+    (note,) = notes_of(annotated_text(table, model)).values()
+    assert note == "// all-reduce over dp: gradients of embedding/table; backward; 2.0 MiB, once a step"
 
 
 def test_a_collective_in_pieces_is_named_at_each():

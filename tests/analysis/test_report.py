@@ -22,6 +22,7 @@ from parallax.analysis.planned.topology import GET_LIBTPU
 from parallax.analysis.report import report_settings
 from parallax.analysis.traced.flops import flops_breakdown, flops_by_direction
 from parallax.analysis.traced.trace import abstract_mesh
+from parallax.cli import report as report_command
 from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES
@@ -255,6 +256,19 @@ def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys, m
     assert main(["report", *arguments, f"--config.mesh.{flags[0]}", *flags[1:]]) == 0
     out = capsys.readouterr().out
     assert "Nothing was compiled: " in out and "attention/q" in out and "mesh.simulate" not in out
+
+
+def test_the_program_with_names_is_printed_alone_or_written_beside_the_report(
+    quickstart, in_root, capsys, monkeypatch, tmp_path
+):
+    def reported(settings, mesh, *, name, annotate):
+        return dataclasses.replace(quickstart, program="// named\n" * annotate)
+
+    monkeypatch.setattr(report_command, "report_settings", reported)
+    file = tmp_path / "step.hlo"
+    assert main(["report", QUICKSTART, "--hlo"]) == 0 and capsys.readouterr().out == "// named\n"
+    assert main(["report", QUICKSTART, f"--hlo={file}", "--json"]) == 0 and file.read_text() == "// named\n"
+    assert "program" not in json.loads(capsys.readouterr().out)
 
 
 CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"], "--config.model.kernel=splash"

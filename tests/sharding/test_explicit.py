@@ -1,9 +1,13 @@
 """The layers that docs/explicit.md writes with explicit types and in strings have the same values and send the same."""
 
 import jax
+import jax.numpy as jnp
 import nbformat
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support.docs_commands import ROOT, blocks
 
 from parallax.sharding.layout import Layout
@@ -75,6 +79,42 @@ def test_without_a_mark_the_inputs_gradient_is_summed_at_each_use(page, layer, u
     _, sent = programs_of(page, layer, "SHARDED", delayed=())
     assert arrays_of(sent["types"], "all-reduce")["tp"] == 1 + uses
     assert arrays_of(sent["strings"], "reduce-scatter")["tp"] == 2
+
+
+def partial_sums(wide, down):
+    return jnp.einsum("BSF,FD->BSD", wide, down, out_sharding=P("dp", None, None, unreduced={"tp"}))
+
+
+def summed_in_a_loop(wide, down):
+    start = jax.sharding.reshard(jnp.zeros((8, 4, 16)), P("dp", None, None))
+    start = jax.sharding.reshard(start, P("dp", None, None, unreduced={"tp"}))
+    return lax.fori_loop(0, 3, lambda _, total: total + partial_sums(wide, down), start)
+
+
+# What the page says of partial sums: whether types take it, with jax 0.10 and with later ones.
+TAKEN = {
+    "added": (lambda *given: partial_sums(*given) + partial_sums(*given), True, True),
+    "cast": (lambda *given: partial_sums(*given).astype("bfloat16"), True, True),
+    "carried": (summed_in_a_loop, True, True),
+    "times 2": (lambda *given: 2 * partial_sums(*given), False, False),
+    "not linear": (lambda *given: jax.nn.silu(partial_sums(*given)), False, False),
+    "reshaped": (lambda *given: partial_sums(*given).reshape(8, 64), False, True),
+    "contracted without a word": (lambda wide, down: jnp.einsum("BSF,FD->BSD", wide, down), False, False),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_types_take_of_partial_sums_what_the_page_says(what):
+    function, in_0_10, later = TAKEN[what]
+    mesh = Mesh(four_devices(), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    cuts = {(8, 4, 32): P("dp", None, "tp"), (32, 16): P("tp", None)}
+    given = [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, cut)) for shape, cut in cuts.items()]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if in_0_10 if jax.__version__.startswith("0.10.") else later:
+            assert "{U:tp}" in str(jax.typeof(jax.eval_shape(function, *given)))
+        else:
+            with pytest.raises(Exception, match="(?i)reduced|contracting"):
+                jax.eval_shape(function, *given)
 
 
 def test_the_notebook_runs_what_the_page_shows():

@@ -32,7 +32,7 @@ from parallax.model.loss import LOGITS
 from parallax.model.transformer import Block
 from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import named_leaves
-from parallax.sharding.plan import GRADIENTS, ParameterPlan
+from parallax.sharding.plan import GRADIENTS, SMALL, ParameterPlan
 
 MARK = "// "  # XLA reads over such lines
 LEAST_PRODUCT = 0.01  # of the largest product's FLOPs
@@ -42,10 +42,11 @@ FILE_NAMES = re.compile(r'(?m)^(\d+) "(.*)"$')
 
 
 class Parameter(NamedTuple):
-    """A parameter's row of the plan, and how many entries of one layer a device computes with."""
+    """A parameter's row of the plan, and entries on a device: of one layer as it computes, of all layers at rest."""
 
     row: ParameterPlan
     entries: int
+    at_rest: int
 
 
 class Names:
@@ -53,11 +54,8 @@ class Names:
 
     def __init__(self, text: str, model: ShardedModel):
         self.sizes = {axis: size for axis, size in model.axis_sizes.items() if size > 1}
-        shapes = named_leaves(model.plan.shapes)
-        self.parameters = {
-            name: Parameter(row, _entries(row, shapes[name].shape, model.axis_sizes))
-            for name, row in named_leaves(model.plan.rows).items()
-        }
+        rows, shapes = named_leaves(model.plan.rows), named_leaves(model.plan.shapes)
+        self.parameters = {name: _parameter(row, shapes[name].shape, model.axis_sizes) for name, row in rows.items()}
         head, _, rest = text.partition("\nFunctionNames")
         self._files = {int(number): name for number, name in FILE_NAMES.findall(head)}
         self._places = {number: (file, line) for number, file, line in _numbers(PLACES, rest)}
@@ -86,14 +84,16 @@ class Names:
         """Which parameters or activations a collective moves."""
         path, is_gradient = module_path(op_name), GRADIENTS in op_name.split("/")
         of = "gradient of " if is_gradient or Origin(op_name, None).direction == "backward" else ""
+        if of_update(op_name):
+            return " or ".join(self._of_module(path, moves=False))
         moved = [] if _in_layer(op_name) else list(self._of_module(path, moves=True))
         if moved:
             return of + " or ".join([name for name in moved if self.parameters[name].entries in entries] or moved)
-        if of_update(op_name):
-            return ""
         if is_gradient and call.kind == "all-reduce" and not path:
             held = [name for name, found in self.parameters.items() if self._is_summed_over(found.row, call.axes)]
-            return f"gradients of {', '.join(held)}" if held else "gradients"
+            alone = [name for name in held if self.parameters[name].at_rest > SMALL]
+            held = [name for name in alone if self.parameters[name].at_rest in entries] or [*{*held} - {*alone}]
+            return f"gradients of {', '.join(sorted(held))}" if held else "gradients"
         return f"{of}activations{f' of {path}' if path else ''}" if path or of else ""
 
     def _multiplied(self, op_name: str, entries: tuple[int, ...]) -> str:
@@ -113,14 +113,14 @@ class Names:
 
     def _of_module(self, path: str, *, moves: bool) -> Iterator[str]:
         """The kernels of a module or, with `moves`, all its parameters that are not sharded alike everywhere."""
-        for name, (row, _) in self.parameters.items():
+        for name, (row, *_) in self.parameters.items():
             is_moved = len({row.at_rest, row.staged, row.resident, row.compute, row.summed}) > 1
             if row.scope == path and not row.spec.is_statistic and (is_moved if moves else row.spec.inputs):
                 yield name
 
     def _tables(self) -> list[str]:
         """The table of the head, which is the embedding's if there is one."""
-        tables = [name for name, (row, _) in self.parameters.items() if row.spec.role == "table"]
+        tables = [name for name, (row, *_) in self.parameters.items() if row.spec.role == "table"]
         return [name for name in tables if name.startswith("head")] or tables
 
     def _is_summed_over(self, row: ParameterPlan, axes: tuple[str, ...]) -> bool:
@@ -207,9 +207,11 @@ def _in_layer(op_name: str) -> bool:
     return re.search(rf"\b{Block.__name__}\b", op_name) is not None
 
 
-def _entries(row: ParameterPlan, shape: Iterable[int], axis_sizes: Mapping[str, int]) -> int:
-    local = row.compute.local_shape(dict(zip(row.compute.names, shape)), axis_sizes)
-    return math.prod(local[bool(row.spec.stack) :])
+def _parameter(row: ParameterPlan, shape: Iterable[int], axis_sizes: Mapping[str, int]) -> Parameter:
+    compute, at_rest = (
+        layout.local_shape(dict(zip(layout.names, shape)), axis_sizes) for layout in (row.compute, row.at_rest)
+    )
+    return Parameter(row, math.prod(compute[bool(row.spec.stack) :]), math.prod(at_rest))
 
 
 def _entries_of(home: Computation, operands: Iterable[str]) -> tuple[int, ...]:

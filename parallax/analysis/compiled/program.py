@@ -632,7 +632,8 @@ def module_path(op_name: str) -> str:
     >>> module_path("jit(train_step)/while/body/transpose(jvp(Block))/mlp/up/up._product/BSD,DF->BSF/dot_general")
     'mlp/up'
     """
-    return "/".join(name for name in _parts(op_name)[0] if "." not in name and "->" not in name)
+    names = (name for name in _parts(op_name)[0] if name not in (UPDATE, USUAL_LOAD))
+    return "/".join(name for name in names if "." not in name and "->" not in name)
 
 
 def _parts(op_name: str) -> tuple[list[str], str]:
