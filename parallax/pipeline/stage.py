@@ -187,18 +187,25 @@ def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
     return state
 
 
-def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
-    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
+def each_place(this: Pass, run: LayerRun, state: Any, unwritten: Any = None) -> Any:
+    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one. `unwritten`
+    is as in `one_layer`.
 
     With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
     What the last turn gathers is not used.
     """
+    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
 
-    def turn(count: Array | int, state: Any) -> Any:
-        return one_place(this, run, _place_of(this, run, count), state)
+    def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
+        place = _place_of(this, run, count)
+        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, unwritten) for kind in kinds]
+        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+        if len(run.kinds) > 1:
+            return lax.switch(_looked_up(this, run, place, 0), branches)
+        return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
 
     def turn_with_gathered(count: Array | int, carried: Any) -> Any:
-        state = one_place(this, run, _place_of(this, run, count), *carried)
+        state = turn(count, *carried)
         return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
     if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
@@ -206,88 +213,44 @@ def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
     return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered_place(this, run, 0, state[0][0])))[0]
 
 
-def one_place(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any = None) -> Any:
-    """The same for one place of a run."""
-    kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
-    branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
-    if len(run.kinds) > 1:
-        return lax.switch(_looked_up(this, run, place, 0), branches)
-    return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
-
-
-def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
-    """The same for a layer that is there: gather its weights, run it, and add its gradients."""
-    ((x, saved), grads), where = state, _where(this, run, kind, place)
-    read = layer_reads(this, where, x, saved, weights)
-    if this.work == "observe":
-        numbers, on_rank = this.layers.numbers[kind], where.on_rank
-        saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
-        x = this.layers.passes[kind].run(read.weights, x, read.context)
-        saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
-        return vary_over_pp(((x, saved), grads))
-    x, made = layer_computes(this, where, x, read)
-    saved, grads = layer_writes(this, where, saved, grads, made)
-    return vary_over_pp(((x, saved), grads))
-
-
-class Where(NamedTuple):
-    """A layer: its kind, and its place among those of its kind in the stage and on the rank."""
-
-    kind: int
-    in_stage: Array | int
-    on_rank: Array | int
-
-
-class Read(NamedTuple):
-    """What a layer reads besides the residual stream."""
-
-    weights: Any  # gathered; None in W
-    context: Context | None
-    residuals: Pools
-
-
-class Made(NamedTuple):
-    """What a layer makes besides the residual stream."""
-
-    residuals: Pools
-    gradients: Any
-
-
-def layer_reads(this: Pass, where: Where, x: Array, saved: Any, weights: Any = None) -> Read:
-    """What this layer reads; `weights` if they have been gathered."""
-    layers, context, (kind, in_stage, on_rank) = this.layers, this.context, where
+def one_layer(
+    this: Pass,
+    run: LayerRun,
+    kind: int,
+    place: Array | int,
+    state: Any,
+    weights: Any = None,
+    unwritten: Any = None,
+) -> Any:
+    """The same for a layer that is there: gather its weights, run it, and add its gradients. B reads `unwritten`, which
+    is `saved` before another pass wrote into it, if there is one."""
+    ((x, saved), grads), layers, context, gradients = state, this.layers, this.context, None
+    in_stage = _in_stage(this, run, place)
+    on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
         if context.key is not None:  # 0 is the embedding's
-            context = context._replace(key=jax.random.fold_in(context.key, 1 + layers.numbers[kind][on_rank]))
-    pools = {"backward": ("FB", "FW"), "weight_gradients": ("FW", "BW")}.get(this.work, ())
-    return Read(weights, context, _read(this, kind, in_stage, saved, pools))
-
-
-def layer_computes(this: Pass, where: Where, x: Array, read: Read) -> tuple[Array, Made]:
-    """The residual stream, or its gradient, on the other side of this layer, and what the layer makes."""
-    passes, residuals, gradients = this.layers.passes[where.kind], {}, None
+            context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
     match this.work:
         case "run":
-            x = passes.run(read.weights, x, read.context)
+            x = passes.run(weights, x, context)
         case "forward":
-            x, residuals = passes.forward(read.weights, x, read.context)
+            x, residuals = passes.forward(weights, x, context)
+            saved = _written(this, kind, in_stage, saved, residuals)
         case "backward":
-            x, gradients, residuals = passes.backward(read.weights, read.context, read.residuals, x)
+            residuals = _read(this, kind, in_stage, saved if unwritten is None else unwritten, ("FB", "FW"))
+            x, gradients, residuals = passes.backward(weights, context, residuals, x)
+            saved = _written(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
-            gradients = passes.weight_gradients(read.residuals)
-    return x, Made(residuals, gradients)
-
-
-def layer_writes(this: Pass, where: Where, saved: Any, grads: list, made: Made) -> tuple[Any, list]:
-    """`saved` with what this layer has made for later passes, and `grads` plus its gradients."""
-    layers, (kind, in_stage, on_rank) = this.layers, where
-    saved = _written(this, kind, in_stage, saved, made.residuals)
-    if made.gradients is not None:
-        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, made.gradients)
+            gradients = passes.weight_gradients(_read(this, kind, in_stage, saved, ("FW", "BW")))
+        case "observe":
+            saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
+            x = passes.run(weights, x, context)
+            saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
+    if gradients is not None:
+        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
-    return saved, grads
+    return vary_over_pp(((x, saved), grads))
 
 
 # ---- F and B as one pass
@@ -302,9 +265,11 @@ def both_ways(ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: l
     """
     repeats, state = ahead.layers.model.arrangement.repeats, (x, dy, saved, grads)
     if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
-        (x, saved), _ = each_layer(ahead, (x, saved), [])
+        with jax.named_scope(FORWARD):
+            (x, saved), _ = each_layer(ahead, (x, saved), [])
         dy = after(dy, x) if back.layers.model.is_simulated else dy
-        (dy, saved), grads = each_layer(back, (dy, saved), grads)
+        with jax.named_scope(BACKWARD):
+            (dy, saved), grads = each_layer(back, (dy, saved), grads)
         return x, dy, saved, grads
     whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
 
@@ -320,49 +285,38 @@ def both_ways(ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: l
 def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any) -> Any:
     """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
     layers."""
-    prefetch = [passes[0].layers.model.fsdp.prefetch and run.can_prefetch for run in runs]
+    (ahead, back), (run, run_back), simulated = passes, runs, passes[0].layers.model.is_simulated
+    plain = all(len(each.kinds) == 1 and not each.uneven for each in runs)
+    prefetch = ahead.layers.model.fsdp.prefetch > 0 and plain and run.places > 1
 
-    def gathered(count: Array | int, streams: tuple[Array, Array]) -> list:
-        return [
-            gathered_place(this, run, count, x) if early else None
-            for this, run, x, early in zip(passes, runs, streams, prefetch)
-        ]
+    def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
+        if prefetch:
+            return gathered_place(ahead, run, count, x), gathered_place(back, run_back, count, dy)
+        return None, None
 
     def turn(count: Array | int, carried: Any) -> Any:
-        state, weights = carried
-        state = one_place_of_both(passes, runs, count, state, weights)
-        # On simulated devices nothing may be gathered beside a layer's own loops.
-        return state, gathered(jnp.minimum(count + 1, runs[0].places - 1), (state[1], state[1]))
-
-    return lax.fori_loop(0, runs[0].places, turn, (state, gathered(0, state[:2])))[0]
-
-
-def one_place_of_both(
-    passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], count: Array | int, state: Any, weights: list
-) -> Any:
-    """The same for one place of each. What B reads is read before F writes, and B writes last."""
-    (ahead, back), (run, run_back), (x, dy, saved, grads) = passes, runs, state
-    place, place_back = count, _place_of(back, run_back, count)
-    simulated = back.layers.model.is_simulated
-    if any(len(each.kinds) > 1 or each.uneven for each in runs):
+        (x, dy, saved, grads), (weights, weights_back) = carried
+        place, place_back = count, _place_of(back, run_back, count)
         with jax.named_scope(FORWARD):
-            (x, saved), _ = one_place(ahead, run, place, ((x, saved), []), weights[0])
+            state = (x, saved), []
+            if plain:
+                state = one_layer(ahead, run, *run.kinds, place, state, weights)
+            else:
+                state = each_place(ahead, run.at(place), state)
+            (x, written), _ = state
         dy = after(dy, x) if simulated else dy
         with jax.named_scope(BACKWARD):
-            (dy, saved), grads = one_place(back, run_back, place_back, ((dy, saved), grads), weights[1])
-        return vary_over_pp((x, dy, saved, grads))
-    where, where_back = _where(ahead, run, *run.kinds, place), _where(back, run_back, *run_back.kinds, place_back)
-    with jax.named_scope(FORWARD):
-        y, made = layer_computes(ahead, where, x, layer_reads(ahead, where, x, saved, weights[0]))
-    dy = after(dy, y) if simulated else dy
-    with jax.named_scope(BACKWARD):
-        read = layer_reads(back, where_back, dy, saved, weights[1])
-        dx, made_back = layer_computes(back, where_back, dy, read)
-    with jax.named_scope(FORWARD):
-        saved, _ = layer_writes(ahead, where, saved, [], made)
-    with jax.named_scope(BACKWARD):
-        saved, grads = layer_writes(back, where_back, saved, grads, made_back)
-    return vary_over_pp((y, dx, saved, grads))
+            state = (dy, written), grads
+            if plain:
+                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, saved)
+            else:
+                state = each_place(back, run_back.at(place_back), state, saved)
+            (dy, saved), grads = state
+        # On simulated devices nothing may be gathered beside a layer's own loops.
+        following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
+        return (x, dy, saved, grads), following
+
+    return lax.fori_loop(0, run.places, turn, (state, gathered(0, *state[:2])))[0]
 
 
 # ---- a layer's weights and places
@@ -389,12 +343,6 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
 def _place_of(this: Pass, run: LayerRun, count: Array | int) -> Array | int:
     """The place that a pass through a run reaches in this turn."""
     return run.places - 1 - count if this.from_last else count
-
-
-def _where(this: Pass, run: LayerRun, kind: int, place: Array | int) -> Where:
-    """The layer of this kind in a place of a run."""
-    in_stage = _in_stage(this, run, place)
-    return Where(kind, in_stage, _on_rank(this, kind, in_stage))
 
 
 def _in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:

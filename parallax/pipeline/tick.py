@@ -96,22 +96,55 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, outputs = pipeline.saves, {}
+    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
+    joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
+    alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
-    joint = pipeline.schedule.joint and {*"FB"} <= {*kinds}
-    if joint:
-        outputs, state = joint_passes(pipeline, state, row)
-    elif "F" in kinds:
+    if "F" in kinds:
+
+        def forward() -> tuple[Array, Any]:
+            x = stage_input(pipeline, state, row)
+            return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+
+        def idle() -> tuple[Array, Any]:
+            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = forward_pass(pipeline, state, row, "F")
+            outputs["F"], residuals = (
+                forward() if row.always(alone["F"]) else lax.cond(row.acts(alone["F"]), forward, idle)
+            )
         state = state._replace(residuals=residuals)
-    if "F" in kinds and not joint:
-        state = with_head(pipeline, state, row, outputs["F"])
-    if "B" in kinds and not joint:
+
+    def with_head(state: State) -> State:
+
+        def head() -> Any:
+            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
+
+        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
+        after_head = (
+            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
+        )
+        return state._replace(ends=after_head)
+
+    if joint:
+        outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
+    elif "F" in kinds and row.ever("exit"):
+        state = with_head(state)
+    if "B" in kinds:
+
+        def backward() -> tuple[Array, list[Any], Any, Any]:
+            dy, this = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
+            dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
+            return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+
+        def idle() -> tuple[Array, list[Any], Any, Any]:
+            dx = outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0])
+            return vary_over_pp((dx, state.grads, state.residuals, state.ends))
+
         with jax.named_scope(BACKWARD):
-            found = backward_pass(pipeline, state, row, "B")
+            found = backward() if row.always(alone["B"]) else lax.cond(row.acts(alone["B"]), backward, idle)
         outputs["B"], grads, residuals, of_ends = found
         state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
@@ -124,59 +157,15 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
                 weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
             )
         state = state._replace(grads=grads)
-    if joint:
-        state = with_head(pipeline, state, row, outputs["F"])
+    if joint and row.ever("exit"):
+        state = with_head(state)
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
 
 
-def with_head(pipeline: Pipeline, state: State, row: Row, y: Array) -> State:
-    """The state after the head, if the last stage has run F: its output is `y` on its rank."""
-    if not row.ever("exit"):
-        return state
-
-    def head() -> Any:
-        return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
-
-    # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-    ends = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
-    return state._replace(ends=ends)
-
-
-def forward_pass(pipeline: Pipeline, state: State, row: Row, entry: str) -> tuple[Array, Any]:
-    """F if this rank has this entry: the stage's output, and residuals."""
-
-    def forward() -> tuple[Array, Any]:
-        x = stage_input(pipeline, state, row)
-        return vary_over_pp(pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
-
-    def idle() -> tuple[Array, Any]:
-        return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
-
-    return forward() if row.always(entry) else lax.cond(row.acts(entry), forward, idle)
-
-
-def backward_pass(
-    pipeline: Pipeline, state: State, row: Row, entry: str, other: Array | None = None
-) -> tuple[Array, list[Any], Any, Any]:
-    """B if this rank has this entry: the gradient of the stage's input, gradients of weights, residuals, and the state
-    of both ends. If it has not, the first is `other`, or zero."""
-
-    def backward() -> tuple[Array, list[Any], Any, Any]:
-        dy, this = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
-        dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
-        return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
-
-    def idle() -> tuple[Array, list[Any], Any, Any]:
-        dx = jnp.zeros_like(state.messages["B"][0]) if other is None else other
-        return vary_over_pp((dx, state.grads, state.residuals, state.ends))
-
-    return backward() if row.always(entry) else lax.cond(row.acts(entry), backward, idle)
-
-
-def joint_passes(pipeline: Pipeline, state: State, row: Row) -> tuple[dict[str, Array], State]:
-    """F alone, F and B as one pass, or B alone: what this rank sends, and the state after it."""
+def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
+    """F and B as one pass if this rank has both: outputs and the state after it. If it has not, the first is `y`."""
 
     def both() -> tuple[Array, ...]:
         with jax.named_scope(FORWARD):
@@ -185,21 +174,15 @@ def joint_passes(pipeline: Pipeline, state: State, row: Row) -> tuple[dict[str, 
             dy, back = stage_output_gradient(pipeline, state, row), pass_of(pipeline, row, "B")
         y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
         with jax.named_scope(BACKWARD):
-            return vary_over_pp((y, dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+            return vary_over_pp((y, dx, residuals, grads, embedding_gradient(pipeline, state, row, dx)))
 
     def idle() -> tuple[Array, ...]:
-        nothing = jnp.zeros_like(state.messages["B"][0])
-        return vary_over_pp((y, nothing, state.grads, state.residuals, state.ends))
+        dx = jnp.zeros_like(state.messages["B"][0])
+        return vary_over_pp((y, dx, state.residuals, state.grads, state.ends))
 
-    with jax.named_scope(FORWARD):
-        y, residuals = forward_pass(pipeline, state, row, f"{FORWARD} alone")
-    state = state._replace(residuals=residuals)
     with jax.named_scope(JOINT):
-        y, dx, grads, residuals, ends = lax.cond(row.acts(JOINT), both, idle)
-    state = state._replace(grads=grads, residuals=residuals, ends=ends)
-    with jax.named_scope(BACKWARD):
-        dx, grads, residuals, ends = backward_pass(pipeline, state, row, f"{BACKWARD} alone", dx)
-    return {"F": y, "B": dx}, state._replace(grads=grads, residuals=residuals, ends=ends)
+        y, dx, residuals, grads, ends = lax.cond(row.acts(JOINT), both, idle)
+    return y, dx, state._replace(residuals=residuals, grads=grads, ends=ends)
 
 
 def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
@@ -276,6 +259,6 @@ def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:
     tables |= {f"message {kind}": table for kind, table in s.message.items()}
     tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
     if s.joint:
-        tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in (FORWARD, BACKWARD)}
+        tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in "FB"}
         tables |= {JOINT: np.where(s.both, s.microbatch["F"], -1)}
     return {name: table[segment.start : segment.stop] for name, table in tables.items()}
