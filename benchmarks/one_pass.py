@@ -3,9 +3,9 @@
     python benchmarks/one_pass.py [--topology v5p:2x2x4] [--exchange ragged] [--axes ep]
     python benchmarks/one_pass.py --topology H100:2x8 --kernel cudnn
 
-Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. The step is that of
-configs/deepseek_v2_lite_16.py on two pipeline ranks of eight expert ranks, with mixtures alone, --layers of them, and
-pipeline.schedule="dualpipe_v". Its program has F alone, B alone, and both as one pass, so each row stands beside the
+Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. Loss and gradients of
+layers with the mixtures of DeepSeek-V2-Lite, without its shared experts and its latent attention, on two pipeline ranks of
+eight expert ranks, with pipeline.schedule="dualpipe_v". The program has F alone, B alone, and both as one pass, so each row stands beside the
 others: messages over these axes in a layer, calls and MiB that a chip sends, milliseconds that they take, the share of
 their bytes that is asynchronous, and the milliseconds for which compute waits, counting what stands between start and
 done; kernels are priced at --kernels of peak. *compute* are the milliseconds of a layer's own work.
@@ -23,15 +23,20 @@ from arguments import Arguments, absent_devices, config_of, run_benchmark, whole
 
 from parallax.hardware.chips import KERNEL_EFFICIENCY
 
+SIZES = {
+    "deepseek": dict(vocab=32_000, d_model=2048, heads=16, kv_heads=16, d_head=128, experts=64, experts_per_token=6)
+    | dict(d_expert=1408, dtype="bfloat16"),
+    "tiny": dict(vocab=64, d_model=32, heads=4, kv_heads=4, d_head=8, experts=8, experts_per_token=2, d_expert=16),
+}
 PASSES = {"F": "F alone", "B": "B alone", "FB": "F&B"}
 COLUMNS = ("calls", "MiB", "takes", "asynchronous", "waits", "compute")
 
 
 def main() -> None:
-    smallest = {"config": "tiny_moe", "topology": "v5e:2x4", "pp": 2, "ep": 4, "layers": 4, "exchange": "gather"}
+    smallest = {"sizes": "tiny", "topology": "v5e:2x4", "ep": 4, "layers": 4, "exchange": "gather"}
     smallest |= {"kernel": "xla", "seq": 64}
     parser = Arguments(description=__doc__, smallest=smallest)
-    parser.add_argument("--config", default="deepseek_v2_lite_16", choices=["deepseek_v2_lite_16", "tiny_moe"])
+    parser.add_argument("--sizes", default="deepseek", choices=SIZES)
     parser.add_argument("--topology", default="v5p:2x2x4")
     parser.add_argument("--pp", type=whole_number, default=2)
     parser.add_argument("--ep", type=whole_number, default=8)
@@ -57,23 +62,33 @@ def main() -> None:
 
 def compiled(args: Any) -> tuple[Any, int]:
     """The program, and the layers of a stage."""
+    import jax
+
     import parallax as px
     from parallax.analysis.compiled.program import read_step
+    from parallax.model.batch import BATCH_ARRAYS
+    from parallax.sharding.compiler import compiler_options
     from parallax.step.step import step_of
 
-    devices, config = absent_devices(args.topology), config_of(args.config)
+    devices, config = absent_devices(args.topology), config_of("base")
     config.mesh.update(pp=args.pp, dp=1, ep=args.ep, tp=1, simulate=0)
-    config.model.update(layers=args.layers, layers_of=f"moe*{args.layers}", kernel=args.kernel)
+    sizes = SIZES[args.sizes] | dict(layers=args.layers, layers_of=f"moe*{args.layers}", kernel=args.kernel)
+    config.model.update(sizes, attention="gqa", tied=False)
     config.layout.exchange = args.exchange
     microbatches = 4 * args.pp
     config.pipeline.update(schedule=args.schedule, virtual=1, microbatches=microbatches, remat="layer")
     config.data_parallel.update(policy="zero1", exceptions="")
     config.data.update(seq=args.seq, global_batch=microbatches * args.ep)
     settings = px.read_settings(config.to_dict())
-    step = step_of(settings, px.make_mesh(settings.mesh, devices))
+    model = step_of(settings, px.make_mesh(settings.mesh, devices)).model
     options = dict(option.split("=", 1) for option in args.options)
-    program = step.lower(config.data.global_batch, args.seq).compile(compiler_options=options)
-    return read_step(program, step.model, seq=args.seq), args.layers // step.model.schedule.stages
+    rows = jax.ShapeDtypeStruct((config.data.global_batch, args.seq), "int32", sharding=model.batch_sharding)
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.shapes, model.shardings
+    )
+    lowered = jax.jit(model.loss_and_grad).lower(shapes, dict.fromkeys(BATCH_ARRAYS, rows))
+    program = lowered.compile(compiler_options=compiler_options(model.mesh) | options)
+    return read_step(program, model, seq=args.seq), args.layers // model.schedule.stages
 
 
 def pass_of(read: Any, scope: str, args: Any, layers: int) -> Counter:

@@ -107,8 +107,14 @@ class SaveLayers(SaveNothing):
     def both(
         self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
     ) -> tuple[Array, Array, Any, list]:
-        """F of one microbatch and B of another as one pass: what `forward` and `backward` return."""
-        return both_ways(ahead._replace(work=self.work), back._replace(work="backward"), x, dy, residuals, grads)
+        """F of one microbatch and B of another as one pass: what `forward` and `backward` return.
+
+        What B reads is read before: beside writes of F, XLA would copy all slots.
+        """
+        pools = [pool for pool in ("FB", "FW") if pool in back.slots]
+        read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
+        back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
+        return both_ways(ahead._replace(work=self.work), back, x, dy, residuals, grads, read)
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         found = []
@@ -139,7 +145,8 @@ class SaveStageInput(SaveLayers):
         x = after(x, y) if back.layers.model.is_simulated else x
         inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
-        y, dx, found, grads = both_ways(ahead, here, x, dy, residuals | recomputed, grads)
+        saved = residuals | recomputed
+        y, dx, found, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
         return y, dx, found | {"FB": inputs}, grads
 
     def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
@@ -167,9 +174,9 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 # ---- the loop over layers
 
 
-def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
+def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list]:
     """Do the work of a pass for each layer of the stage. `carry` is the residual stream, or its gradient, and what is
-    saved. Returns both after the last layer, and `grads` plus the layers' gradients.
+    saved; `read` is as in `one_layer`. Returns both after the last layer, and `grads` plus the layers' gradients.
 
     Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
     theirs. So a program does not grow with the number of layers.
@@ -180,16 +187,15 @@ def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
         def turn(count: Array | int, state: Any, repeat: Repeat = repeat) -> Any:
             count = repeat.times - 1 - count if this.from_last else count
             for run in reversed(repeat.runs) if this.from_last else repeat.runs:
-                state = each_place(this, repeat.run_in(run, count), state)
+                state = each_place(this, repeat.run_in(run, count), state, read)
             return state
 
         state = lax.fori_loop(0, repeat.times, turn, state) if repeat.times > 1 else turn(0, state)
     return state
 
 
-def each_place(this: Pass, run: LayerRun, state: Any, unwritten: Any = None) -> Any:
-    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one. `unwritten`
-    is as in `one_layer`.
+def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> Any:
+    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
 
     With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
     What the last turn gathers is not used.
@@ -198,7 +204,7 @@ def each_place(this: Pass, run: LayerRun, state: Any, unwritten: Any = None) -> 
 
     def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
         place = _place_of(this, run, count)
-        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, unwritten) for kind in kinds]
+        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
         branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
         if len(run.kinds) > 1:
             return lax.switch(_looked_up(this, run, place, 0), branches)
@@ -220,10 +226,10 @@ def one_layer(
     place: Array | int,
     state: Any,
     weights: Any = None,
-    unwritten: Any = None,
+    read: Any = None,
 ) -> Any:
-    """The same for a layer that is there: gather its weights, run it, and add its gradients. B reads `unwritten`, which
-    is `saved` before another pass wrote into it, if there is one."""
+    """The same for a layer that is there: gather its weights, run it, and add its gradients. B reads `saved`, or `read`
+    if it is given."""
     ((x, saved), grads), layers, context, gradients = state, this.layers, this.context, None
     in_stage = _in_stage(this, run, place)
     on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
@@ -238,7 +244,7 @@ def one_layer(
             x, residuals = passes.forward(weights, x, context)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "backward":
-            residuals = _read(this, kind, in_stage, saved if unwritten is None else unwritten, ("FB", "FW"))
+            residuals = _read(this, kind, in_stage, saved if read is None else read, ("FB", "FW"))
             x, gradients, residuals = passes.backward(weights, context, residuals, x)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
@@ -256,9 +262,11 @@ def one_layer(
 # ---- F and B as one pass
 
 
-def both_ways(ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list) -> tuple[Array, Array, Any, list]:
+def both_ways(
+    ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list, read: Any
+) -> tuple[Array, Array, Any, list]:
     """F of one microbatch, from the first layer to the last, and B of another, from the last to the first, a layer of
-    each in a turn: so the compiler can send what the one has to send while the other computes.
+    each in a turn: so the compiler can send what the one has to send while the other computes. B reads `read`.
 
     Returns the outputs of both, what is saved, and `grads` plus the layers' gradients. Where layers of several kinds
     alternate, and do so beside others, the turns of F and B do not meet, and all of F comes first.
@@ -269,20 +277,20 @@ def both_ways(ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: l
             (x, saved), _ = each_layer(ahead, (x, saved), [])
         dy = after(dy, x) if back.layers.model.is_simulated else dy
         with jax.named_scope(BACKWARD):
-            (dy, saved), grads = each_layer(back, (dy, saved), grads)
+            (dy, saved), grads = each_layer(back, (dy, saved), grads, read)
         return x, dy, saved, grads
     whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
 
     def turn(count: Array | int, state: Any) -> Any:
         for run, run_back in whole.paired():
             runs = whole.run_in(run, count), whole.run_in(run_back, whole.times - 1 - count)
-            state = each_place_of_both((ahead, back), runs, state)
+            state = each_place_of_both((ahead, back), runs, state, read)
         return state
 
     return lax.fori_loop(0, whole.times, turn, state) if whole.times > 1 else turn(0, state)
 
 
-def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any) -> Any:
+def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any, read: Any) -> Any:
     """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
     layers."""
     (ahead, back), (run, run_back), simulated = passes, runs, passes[0].layers.model.is_simulated
@@ -303,14 +311,14 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
                 state = one_layer(ahead, run, *run.kinds, place, state, weights)
             else:
                 state = each_place(ahead, run.at(place), state)
-            (x, written), _ = state
+            (x, saved), _ = state
         dy = after(dy, x) if simulated else dy
         with jax.named_scope(BACKWARD):
-            state = (dy, written), grads
+            state = (dy, saved), grads
             if plain:
-                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, saved)
+                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
             else:
-                state = each_place(back, run_back.at(place_back), state, saved)
+                state = each_place(back, run_back.at(place_back), state, read)
             (dy, saved), grads = state
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
