@@ -3,12 +3,12 @@
     python benchmarks/one_pass.py [--topology v5p:2x2x4] [--exchange ragged] [--axes ep]
     python benchmarks/one_pass.py --topology H100:2x8 --kernel cudnn
 
-Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. Loss and gradients of
-layers with the mixtures of DeepSeek-V2-Lite, without its shared experts and its latent attention, on two pipeline ranks of
-eight expert ranks, with pipeline.schedule="dualpipe_v". The program has F alone, B alone, and both as one pass, so each row stands beside the
-others: messages over these axes in a layer, calls and MiB that a chip sends, milliseconds that they take, the share of
-their bytes that is asynchronous, and the milliseconds for which compute waits, counting what stands between start and
-done; kernels are priced at --kernels of peak. *compute* are the milliseconds of a layer's own work.
+Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. Loss and gradients
+of layers with the mixtures of DeepSeek-V2-Lite, without its shared experts and its latent attention, on two pipeline
+ranks of eight expert ranks, with pipeline.schedule="dualpipe_v". The program has F alone, B alone, and both as one
+pass: a row for each. Figures are of a layer: messages over these axes, MiB that a chip sends in them, milliseconds that
+they take, the share of the bytes that is asynchronous, milliseconds for which work waits for them, and those of the
+work itself; kernels are priced at --kernels of peak.
 """
 
 import os
