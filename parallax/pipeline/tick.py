@@ -117,10 +117,10 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             )
         state = state._replace(residuals=residuals)
 
-    def with_head(state: State) -> State:
+    def with_head(state: State, y: Array) -> State:
 
         def head() -> Any:
-            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]))
+            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
 
         # The condition is the same on every rank, so that no rank waits here for one in the other branch.
         after_head = (
@@ -131,7 +131,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
-        state = with_head(state)
+        state = with_head(state, outputs["F"])
     if "B" in kinds:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
@@ -158,7 +158,10 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
-        state = with_head(state)
+        simulated = pipeline.layers.model.is_simulated
+        y = after(outputs["F"], made_last(pipeline, state, outputs)) if simulated else outputs["F"]
+        state = with_head(state, y)
+        outputs = {kind: after(output, state.ends.loss) if simulated else output for kind, output in outputs.items()}
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
@@ -194,16 +197,20 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
             continue
         output = outputs[kind]
         if model.is_simulated and "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
-            grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
-            # Those of parameters that are not trained are empty.
-            made = next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
-            output = after(output, made)
+            output = after(output, made_last(pipeline, state, outputs))
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot = messages[kind], row[name]
         entry = jnp.where(row.acts(name), arrived, index(slots, slot))
         messages[kind] = lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
     return state._replace(messages=messages)
+
+
+def made_last(pipeline: Pipeline, state: State, outputs: dict[str, Array]) -> Array:
+    """What the last pass of a tick with B has made."""
+    grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
+    # Those of parameters that are not trained are empty.
+    return next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
 
 
 # ---- what a pass reads
