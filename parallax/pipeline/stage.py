@@ -112,7 +112,8 @@ class SaveLayers(SaveNothing):
         What B reads is read before: beside writes of F, XLA would copy all slots.
         """
         pools = [pool for pool in ("FB", "FW") if pool in back.slots]
-        read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
+        with jax.named_scope(BACKWARD):
+            read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
         back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
         return both_ways(ahead._replace(work=self.work), back, x, dy, residuals, grads, read)
 
@@ -143,7 +144,8 @@ class SaveStageInput(SaveLayers):
         with jax.named_scope(BACKWARD):
             here, y, recomputed = self._again(back, residuals)
         x = after(x, y) if back.layers.model.is_simulated else x
-        inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
+        with jax.named_scope(FORWARD):
+            inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
         saved = residuals | recomputed
         y, dx, found, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
