@@ -40,6 +40,7 @@ RUNS = {
     "llmq.py": r"\| H100:1 \| bf16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
+    "one_pass.py": r"F&B( +\d+\.\d\d){6}",
     "options.py": r"\| weights bfloat16 \|( [+-]\d\.\d\d GiB \|){2}( [+-]\d+\.\d % \|){2}",
     "options.py --here": r"\| weights bfloat16 \|.*\| not reported \|( [+-]\d+\.\d % \|){2} \d\.\d{6} \|",
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
@@ -56,7 +57,7 @@ RUNS = {
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
     "updates.py": r"\| float8, float8, bfloat16 \| \d+\.\d\d \|( \d\.\d{3} GiB \|){2} \d+\.\d\d, \d\.\d{3} GiB \|",
 }
-NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py", "updates.py")
+NEED_LIBTPU = ("one_pass.py", "options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py", "updates.py")
 NEED_CUDA = ("gpus.py", "published.py")
 PROCESSES = ("curves.py", "options.py --here", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.

@@ -25,7 +25,6 @@ WALKS = {
         *STEP,
         "pipeline/loss_and_grads.py microbatches",
         *TICK,
-        "pipeline/tick.py with_head",
         "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
         "pipeline/embed_and_head.py MicrobatchHead._share",
         "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",

@@ -36,6 +36,11 @@ class LayerRun(NamedTuple):
     def shape(self) -> tuple:
         return self.kinds, self.places, self.uneven, self.layer is None
 
+    def at(self, place: Array | int) -> "LayerRun":
+        """One place of the run."""
+        layer = None if self.layer is None else self.layer + place
+        return self._replace(place=self.place + place, places=1, layer=layer)
+
     @property
     def can_prefetch(self) -> bool:
         """Whether the next layer's weights can be gathered while a layer runs: both are of one kind."""

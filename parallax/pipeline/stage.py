@@ -107,6 +107,19 @@ class SaveLayers(SaveNothing):
         (dx, residuals), grads = each_layer(this._replace(work="backward"), (dy, residuals), grads)
         return dx, residuals, grads
 
+    def both(
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+    ) -> tuple[Array, Array, Any, list]:
+        """F of one microbatch and B of another as one pass: what `forward` and `backward` return.
+
+        What B reads is read before: beside writes of F, XLA would copy all slots.
+        """
+        pools = [pool for pool in ("FB", "FW") if pool in back.slots]
+        with jax.named_scope(BACKWARD):
+            read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
+        back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
+        return both_ways(ahead._replace(work=self.work), back, x, dy, residuals, grads, read)
+
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         slots = []
         for kind, passes in enumerate(layers.passes):
@@ -124,11 +137,24 @@ class SaveStageInput(SaveLayers):
         return SaveNothing().forward(this, x, None)[0], saved
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self.again(this, residuals)
+        here, _, recomputed = self._again(this, residuals)
         dx, found, grads = super().backward(here, dy, residuals | recomputed, grads)
         return dx, found | {"FB": residuals["FB"]}, grads
 
-    def again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
+    def both(
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+    ) -> tuple[Array, Array, Any, list]:
+        with jax.named_scope(BACKWARD):
+            here, y, recomputed = self._again(back, residuals)
+        x = after(x, y) if back.layers.model.is_simulated else x
+        with jax.named_scope(FORWARD):
+            inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
+        ahead, here = ahead._replace(work="run"), here._replace(work="backward")
+        saved = residuals | recomputed
+        y, dx, found, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
+        return y, dx, found | {"FB": inputs}, grads
+
+    def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
         (x,) = read_slot(residuals["FB"][0], *this.slots["FB"])
         kinds = enumerate(this.layers.passes)
@@ -153,9 +179,9 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 # ---- the loop over layers
 
 
-def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
+def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list]:
     """Do the work of a pass for each layer of the stage. `carry` is the residual stream, or its gradient, and what is
-    saved. Returns both after the last layer, and `grads` plus the layers' gradients.
+    saved; `read` is as in `one_layer`. Returns both after the last layer, and `grads` plus the layers' gradients.
 
     Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
     theirs. So a program does not grow with the number of layers.
@@ -166,14 +192,14 @@ def each_layer(this: Pass, carry: Any, grads: list) -> tuple[Any, list]:
         def turn(count: Array | int, state: Any, repeat: Repeat = repeat) -> Any:
             count = repeat.times - 1 - count if this.from_last else count
             for run in reversed(repeat.runs) if this.from_last else repeat.runs:
-                state = each_place(this, repeat.run_in(run, count), state)
+                state = each_place(this, repeat.run_in(run, count), state, read)
             return state
 
         state = lax.fori_loop(0, repeat.times, turn, state) if repeat.times > 1 else turn(0, state)
     return state
 
 
-def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
+def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> Any:
     """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
 
     With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
@@ -181,50 +207,53 @@ def each_place(this: Pass, run: LayerRun, state: Any) -> Any:
     """
     kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
 
-    def place_of(count: Array | int) -> Array | int:
-        return run.places - 1 - count if this.from_last else count
-
     def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
-        place = place_of(count)
-        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights) for kind in kinds]
+        place = _place_of(this, run, count)
+        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
         branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
         if len(run.kinds) > 1:
             return lax.switch(_looked_up(this, run, place, 0), branches)
         return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
 
-    def gathered(count: Array | int, state: Any) -> Any:
-        in_stage = place_in_stage(this, run, place_of(count))
-        return gathered_layer(this.layers, *run.kinds, place_on_rank(this, *run.kinds, in_stage), state[0][0])
-
     def turn_with_gathered(count: Array | int, carried: Any) -> Any:
         state = turn(count, *carried)
-        return state, gathered(jnp.minimum(count + 1, run.places - 1), state)
+        return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
     if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
         return lax.fori_loop(0, run.places, turn, state)
-    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered(0, state)))[0]
+    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered_place(this, run, 0, state[0][0])))[0]
 
 
-def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: Any, weights: Any = None) -> Any:
-    """The same for a layer that is there: gather its weights, run it, and add its gradients."""
+def one_layer(
+    this: Pass,
+    run: LayerRun,
+    kind: int,
+    place: Array | int,
+    state: Any,
+    weights: Any = None,
+    read: Any = None,
+) -> Any:
+    """The same for a layer that is there: gather its weights, run it, and add its gradients. B reads `saved`, or `read`
+    if it is given."""
     ((x, saved), grads), layers, context, gradients = state, this.layers, this.context, None
-    in_stage = place_in_stage(this, run, place)
-    on_rank, passes, numbers = place_on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
+    in_stage = _in_stage(this, run, place)
+    on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
-        context = layer_context(this, numbers[on_rank])
+        if context.key is not None:  # 0 is the embedding's
+            context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
     match this.work:
         case "run":
             x = passes.run(weights, x, context)
         case "forward":
             x, residuals = passes.forward(weights, x, context)
-            saved = with_residuals(this, kind, in_stage, saved, residuals)
+            saved = _written(this, kind, in_stage, saved, residuals)
         case "backward":
-            residuals = read_pools(this, kind, in_stage, saved, ("FB", "FW"))
+            residuals = _read(this, kind, in_stage, saved if read is None else read, ("FB", "FW"))
             x, gradients, residuals = passes.backward(weights, context, residuals, x)
-            saved = with_residuals(this, kind, in_stage, saved, residuals)
+            saved = _written(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
-            gradients = passes.weight_gradients(read_pools(this, kind, in_stage, saved, ("FW", "BW")))
+            gradients = passes.weight_gradients(_read(this, kind, in_stage, saved, ("FW", "BW")))
         case "observe":
             saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
             x = passes.run(weights, x, context)
@@ -234,6 +263,83 @@ def one_layer(this: Pass, run: LayerRun, kind: int, place: Array | int, state: A
         added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients, **at_layer)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
     return vary_over_pp(((x, saved), grads))
+
+
+# ---- F and B as one pass
+
+
+def both_ways(
+    ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list, read: Any
+) -> tuple[Array, Array, Any, list]:
+    """F of one microbatch, from the first layer to the last, and B of another, from the last to the first, a layer of
+    each in a turn: so the compiler can send what the one has to send while the other computes. B reads `read`.
+
+    Returns the outputs of both, what is saved, and `grads` plus the layers' gradients. Where layers of several kinds
+    alternate, and do so beside others, the turns of F and B do not meet, and all of F comes first.
+    """
+    repeats, state = ahead.layers.model.arrangement.repeats, (x, dy, saved, grads)
+    if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
+        with jax.named_scope(FORWARD):
+            (x, saved), _ = each_layer(ahead, (x, saved), [])
+        dy = after(dy, x) if back.layers.model.is_simulated else dy
+        with jax.named_scope(BACKWARD):
+            (dy, saved), grads = each_layer(back, (dy, saved), grads, read)
+        return x, dy, saved, grads
+    whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
+
+    def turn(count: Array | int, state: Any) -> Any:
+        for run, run_back in whole.paired():
+            runs = whole.run_in(run, count), whole.run_in(run_back, whole.times - 1 - count)
+            state = each_place_of_both((ahead, back), runs, state, read)
+        return state
+
+    return lax.fori_loop(0, whole.times, turn, state) if whole.times > 1 else turn(0, state)
+
+
+def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any, read: Any) -> Any:
+    """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
+    layers."""
+    (ahead, back), (run, run_back), simulated = passes, runs, passes[0].layers.model.is_simulated
+    plain = all(len(each.kinds) == 1 and not each.uneven for each in runs)
+    prefetch = ahead.layers.model.fsdp.prefetch > 0 and plain and run.places > 1
+
+    def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
+        if prefetch:
+            return gathered_place(ahead, run, count, x), gathered_place(back, run_back, count, dy)
+        return None, None
+
+    def turn(count: Array | int, carried: Any) -> Any:
+        (x, dy, saved, grads), (weights, weights_back) = carried
+        place, place_back = count, _place_of(back, run_back, count)
+        with jax.named_scope(FORWARD):
+            state = (x, saved), []
+            if plain:
+                state = one_layer(ahead, run, *run.kinds, place, state, weights)
+            else:
+                state = each_place(ahead, run.at(place), state)
+            (x, saved), _ = state
+        dy = after(dy, x) if simulated else dy
+        with jax.named_scope(BACKWARD):
+            state = (dy, saved), grads
+            if plain:
+                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
+            else:
+                state = each_place(back, run_back.at(place_back), state, read)
+            (dy, saved), grads = state
+        # On simulated devices nothing may be gathered beside a layer's own loops.
+        following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
+        return (x, dy, saved, grads), following
+
+    return lax.fori_loop(0, run.places, turn, (state, gathered(0, *state[:2])))[0]
+
+
+# ---- a layer's weights and places
+
+
+def gathered_place(this: Pass, run: LayerRun, count: Array | int, x: Array) -> Any:
+    """The weights, gathered, of the layer that a run of one kind reaches in this turn."""
+    in_stage = _in_stage(this, run, _place_of(this, run, count))
+    return gathered_layer(this.layers, *run.kinds, _on_rank(this, *run.kinds, in_stage), x)
 
 
 def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | None = None) -> dict[str, Any]:
@@ -249,13 +355,12 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
     return apart(model.plan.use(rounded_kernels(weights, *given), stack), *given)
 
 
-def layer_context(this: Pass, layer: Array) -> Context:
-    """The context of the model's layer with this number; 0 is the embedding's in dropout."""
-    context = this.context
-    return context if context.key is None else context._replace(key=jax.random.fold_in(context.key, 1 + layer))
+def _place_of(this: Pass, run: LayerRun, count: Array | int) -> Array | int:
+    """The place that a pass through a run reaches in this turn."""
+    return run.places - 1 - count if this.from_last else count
 
 
-def place_in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:
+def _in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int:
     """The place of a layer among those of its kind in the stage.
 
     It is computed from the loop's counter and looked up only if stages differ: so XLA sees that a loop writes the
@@ -264,7 +369,7 @@ def place_in_stage(this: Pass, run: LayerRun, place: Array | int) -> Array | int
     return run.layer + place if run.layer is not None else _looked_up(this, run, place, 1)
 
 
-def place_on_rank(this: Pass, kind: int, in_stage: Array | int) -> Array | int:
+def _on_rank(this: Pass, kind: int, in_stage: Array | int) -> Array | int:
     """The place among those of its kind on the rank."""
     return this.chunk * this.layers.per_stage(kind) + in_stage
 
@@ -278,16 +383,16 @@ def _is_there(this: Pass, run: LayerRun, place: Array | int) -> Array:
     """Whether this place of a run of one kind has a layer."""
     (kind,) = run.kinds
     if this.layers.kinds is None:
-        return this.layers.numbers[kind][place_on_rank(this, kind, place_in_stage(this, run, place))] >= 0
+        return this.layers.numbers[kind][_on_rank(this, kind, _in_stage(this, run, place))] >= 0
     return _looked_up(this, run, place, 0) == kind
 
 
-def read_pools(this: Pass, kind: int, in_stage: Array | int, saved: Any, pools: Sequence[str]) -> Pools:
+def _read(this: Pass, kind: int, in_stage: Array | int, saved: Any, pools: Sequence[str]) -> Pools:
     """A layer's residuals in those of these pools that the schedule has."""
     return {pool: read_slot(saved[pool][kind], *this.slots[pool], in_stage) for pool in pools if pool in this.slots}
 
 
-def with_residuals(this: Pass, kind: int, in_stage: Array | int, saved: Any, residuals: Pools) -> Any:
+def _written(this: Pass, kind: int, in_stage: Array | int, saved: Any, residuals: Pools) -> Any:
     """`saved` with the residuals of one layer written."""
     for pool, leaves in residuals.items():
         if leaves:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.pipeline.both_ways import both_ways
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
 from parallax.pipeline.stage import (
     BACKWARD,
@@ -93,13 +92,14 @@ def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) ->
 
 
 def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages. If the schedule has F and B as one pass,
-    a rank has either that or F or B alone, and the head comes last: ranks in other passes would wait for each other.
+    """One tick: F and the head, B, W, each if this rank has it, then messages. If F and B are one pass, the head comes
+    after W, since ranks that run other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, joint, outputs = pipeline.saves, pipeline.schedule.joint and {*"FB"} <= {*kinds}, {}
-    f, b = (f"{kind} alone" if joint else kind for kind in "FB")  # entries of the tables
+    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
+    joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
+    alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
@@ -113,12 +113,26 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
 
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = forward() if row.always(f) else lax.cond(row.acts(f), forward, idle)
+            outputs["F"], residuals = (
+                forward() if row.always(alone["F"]) else lax.cond(row.acts(alone["F"]), forward, idle)
+            )
         state = state._replace(residuals=residuals)
-    if "F" in kinds and not joint:
-        state = with_head(pipeline, state, row, outputs["F"])
+
+    def with_head(state: State, y: Array) -> State:
+
+        def head() -> Any:
+            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
+
+        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
+        after_head = (
+            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
+        )
+        return state._replace(ends=after_head)
+
     if joint:
-        outputs, state = joint_pass(pipeline, state, row, outputs["F"])
+        outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
+    elif "F" in kinds and row.ever("exit"):
+        state = with_head(state, outputs["F"])
     if "B" in kinds:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
@@ -131,7 +145,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             return vary_over_pp((dx, state.grads, state.residuals, state.ends))
 
         with jax.named_scope(BACKWARD):
-            after_backward = backward() if row.always(b) else lax.cond(row.acts(b), backward, idle)
+            after_backward = backward() if row.always(alone["B"]) else lax.cond(row.acts(alone["B"]), backward, idle)
         outputs["B"], grads, residuals, of_ends = after_backward
         state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
     if "W" in kinds:
@@ -144,45 +158,35 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
                 weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
             )
         state = state._replace(grads=grads)
-    if joint:
-        state = with_head(pipeline, state, row, outputs["F"])
+    if joint and row.ever("exit"):
+        simulated = pipeline.layers.model.is_simulated
+        y = after(outputs["F"], made_last(pipeline, state, outputs)) if simulated else outputs["F"]
+        state = with_head(state, y)
+        outputs = {kind: after(output, state.ends.loss) if simulated else output for kind, output in outputs.items()}
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
 
 
-def with_head(pipeline: Pipeline, state: State, row: Row, y: Array) -> State:
-    """The state after the head, if the last stage has run F: its output is `y` on its rank."""
-    if not row.ever("exit"):
-        return state
-
-    def head() -> Any:
-        return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
-
-    # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-    ends = head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
-    return state._replace(ends=ends)
-
-
-def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[dict[str, Array], State]:
-    """F and B as one pass, if this rank has it: what it sends, and the state after it; else F's output is `y`."""
+def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
+    """F and B as one pass if this rank has both: outputs and the state after it. If it has not, the first is `y`."""
 
     def both() -> tuple[Array, ...]:
         with jax.named_scope(FORWARD):
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
             dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        y, dx, residuals, grads = both_ways(pipeline.saves, ahead, back, x, dy, state.residuals, state.grads)
+        y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
         with jax.named_scope(BACKWARD):
-            return vary_over_pp((y, dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
+            return vary_over_pp((y, dx, residuals, grads, embedding_gradient(pipeline, state, row, dx)))
 
     def idle() -> tuple[Array, ...]:
-        nothing = jnp.zeros_like(state.messages["B"][0])
-        return vary_over_pp((y, nothing, state.grads, state.residuals, state.ends))
+        dx = jnp.zeros_like(state.messages["B"][0])
+        return vary_over_pp((y, dx, state.residuals, state.grads, state.ends))
 
     with jax.named_scope(JOINT):
-        y, dx, grads, residuals, ends = lax.cond(row.acts(JOINT), both, idle)
-    return {"F": y, "B": dx}, state._replace(grads=grads, residuals=residuals, ends=ends)
+        y, dx, residuals, grads, ends = lax.cond(row.acts(JOINT), both, idle)
+    return y, dx, state._replace(residuals=residuals, grads=grads, ends=ends)
 
 
 def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
@@ -194,16 +198,21 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
             continue
         output = outputs[kind]
         if model.is_simulated and "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
-            grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
-            # Those of parameters that are not trained are empty.
-            made = next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
-            output = after(output, read_slot(made, *(0,) * made.ndim) if is_on_host(made) else made)
+            output = after(output, made_last(pipeline, state, outputs))
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot = messages[kind], row[name]
         entry = jnp.where(row.acts(name), arrived, index(slots, slot))
         messages[kind] = lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
     return state._replace(messages=messages)
+
+
+def made_last(pipeline: Pipeline, state: State, outputs: dict[str, Array]) -> Array:
+    """What the last pass of a tick with B has made."""
+    grads, last = jax.tree.leaves(state.grads), pipeline.layers.passes[0].last_gradient
+    # Those of parameters that are not trained are empty.
+    made = next(array for array in (grads[last], *grads, outputs["B"]) if array.size)
+    return read_slot(made, *(0,) * made.ndim) if is_on_host(made) else made
 
 
 # ---- what a pass reads
@@ -253,6 +262,6 @@ def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:
     tables |= {f"message {kind}": table for kind, table in s.message.items()}
     tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
     if s.joint:
-        tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in (FORWARD, BACKWARD)}
+        tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in "FB"}
         tables |= {JOINT: np.where(s.both, s.microbatch["F"], -1)}
     return {name: table[segment.start : segment.stop] for name, table in tables.items()}

@@ -97,10 +97,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     when more than P-1 wait on a rank. So a rank holds at most min(M, P+1/2) microbatches from F to B and min(M, P/2)
     from B to W. For M > P the bubble is P-1/2 in lockstep, and P-1 asynchronous, with times of 1 for F, B and W.
     """
-    placement, passes = (
-        (*range(ranks), *reversed(range(ranks))),
-        [*itertools.product(range(2 * ranks), range(microbatches))],
-    )
+    placement = (*range(ranks), *reversed(range(ranks)))
+    passes = [*itertools.product(range(2 * ranks), range(microbatches))]
     tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
     tick_of |= {Action(stage, "B", m): 2 * m + 4 * ranks - 1 - stage for stage, m in passes}
     orders, starts = _with_weights_in_gaps(tick_of, placement, most=ranks - 1)

@@ -11,7 +11,7 @@ ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
 LIGHTEST = 0.62  # lightness of a rank's last stage, from its colour (0) to white (1)
 PLOT_WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # in points: width of the plot, of the cost of one F, height of a rank
 DIGIT = 5  # width of a number in a cell, per digit
-HEIGHT = 0.86  # of a cell, as a share of a rank's height
+BAR = 0.86  # of a cell, as a share of a rank's height
 
 
 def gantt(schedule: Timetable, costs: Costs, *, asynchronous: bool = False) -> str:
@@ -41,11 +41,11 @@ def gantt(schedule: Timetable, costs: Costs, *, asynchronous: bool = False) -> s
             fill, ink = _shade(kind, chunk / max(schedule.virtual - 1, 1))
             lefts, widths = [starts[a] for a in actions], [time_of[a] for a in actions]
             shared = [kind != "W" and schedule.both[schedule.tick_of[a], schedule.rank_of(a.stage)] for a in actions]
-            above = {"F": -HEIGHT / 4, "B": HEIGHT / 4}.get(kind, 0)
+            above = {"F": -BAR / 4, "B": BAR / 4}.get(kind, 0)
             rows = [schedule.rank_of(a.stage) + above * half for a, half in zip(actions, shared)]
             label = None if chunk else f"{kind} {words[kind]}"  # in the legend, once
             style = {"color": fill, "edgecolor": PAPER, "linewidth": min(0.8, min(widths) * scale / 8)}
-            heights = [HEIGHT / (1 + half) for half in shared]
+            heights = [BAR / (1 + half) for half in shared]
             bars = axes.barh(rows, widths, height=heights, left=lefts, label=label, **style)
             for bar, action, width in zip(bars, actions, widths):
                 bar.set_gid(f"{TIP}{action}: {starts[action]:g} to {starts[action] + width:g}")
@@ -53,7 +53,7 @@ def gantt(schedule: Timetable, costs: Costs, *, asynchronous: bool = False) -> s
             numbers = [text if width * scale >= DIGIT * len(text) + 2 else "" for text, width in zip(numbers, widths)]
             if any(numbers):
                 axes.bar_label(bars, numbers, label_type="center", color=ink)
-        idle = {"height": HEIGHT, "color": "#f4f4f4", "edgecolor": "#d9d9d9", "hatch": "////", "zorder": 0}
+        idle = {"height": BAR, "color": "#f4f4f4", "edgecolor": "#d9d9d9", "hatch": "////", "zorder": 0}
         axes.barh(ranks, end, label="idle", **idle)
         if 0 < len(ends) * 5 <= end * scale:
             axes.vlines(ends[:-1], -0.6, len(ranks) - 0.4, INK, "dashed", linewidth=0.7, alpha=0.35)

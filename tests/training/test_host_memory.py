@@ -278,6 +278,8 @@ RESIDUALS = {
     "all, split": dict(mesh=(2, 1, 1), schedule="zero_bubble", remat="none", residuals_on="host"),
     "context": dict(mesh=(1, 1, 1, 1, 2), context="ring", remat="attention", residuals_on="host"),
     "stage": dict(mesh=(2, 1, 1), schedule="interleaved", virtual=2, remat="stage", residuals_on="input"),
+    "one pass": dict(mesh=(2, 1, 1), schedule="dualpipe_v", remat="stage", residuals_on="input"),
+    "one pass, all": dict(mesh=(2, 1, 1), schedule="dualpipe_v", remat="norm core", residuals_on="host"),
     "kinds": dict(
         mesh=(2, 1, 1),
         schedule="zero_bubble_v",
