@@ -305,7 +305,7 @@ def _weights(weights_NK: Array, rows: Rows) -> Array:
 
 def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
     unit = x.unit if x.unit is None or not x.unit.ndim else dispatch(x.unit, rows)
-    return Operand(dispatch(x.values, rows), unit)
+    return x._replace(values=dispatch(x.values, rows), unit=unit)
 
 
 def _is_usual(usual: int, rows: Rows) -> bool:
