@@ -1,20 +1,25 @@
 """What each recipe of 8-bit products does to the gradient of the first step: its norm, and how far it is from that
-without.
+without. Or what it does to the time of an MLP, as compiled for a TPU that is not here.
 
     python benchmarks/recipes.py [--layers 16] [--width 256] [--seq 2048] [--only "nothing" "int8 row"]
+    python benchmarks/recipes.py --topology v5p:2x2x1 [--only "nothing" "int8 row"]
 
 A new model of so many layers, one row of bytes of Moby-Dick, float32 on one device: what differs is rounding.
 *Off* is the norm of the difference over the norm of the gradient without 8 bits. What recipes do to learning is in
-`python benchmarks/curves.py --recipes`.
+`python benchmarks/curves.py --recipes`, and to whole steps in rows of `benchmarks/options.py`.
+
+The MLP is that of Llama-2-7B in bfloat16, forward and backward, on 8192 tokens and one device; its kernels are rounded
+once. Times are the compiler's cycles. It needs the compiler: pip install -e '.[tpu]'.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, config_with, run_benchmark, whole_number
+from arguments import Arguments, absent_devices, config_with, run_benchmark, whole_number
 
 TEXT = Path(__file__).resolve().parents[1] / "parallax" / "data" / "texts" / "moby_dick.txt"
 RANGES = "64 1 0.03125"  # of input, weight and gradient: a few times what small models have
@@ -45,7 +50,11 @@ def main() -> None:
     parser.add_argument("--seq", type=whole_number, default=2048)
     rows = {"nothing": {}} | RECIPES
     parser.add_argument("--only", nargs="+", choices=rows, default=[*rows], metavar="RECIPE")
+    parser.add_argument("--topology", help="of TPUs, for times")
     args = parser.parse_args()
+    if args.topology:
+        times(args, rows)
+        return
     import jax
 
     import parallax as px
@@ -63,6 +72,64 @@ def main() -> None:
         cells = [f"{loss:.4f}", *(f"{norm:.3f}" for norm in norms), f"{100 * off:.1f} %"]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
         jax.clear_caches()
+
+
+def times(args: Any, rows: dict[str, dict[str, Any]]) -> None:
+    """The table of times."""
+    # Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    device, first = absent_devices(args.topology)[0], None
+    print(f"| recipe, on {args.topology.split(':')[0]} | MLP | times as fast |\n|---|---|---|")
+    for name in args.only:
+        secs = mlp_secs(rows[name], device)
+        first = first or secs
+        print(f"| {name} | {1e3 * secs:.2f} ms | {first / secs:.2f} |", flush=True)
+
+
+def mlp_secs(changes: dict[str, Any], device: Any) -> float:
+    """The time of a gated MLP with these keys of the model, forward and backward, as compiled for this device."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from parallax.analysis.compiled.program import read_compiled
+    from parallax.config.sections import COMPUTE, MLP, MeshConfig, ModelConfig
+    from parallax.hardware.chips import chip
+    from parallax.model.families import FAMILIES
+    from parallax.model.mlp import GatedMLP
+    from parallax.model.products import apart, largest_kernels, product_of, rounded_kernels, scales_of
+    from parallax.sharding.activations import RESIDUALS
+    from parallax.sharding.collectives import as_varying
+    from parallax.sharding.compiler import compiler_options
+    from parallax.sharding.mesh import make_mesh
+    from parallax.sharding.parameter import map_declared
+
+    model = ModelConfig(d_model=4096, d_ff=11008, dtype="bfloat16", **{k.split(".")[1]: v for k, v in changes.items()})
+    form, mesh = model.matmul_of(MLP), make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), [device])
+    layer = GatedMLP(next(iter(RESIDUALS.values())), FAMILIES["column_row"], model.sizes, "bfloat16", 1.0, matmul=form)
+    shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.zeros((1, 1, 4096), "bfloat16")))["params"]
+    scales = map_declared(lambda leaf: leaf.spec.scales, shapes)
+
+    def step(params: Any, x: Any, dy: Any) -> Any:
+        params, x, dy = jax.tree.map(as_varying, (params, x, dy))
+        weights = {"params": params}
+        if form != COMPUTE and scales_of(form):
+            stack = jax.tree.map(lambda leaf: leaf[None], params)
+            maxima = None if product_of(form).known else largest_kernels(stack, scales, "bfloat16")
+            given = scales, "bfloat16", form, jax.tree.map(lambda most: most[0], maxima)
+            weights = apart(rounded_kernels(params, *given), *given)
+        run = lambda params, x: layer.apply(weights | {"params": params}, x)  # noqa: E731
+        y, pull = jax.vjp(run, weights["params"], x)
+        return y, *pull(dy)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)  # noqa: E731
+    params, x = jax.tree.map(place, nn.meta.unbox(shapes)), place(jax.ShapeDtypeStruct((4, 2048, 4096), "bfloat16"))
+    local = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names))
+    compiled = jax.jit(local, compiler_options=compiler_options(mesh, model.matmul)).lower(params, x, x).compile()
+    return read_compiled(compiled, mesh).cycles / chip(device.device_kind).clock_hz
 
 
 def settings_with(args: Any, changes: dict[str, Any]) -> Any:

@@ -37,8 +37,8 @@ MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
 RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
-DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED = ("delayed", "current", "row", "block", "mxfp8", "nvfp4", "fixed")
-MATMUL_SCALES = (DELAYED, CURRENT, ROW, BLOCK, MXFP8, NVFP4, FIXED)
+MATMUL_SCALES = ("delayed", "current", "row", "block", "mxfp8", "nvfp4", "fixed")
+DELAYED, CURRENT, ROW_SCALES, BLOCK_SCALES, MXFP8, NVFP4, FIXED = MATMUL_SCALES
 # Arguments of code that a config may name: see docs/extend.md.
 OF_PRODUCTS = ("matmul", "matmul_residuals")
 MLP_ARGS = ("residual", "family", "sizes", "dtype", "out_scale", "dense", *OF_PRODUCTS)

@@ -23,7 +23,7 @@ from parallax.model.kernels.cudnn import widest_head
 from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
-from parallax.model.products import BLOCKS, HEADS
+from parallax.model.products import NOT_IN_BLOCKS, WIDEST_BLOCKS
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
@@ -85,16 +85,16 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
         )
 
 
-def check_blocks(model: ModelConfig, rows: Any, axis_sizes: Mapping[str, int]) -> None:
+def check_blocks_of_operands(model: ModelConfig, rows: Any, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if ranks would have other blocks of an operand than one device; `rows` are those of a plan."""
-    widest = BLOCKS.get(model.matmul_scales, 0)
+    widest = WIDEST_BLOCKS.get(model.matmul_scales, 0)
     parts = {*model.products_in_8_bits, *(["shared"] if MLP in model.products_in_8_bits else [])}
     for name, row in named_leaves(rows).items() if widest else ():
         if row.spec.role != Role.WEIGHT or row.spec.part not in parts:
             continue
         for dim, axes in zip(row.compute.names, row.compute.axes):
             size, pieces = model.sizes.get(dim, 0), math.prod(axis_sizes.get(axis, 1) for axis in axes)
-            if dim not in HEADS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
+            if dim not in NOT_IN_BLOCKS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
                 raise ConfigError(
                     f"model.matmul_scales={model.matmul_scales!r}: {' x '.join(f'mesh.{axis}' for axis in axes)}="
                     f"{pieces} ranks cut model.{dim}={size} of {name} within a block of {math.gcd(size, widest)}; use "
@@ -113,7 +113,7 @@ def check_products_of_tokens(model: ModelConfig, seq: int, cp: int, tokens: int)
             f"which holds {MOST_INT8_PRODUCTS} of them; use more pipeline.microbatches, matmul='float8' or "
             "matmul_weight_gradients='compute'."
         )
-    chunk, widest = seq // (2 * cp) if cp > 1 else seq, BLOCKS[MXFP8]
+    chunk, widest = seq // (2 * cp) if cp > 1 else seq, WIDEST_BLOCKS[MXFP8]
     if model.matmul_scales == MXFP8 and math.gcd(chunk, widest) != math.gcd(seq, widest):
         raise ConfigError(
             f"model.matmul_weight_gradients='8bit' with matmul_scales='mxfp8': mesh.cp={cp} ranks cut rows of "

@@ -50,7 +50,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import BLOCK, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, NVFP4, ROW
+from parallax.config.sections import BLOCK_SCALES, COMPUTE, DELAYED, EIGHT_BITS, FIXED, MXFP8, NVFP4, ROW_SCALES
 from parallax.sharding.collectives import as_varying, max_over, vary_alike, varying_axes
 from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
@@ -67,8 +67,8 @@ INPUT, WEIGHT, GRADIENT = range(3)
 AMAX_BITS, FLOAT32_BITS = 4, 23
 LEAST_FLOAT8 = 2.0**-9  # of e4m3
 LEAST_AMAX = 2.0**-100  # of an operand's own maxima: units, and what is divided by them, stay finite
-BLOCKS = {BLOCK: 128, MXFP8: 32, NVFP4: 16}  # the most entries of a block
-HEADS = ("heads", "kv_heads", "experts", "layers")  # dims whose entries share no block
+WIDEST_BLOCKS = {BLOCK_SCALES: 128, MXFP8: 32, NVFP4: 16}  # the most entries of a block
+NOT_IN_BLOCKS = ("heads", "kv_heads", "experts", "layers")  # dims whose entries share no block
 
 # The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
 # for growth, and scales are exact in bfloat16.
@@ -107,7 +107,11 @@ DTYPES_OF_PRODUCTS = {
     "float8": ("float8", "float8_e5m2"),
     "float4": ("float4", ""),
 }
-FINE = (ROW, BLOCK, MXFP8)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
+FINE = (
+    ROW_SCALES,
+    BLOCK_SCALES,
+    MXFP8,
+)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
 
 
 @cache
@@ -239,9 +243,9 @@ class Call(NamedTuple):
 
 def kernel_operand(product: EightBitProduct, w: Array, layout: Layout, contracted: Sequence[str]) -> Operand:
     """A weight rounded with its own maxima, for a product that contracts these of its dims."""
-    if product.scales not in BLOCKS:
+    if product.scales not in WIDEST_BLOCKS:
         return Operand.measured(w, product.operand, layout)
-    in_blocks = set(layout.names).difference(HEADS) if product.scales == BLOCK else contracted[-1:]
+    in_blocks = set(layout.names).difference(NOT_IN_BLOCKS) if product.scales == BLOCK_SCALES else contracted[-1:]
     return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks), layout)
 
 
@@ -251,19 +255,19 @@ def token_operand(
     """An input or a gradient rounded with its own maxima. `columns` are scales that leave a sum over tokens."""
     of_weight = [name for name in layout.names if name in weight.names]
     of_tokens = [name for name in layout.names if name not in weight.names]
-    if product.scales in BLOCKS and not (columns and product.scales == BLOCK):
+    if product.scales in WIDEST_BLOCKS and not (columns and product.scales == BLOCK_SCALES):
         in_blocks = (of_tokens if columns else of_weight)[-1:]
         return Operand.in_blocks(x, kind, blocks_of(product, layout, x.shape, in_blocks), layout)
     if columns:
         return Operand.measured(x, kind, layout, of_tokens)
-    return Operand.measured(x, kind, layout, of_weight if product.scales == ROW else None)
+    return Operand.measured(x, kind, layout, of_weight if product.scales == ROW_SCALES else None)
 
 
 def blocks_of(
     product: EightBitProduct, layout: Layout, shape: Sequence[int], names: Collection[str]
 ) -> tuple[int, ...]:
     """The shape of blocks that are as wide as may be in these dims: a power of two that divides them."""
-    widest = BLOCKS[product.scales]
+    widest = WIDEST_BLOCKS[product.scales]
     return tuple(math.gcd(size, widest) if name in names else 1 for name, size in zip(layout.names, shape))
 
 
@@ -341,7 +345,7 @@ def scales_of(form: str, parameter: str = AMAX) -> str:
     """What a kernel's ParameterSpec says of its scales: the name of the parameter that has them; their word, if they
     are none; "" if kernels are rounded only where they are used."""
     scales = product_of(form).scales
-    return "" if scales in BLOCKS else parameter if scales == DELAYED else scales
+    return "" if scales in WIDEST_BLOCKS else parameter if scales == DELAYED else scales
 
 
 def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: Any = None) -> Any:
@@ -526,7 +530,7 @@ def is_microscaled(operand: Operand, own: str, result: str) -> bool:
 
 
 def _width(operand: Operand) -> int:
-    return BLOCKS[MXFP8 if operand.of_whole is None else NVFP4]
+    return WIDEST_BLOCKS[MXFP8 if operand.of_whole is None else NVFP4]
 
 
 def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:

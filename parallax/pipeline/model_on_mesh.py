@@ -90,7 +90,7 @@ class ModelOnMesh:
         self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
-        checks.check_blocks(model, self.plan.rows, self.axis_sizes)
+        checks.check_blocks_of_operands(model, self.plan.rows, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)

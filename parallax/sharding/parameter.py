@@ -44,7 +44,7 @@ class ParameterSpec:
     """What a parameter is: what it does, and to which part of the model it belongs.
 
     `inputs` are the dims that the product with a weight contracts, `scales` is the name of the parameter, in the same
-    module, with the scales of a weight's 8-bit product.
+    module, with the scales of a weight's 8-bit product; their word, as "current", if no parameter has them.
     """
 
     role: Role

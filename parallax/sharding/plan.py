@@ -320,7 +320,7 @@ class ShardingPlan:
         return jax.tree.map(lambda row: row.at_rest, self.rows)
 
     def scales(self, part: str) -> Any:
-        """For each leaf of a part, the name of its 8-bit product's scales; "" if there is no such product."""
+        """For each leaf of a part, its ParameterSpec's `scales`; "" if no 8-bit product rounds it before it travels."""
         return jax.tree.map(lambda row: row.spec.scales, entry(self.rows, part))
 
     @property

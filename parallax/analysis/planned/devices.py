@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.planned.topology import Topology, host_numbers
 from parallax.analysis.traced.memory import bytes_on_device
-from parallax.config.sections import BLOCK, DELAYED, MXFP8, NVFP4, ModelConfig
+from parallax.config.sections import BLOCK_SCALES, DELAYED, MXFP8, NVFP4, ModelConfig
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
@@ -162,7 +162,7 @@ def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
     scales = f", with {model.matmul_scales} scales" * (model.matmul_scales != DELAYED)
     too = ", weights' gradients, too" * (model.matmul_weight_gradients != "compute")
     yield f"products of {' and '.join(model.products_in_8_bits)} in {model.matmul}{scales}{too}{saved}"
-    if model.matmul_scales == BLOCK or (model.matmul_scales in (MXFP8, NVFP4) and known.name != "NVIDIA B200"):
+    if model.matmul_scales == BLOCK_SCALES or (model.matmul_scales in (MXFP8, NVFP4) and known.name != "NVIDIA B200"):
         yield (
             f"warning: model.matmul_scales={model.matmul_scales!r} rounds as it says, but {known.name} has no such "
             f"products: they are computed in {model.dtype}, no faster; use matmul_scales='row', of int8 or float8"

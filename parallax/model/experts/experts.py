@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, ROW, ModelConfig
+from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, ROW_SCALES, ModelConfig
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
@@ -25,12 +25,12 @@ from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
-    BLOCKS,
     GRADIENT,
     INPUT,
     MEASURED,
     ROUNDED,
     WEIGHT,
+    WIDEST_BLOCKS,
     EightBitProduct,
     Operand,
     kernel_operand,
@@ -130,7 +130,7 @@ class ExpertKernels(struct.PyTreeNode):
     def times(self, x: Operand, sizes_E: Array, *, transposed: bool = False) -> Array:
         """Each row times its expert's kernel, or times the transposed kernel."""
         weight, dtype = self._weight(transposed), self.kernels.dtype
-        if self._product.scales in BLOCKS:
+        if self._product.scales in WIDEST_BLOCKS:
             x, weight = x.unrounded(dtype), weight.unrounded(dtype)
         return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
 
@@ -171,7 +171,7 @@ class ExpertKernels(struct.PyTreeNode):
     @property
     def _product(self) -> EightBitProduct:
         product = product_of(MEASURED if self.form == COMPUTE else self.form)
-        return product._replace(scales=ROW) if product.scales == CURRENT else product
+        return product._replace(scales=ROW_SCALES) if product.scales == CURRENT else product
 
 
 class HeldExperts(NamedTuple):
@@ -305,7 +305,7 @@ def _weights(weights_NK: Array, rows: Rows) -> Array:
 
 def _dispatched_operand(x: Operand, rows: Rows) -> Operand:
     unit = x.unit if x.unit is None or not x.unit.ndim else dispatch(x.unit, rows)
-    return Operand(dispatch(x.values, rows), unit)
+    return x._replace(values=dispatch(x.values, rows), unit=unit)
 
 
 def _is_usual(usual: int, rows: Rows) -> bool:
