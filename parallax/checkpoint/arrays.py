@@ -74,8 +74,9 @@ class ArrayReader:
 def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]], *, contents: bool = True) -> dict[str, str]:
     """Arrays, by part, that cannot be opened as described, or whose contents have another fingerprint, each with the
     reason."""
-    reasons, cache = {}, new_cache()
+    reasons = {}
     for part, of_part in arrays.items():
+        cache = new_cache()  # of one folder: another one may have the same path, through its descriptor
         for name, about in of_part.items():
             try:
                 array = ArrayReader(folder / part, name, about, cache)

@@ -76,9 +76,9 @@ def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[di
 def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The saved config of a run with the current keys, and a list of the changes.
 
-    >>> today, said = of_today({"train": {"steps": 8}})
-    >>> today["train"], said[-1]
-    ({'compile_cache': 'auto', 'steps': 8}, "train.compile_cache='auto' is added")
+    >>> today, said = of_today({"optimizer": {"name": "adamw"}, "data": {"seq": 64}})
+    >>> today["data"], said[-1]
+    ({'special_tokens': 'text', 'seq': 64}, "data.special_tokens='text' is added")
     """
     today, said = renamed(saved)
     for name, keys_added in ADDED.items():

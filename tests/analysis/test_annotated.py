@@ -11,7 +11,7 @@ import parallax as px
 from parallax.analysis.compiled.annotated import MARK, annotated_text
 from parallax.analysis.traced.trace import PACKAGE
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import make_train_step
+from parallax.step.step import TrainStep
 
 OVER_DP, OVER_TP = "channel_id=1, replica_groups={{0,2},{1,3}}", "channel_id=1, replica_groups={{0,1},{2,3}}"
 F, B = "jit(train_step)/shard_map/while/body/F/cond/branch_1_fun", "jit(train_step)/shard_map/while/body/B/cond"
@@ -125,7 +125,7 @@ def test_a_collective_in_pieces_is_named_at_each():
 def test_the_compiled_program_of_a_step_names_all_that_moves():
     model = build((2, 2, 2), attention="gqa", layers=4)
     optimizer = make_optimizer(optimizer_config(warmup_steps=0), 10, model.plan.rows)
-    step = make_train_step(model, optimizer, seed=0, batch_shape=(ROWS, SEQ))
+    step = TrainStep(model, optimizer, seed=0, batch_shape=(ROWS, SEQ))
     found = px.report(step, annotate=True)
     notes = list(notes_of(found.program).values())
     collectives = [note for note in notes if not note.startswith(f"{MARK}product")]

@@ -50,7 +50,7 @@ class ToyModel:
 
     trained_of = use
 
-    def add_up(self, stack, totals, place, grads):
+    def add_up(self, stack, totals, place, grads, layer, key):
         return {name: x if grads[name] is None else x.at[place].add(grads[name]) for name, x in totals.items()}
 
 
@@ -63,9 +63,8 @@ def passes_of(remat, split, weights, x):
 def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
     """What a stage of toy layers saves, empty pools of two slots each, and a pass in the second of them."""
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
-    here = Layers(
-        ToyModel(layers, prefetch), ["blocks"], [passes_of(remat, split, weights, x)], [weights], [numbers], None
-    )
+    passes = [passes_of(remat, split, weights, x)]
+    here = Layers(ToyModel(layers, prefetch), ["blocks"], passes, [weights], [None], [numbers], None)
     saves = SaveStageInput() if remat == "stage" else SaveLayers()
     pools = ("FB", "FW", "BW") if split else ("FB",)
     empty = saves.empty(here, x, dict.fromkeys(pools, 2))

@@ -87,7 +87,9 @@ def test_other_data_is_refused_unless_it_is_allowed_and_then_is_read_at_the_same
 ):
     other = write_corpus(tmp_path / "other")
     (other / "00.txt").write_text("Something else entirely. " * 9)
-    with pytest.raises(CheckpointError, match=r"with other data: .*, or allow other data with train.other_data=True$"):
+    with pytest.raises(
+        CheckpointError, match=r"with other settings: .*, or allow other data with train.other_data=True$"
+    ):
         train(continuing(other, source), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     numbers = []
@@ -101,7 +103,7 @@ def test_other_data_is_refused_unless_it_is_allowed_and_then_is_read_at_the_same
     (tmp_path / "allowed" / "checkpoints" / "8" / "manifest.json").unlink()
     again = continuing(other, source, **{"train.other_data": True})
     assert train(again, tmp_path / "allowed").reason == "finished" and losses(tmp_path / "allowed") == found
-    with pytest.raises(CheckpointError, match="with other data: "):
+    with pytest.raises(CheckpointError, match="with other settings: "):
         (tmp_path / "allowed" / "checkpoints" / "8" / "manifest.json").unlink()
         train(continuing(corpus, source, **{"train.other_data": True}), tmp_path / "allowed")
 
@@ -116,8 +118,8 @@ def test_other_data_has_the_same_tokenizer(corpus, source, tmp_path):
     ("step", "changes", "message"),
     [
         (3, {}, "there is no checkpoint of step 3 in .*; steps there: 2, 4, 6, 8"),
-        (4, {"model.d_ff": 32}, "cannot go on from step 4 in .* with another model: model.d_ff=64 there, 32 here"),
-        (4, {"train.seed": 1}, "with another seed: train.seed=0 there, 1 here"),
+        (4, {"model.d_ff": 32}, "cannot go on from step 4 in .* with other settings: model.d_ff=64 there, 32 here"),
+        (4, {"train.seed": 1}, "with other settings: train.seed=0 there, 1 here"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused(corpus, source, tmp_path, step, changes, message):

@@ -201,7 +201,7 @@ ERRORS = {
     ),
     "unknown part": (
         lambda: PipelineConfig(residuals_on="ffm"),
-        "pipeline.residuals_on='ffm' has 'ffm', which is unknown; ",
+        "pipeline.residuals_on='ffm' is unknown; did you mean 'ffn'? ",
     ),
     "a word among parts": (
         lambda: PipelineConfig(residuals_on="host ffn"),

@@ -19,12 +19,13 @@ from parallax.analysis.compiled.hlo import (
 from parallax.analysis.compiled.program import (
     CompiledCollective,
     Shares,
-    branch_shares,
     chained,
+    costs_of,
     gpu_of,
     instruction_flops,
     module_path,
     read_hlo_text,
+    shares_of,
 )
 from parallax.analysis.traced.trace import Origin, shown_file
 from parallax.display.units import in_bytes, in_flops
@@ -154,7 +155,7 @@ def annotated(text: str, model: ShardedModel, *, seq: int) -> str:
     """The text of a compiled step of this model on rows of `seq` tokens, with a line above each collective and each
     large product: the parameter or the part of a layer that it belongs to, the mesh axes, the pass, how much is sent or
     computed, and the line of code. Without these lines the text is what it was."""
-    return annotated_text(text, model, branch_shares(model, seq=seq))
+    return annotated_text(text, model, shares_of(model.schedule, costs_of(model.config, model.pipeline.remat, seq=seq)))
 
 
 def annotated_text(text: str, model: ShardedModel, shares: Shares | None = None) -> str:
