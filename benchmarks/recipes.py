@@ -40,6 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     for scales in SCALES
     if (dtype, scales) != ("int8", "mxfp8")
 }
+RECIPES["float4 nvfp4"] = recipe("float4", "nvfp4")
 
 
 def main() -> None:

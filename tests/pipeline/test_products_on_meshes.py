@@ -108,6 +108,12 @@ OWN_SCALES = {
     "row, V": ("gqa", "int8", (2, 1, 2, 2), ROW | dict(schedule="zero_bubble_v", remat="layer", residual=SEQ_CUT)),
     "block, rounded gathers": ("gqa", "int8", (1, 2, 2), BLOCK | TOO | dict(gather_dtype="int8")),
     "mxfp8": ("mla", "float8", (2, 1, 2), MX | TOO | dict(schedule="one_f_one_b", seed=1)),
+    "nvfp4": (
+        "moe",
+        "float4",
+        (1, 2, 2),
+        MX | dict(matmul_scales="nvfp4", d_expert=32, schedule="gpipe", remat="ffn", seed=1),
+    ),
     "fixed": ("gqa", "int8", (2, 2, 1), dict(matmul_scales="fixed", matmul_ranges="4 0.5 0.001") | TOO),
 }
 
