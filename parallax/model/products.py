@@ -39,7 +39,7 @@ Its "gradient" is the largest magnitudes of this step; these are combined by max
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -353,6 +353,8 @@ def rounded_kernels(weights: Any, scales: Any, dtype: str, form: str, maxima: An
     `scales` is that of its part of the plan; `maxima` are their own largest magnitudes, if scales follow from them."""
     flat, product, most_of = flatten_dict(weights), product_of(form), flatten_dict(maxima or {})
     for kernel, amax in _kernels_of(scales).items():
+        if flat[kernel].dtype.itemsize == 1:  # rounded for all uses of a step
+            continue
         wide = flat[kernel].astype(dtype)
         if maxima is None:
             most = product.amax(lax.stop_gradient(flat.get(amax)))[WEIGHT]
@@ -388,14 +390,22 @@ def largest_kernels(weights: Any, scales: Any, dtype: str) -> Any:
     return jax.tree.unflatten(structure, unpack(max_over(flat, WITHIN_STAGE), shapes, "*"))
 
 
-def with_largest_weights(grads: Any, weights: Any, scales: Any, dtype: str) -> Any:
-    """Gradients of layers, completed with the largest magnitudes of rounded kernels, which products do not measure."""
-    completed, flat = flatten_dict(grads), flatten_dict(weights)
+def largest_weights(weights: Any, scales: Any, dtype: str) -> dict[tuple[str, ...], Array]:
+    """The largest magnitudes [layers] of this device's kernels that are rounded, by the path of their scales: products
+    do not measure them."""
+    flat, found = flatten_dict(weights), {}
     for kernel, amax in _kernels_of(scales).items():
         kernels = flat[kernel].astype(dtype)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
-        most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
+        found[amax] = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
+    return found
+
+
+def with_largest_weights(grads: Any, largest: Mapping[tuple[str, ...], Array]) -> Any:
+    """Gradients of layers, completed with these."""
+    completed = flatten_dict(grads)
+    for amax, most in largest.items():
         completed[amax] = as_varying(completed[amax]).at[..., WEIGHT].set(as_varying(most))
     return unflatten_dict(completed)
 

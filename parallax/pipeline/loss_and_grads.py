@@ -15,7 +15,13 @@ from jax import Array
 
 from parallax.config.sections import DELAYED, EMBEDDING, HEAD
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.products import largest_kernels, product_of, with_largest_weights
+from parallax.model.products import (
+    largest_kernels,
+    largest_weights,
+    product_of,
+    rounded_kernels,
+    with_largest_weights,
+)
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
 from parallax.pipeline.model_on_mesh import ModelOnMesh
@@ -28,6 +34,7 @@ from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS,
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import relays_what_is_read
 from parallax.sharding.layout import Layout
+from parallax.sharding.plan import entry
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
@@ -48,10 +55,8 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
             state = state._replace(ends=pipeline.ends.run_head(state.ends))
     ended, layers = pipeline.ends.finish(state.ends), pipeline.layers
     of_layers = dict(zip(layers.stacks, state.grads, strict=True))
-    if model.rounds_kernels and product_of(model.config.matmul_form).scales == DELAYED:
-        for stack, weights in zip(layers.stacks, layers.weights, strict=True):
-            scales = model.plan.scales(stack)
-            of_layers[stack] = with_largest_weights(of_layers[stack], weights, scales, model.config.dtype)
+    for stack, largest in zip(layers.stacks, layers.largest):
+        of_layers[stack] = with_largest_weights(of_layers[stack], largest)
     return _metrics(pipeline, ended.loss), *model.plan.store(ended.grads | of_layers)
 
 
@@ -107,7 +112,13 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     resident = [weights[stack] for stack in model.orders]
-    layers = Layers(model, [*model.orders], passes, resident, largest_of(model, resident), numbers, kinds)
+    maxima, largest = largest_of(model, resident), []
+    if use == "train" and model.rounds_kernels and product_of(model.config.matmul_form).scales == DELAYED:
+        pairs = zip(resident, map(model.plan.scales, model.orders), strict=True)
+        largest = [largest_weights(each, scales, model.config.dtype) for each, scales in pairs]
+    if model.rounds_kernels:
+        resident = [rounded_once(model, *each) for each in zip(model.orders, resident, maxima, strict=True)]
+    layers = Layers(model, [*model.orders], passes, resident, maxima, numbers, kinds, largest)
     if use != "train":
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
@@ -125,6 +136,14 @@ def largest_of(model: ModelOnMesh, weights: Sequence[Any]) -> list[Any]:
         return [None for _ in weights]
     pairs = zip(weights, map(model.plan.scales, model.orders), strict=True)
     return [largest_kernels(each, scales, model.config.dtype) for each, scales in pairs]
+
+
+def rounded_once(model: ModelOnMesh, stack: str, weights: Any, maxima: Any) -> Any:
+    """A stack's resident weights, in which kernels of 8-bit products that no use gathers are rounded for all uses."""
+    rows = entry(model.plan.rows, stack)
+    scales = jax.tree.map(lambda row: "" if row.is_gathered_per_use else row.spec.scales, rows)
+    given = scales, model.config.dtype, model.config.matmul_form
+    return jax.vmap(lambda weights, maxima: rounded_kernels(weights, *given, maxima))(weights, maxima)
 
 
 def first_state(pipeline: Pipeline) -> State:

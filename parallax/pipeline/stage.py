@@ -37,6 +37,7 @@ class Layers(NamedTuple):
     maxima: Sequence[Any]  # the largest magnitudes of their kernels, None if no scale follows from them
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
+    largest: Sequence[Any] = ()  # the largest magnitudes of kernels that are rounded, if scales are delayed
     rounding: Array | None = None  # key of the step's random bits; None if no sum of gradients is rounded
 
     def per_stage(self, kind: int) -> int:

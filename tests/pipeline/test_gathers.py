@@ -23,3 +23,12 @@ def test_a_tied_table_is_gathered_once_for_embedding_and_head(name):
     model = build(mesh, tied=True, layers=2, microbatches=2, **changes)
     compiled = jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
     assert len(TABLE.findall(compiled)) == times
+
+
+@pytest.mark.parametrize(("policy", "once"), [("zero1", True), ("zero3", False)])
+def test_kernels_that_stay_whole_for_a_step_are_rounded_once(policy, once):
+    """All layers of a kernel, [layers, d_model, d_ff / tp], in 8 bits: only before the loops over microbatches and
+    layers."""
+    model = build((1, 2, 1), layers=4, matmul="int8", policy=policy)
+    traced = str(jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch()))
+    assert (re.search(r":i8\[4,32,64\]", traced) is not None) == once
