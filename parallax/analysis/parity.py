@@ -63,6 +63,11 @@ def parity(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO
         raise ConfigError(
             f"model.dtype={settings.model.dtype!r} rounds more than a mesh differs; use model.dtype='float32'."
         )
+    if settings.pipeline.grads_dtype != "float32":
+        raise ConfigError(
+            f"pipeline.grads_dtype={settings.pipeline.grads_dtype!r} rounds more than a mesh differs; use "
+            "pipeline.grads_dtype='float32'."
+        )
     model = model_of(settings, mesh)
     on_one = read_settings(
         settings,

@@ -286,11 +286,11 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_parts={quoted(self.matmul_parts)}; use matmul_residuals='compute', or 8-bit products of "
                 "attention or of dense layers: what experts and shared experts read is saved for the router."
             )
-        if self.matmul != "compute" and self.init_out == "zeros":
+        if self.first_scales_are_measured and self.init_out == "zeros":
             raise ConfigError(
                 f"model.init_out='zeros' gives model.matmul={self.matmul!r} no first scales: they are largest "
-                "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', or "
-                "matmul='compute'."
+                "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', "
+                "matmul_scales='current', or matmul='compute'."
             )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
         widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
@@ -331,9 +331,11 @@ class ModelConfig(Section, most=2**24, saved=True):
                     f"are computed in model.dtype; use {name}='compute', or matmul='float8' with matmul_scales='mxfp8'."
                 )
         words = self.matmul_ranges.split()
-        if words and (len(words) != 3 or not all(RANGE.fullmatch(word) and 0 < float(word) < 1e30 for word in words)):
+        if words and (
+            len(words) != 3 or not all(RANGE.fullmatch(word) and 1e-30 < float(word) < 1e30 for word in words)
+        ):
             raise ConfigError(
-                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 0 and below 1e30: the "
+                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 1e-30 and below 1e30: the "
                 "largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
             )
         if self.matmul_weight_gradients != COMPUTE and {*self.products_in_8_bits} == {EXPERTS}:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from parallax.config.sections import ATTENTION, COMPUTE
+from parallax.config.sections import ATTENTION, COMPUTE, FIXED
 from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
@@ -242,7 +242,8 @@ class Up(Dense):
             return latent
         weight = Layout.parse(self.weight)
         if product.known:
-            rounded = Operand.of(latent, product.operand, product.amax(self.amax)[operand])
+            amax = product.amax(self.amax)[operand]
+            rounded = Operand.of(latent, product.operand, amax, fixed=product.scales == FIXED)
         elif operand == WEIGHT:
             rounded = kernel_operand(product, latent, weight, ["d_latent"])
         else:

@@ -136,11 +136,13 @@ class Operand(NamedTuple):
     of_whole: Array | None = None
 
     @staticmethod
-    def of(x: Array, kind: str, amax: Array, rounded: Array | None = None) -> "Operand":
-        """Round an array, or use its earlier `rounded` form; with kind "" nothing is rounded."""
+    def of(x: Array, kind: str, amax: Array, rounded: Array | None = None, *, fixed: bool = False) -> "Operand":
+        """Round an array, or use its earlier `rounded` form; with kind "" nothing is rounded. With `fixed` ranges no
+        maximum shows an entry that is not finite, so the unit is nan then."""
         if not kind:
             return Operand(x, None)
         unit = unit_of(amax, kind)
+        unit = jnp.where(jnp.isfinite(x).all(), unit, jnp.nan) if fixed else unit
         return Operand.in_units(x, kind, unit) if rounded is None else Operand(rounded, unit)
 
     @staticmethod
@@ -237,7 +239,8 @@ class Call(NamedTuple):
         """The gradient of the result rounded, for that of the input or, by columns, of the weight."""
         product = self.product
         if product.known or not product.gradient:
-            return Operand.of(dy, product.gradient, None if amax is None else amax[GRADIENT])
+            amax = None if amax is None else amax[GRADIENT]
+            return Operand.of(dy, product.gradient, amax, fixed=product.scales == FIXED)
         return token_operand(product, dy, product.gradient, self.layouts[2], self.layouts[1], columns=columns)
 
 
@@ -289,7 +292,8 @@ class ProductInput(NamedTuple):
         product, fixed, most, columns = product_of(form), lax.stop_gradient(x), None, None
         if product.known:
             amax = product.amax(amax)
-            operand = Operand.of(fixed, product.operand, lax.stop_gradient(amax)[INPUT])
+            amax = lax.stop_gradient(amax)[INPUT]
+            operand = Operand.of(fixed, product.operand, amax, fixed=product.scales == FIXED)
             most = largest(fixed) if product.scales == DELAYED else None
         else:
             rounded = partial(token_operand, product, fixed, product.operand)

@@ -240,6 +240,7 @@ class Parts(NamedTuple):
 
         def in_8_bits(block: Block) -> Block:
             products = dict(matmul="int8", matmul_parts=" ".join(MATMUL_PARTS), matmul_scales=DELAYED, matmul_ranges="")
+            products |= dict(init_out="scaled")  # which has no effect on what is declared
             return block.clone(model=dataclasses.replace(block.model, **products))
 
         return self._replace(blocks={kind: in_8_bits(block) for kind, block in self.blocks.items()}).declared()

@@ -381,11 +381,12 @@ class ShardingPlan:
             }
             if row.grads != "float32" and over:
                 ranks = " x ".join(f"mesh.{axis}={size}" for axis, size in over.items())
+                policy, excepted = self.policies.of(name), self.policies.of(name) != self.policies.policy
+                said = f"data_parallel.{'exceptions' if excepted else 'policy'}={'NAME=' * excepted}{policy}"
                 raise ConfigError(
-                    f"pipeline.grads_dtype={self.grads_dtype!r} rounds sums of gradients, but with "
-                    f"data_parallel.policy={self.policies.of(name)!r} each of {ranks} ranks has a summand of {name}, "
-                    "so the result would depend on the mesh; use data_parallel.policy='zero3' or 'zero2', without "
-                    "mesh.replica, or grads_dtype='float32'."
+                    f"pipeline.grads_dtype={self.grads_dtype!r} rounds sums of gradients, but with {said} each of "
+                    f"{ranks} ranks has a summand of {name}, so the result would depend on the mesh; use 'zero3' or "
+                    "'zero2' there, without mesh.replica, or grads_dtype='float32'."
                 )
 
     # ---- the moves

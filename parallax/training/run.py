@@ -15,7 +15,7 @@ from parallax.checkpoint.steps import tidy
 from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings, with_code
 from parallax.data import Prefetcher
 from parallax.display.progress import waiting
-from parallax.errors import writing
+from parallax.errors import ConfigError, writing
 from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
@@ -108,6 +108,11 @@ def train(
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
+        if fresh and start >= settings.train.steps:
+            raise ConfigError(
+                f"train.continue_from={settings.train.continue_from!r} is step {start}, and train.steps="
+                f"{settings.train.steps} is not beyond it; use more steps, or an earlier step."
+            )
         if start >= settings.train.steps:
             logger.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)

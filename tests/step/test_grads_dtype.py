@@ -1,5 +1,6 @@
 """Sums of gradients in bfloat16 or in host memory: what a NumPy reference rounds, on every mesh."""
 
+import dataclasses
 import functools
 import zlib
 
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.low_precision_reference import ROUNDING, rounded
-from support.tiny_model import build, make_batch, params_of
+from support.tiny_model import build, make_batch, optimizer_config, params_of
 
 from parallax.errors import ConfigError
 from parallax.sharding.host import rests_on_host
@@ -117,14 +118,18 @@ def test_bits_depend_on_seed_step_microbatch_parameter_layer_and_entry():
 ERRORS = {
     "summands": (
         dict(mesh=(1, 2, 1), grads_dtype="bfloat16", policy="zero1"),
-        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy='zero1' each of "
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy=zero1 each of "
         "mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; use "
-        "data_parallel.policy='zero3' or 'zero2', without mesh.replica, or grads_dtype='float32'.",
+        "'zero3' or 'zero2' there, without mesh.replica, or grads_dtype='float32'.",
     ),
     "replicas": (
         dict(mesh=(1, 1, 1, 2), grads_dtype="bfloat16"),
-        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy='zero3' each of "
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy=zero3 each of "
         "mesh.replica=2 ranks has a summand of ",
+    ),
+    "an exception": (
+        dict(mesh=(1, 2, 1), grads_dtype="bfloat16", exceptions="blocks/mlp=zero1"),
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.exceptions=NAME=zero1 each ",
     ),
     "unknown": (dict(mesh=(1, 1, 1), grads_dtype="float8"), "pipeline.grads_dtype='float8' is unknown; "),
 }
@@ -136,3 +141,10 @@ def test_sums_that_cannot_be_rounded_are_refused(name):
     with pytest.raises(ConfigError) as error:
         build(**MODEL | changes)
     assert str(error.value).startswith(message)
+
+
+def test_sums_of_nothing_are_refused():
+    model = build((1, 1, 1), **MODEL)
+    frozen = dict(optimizer=optimizer_config(frozen="blocks"))
+    with pytest.raises(ConfigError, match="^pipeline.grads_on='host' has no effect: no matrix .* use 'device'"):
+        model.replace(**frozen, pipeline=dataclasses.replace(model.pipeline, grads_on="host"))

@@ -22,7 +22,7 @@ from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.config.sections import STATE_DTYPES
-from parallax.config.settings import Settings, check_settings, default_settings
+from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import parts_html
 from parallax.display.tables import Table, parts_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
@@ -333,7 +333,8 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
     """Compares the step with products in 8 bits and the same without."""
     if settings.model.matmul == "compute":
         return
-    plain = with_keys(settings, {"model.matmul": "compute", "model.matmul_residuals": "compute"})
+    keys = [f"model.{key}" for key in settings.to_dict()["model"] if key.startswith("matmul")]
+    plain = with_keys(settings, {key: default_value(key) for key in keys})
     without = predict(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, ROW_SCALES, ModelConfig
+from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, FIXED, ROW_SCALES, ModelConfig
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
@@ -162,7 +162,8 @@ class ExpertKernels(struct.PyTreeNode):
     def _operand(self, x: Array, kind: str, which: int) -> Operand:
         product = self._product
         if product.known or not kind:
-            return Operand.of(x, kind, self.amax[which]) if kind else Operand(x, None)
+            fixed = product.scales == FIXED
+            return Operand.of(x, kind, self.amax[which], fixed=fixed) if kind else Operand(x, None)
         weight = Layout.parse(self.layout)
         dim = 1 if which == INPUT else 2
         layout = Layout(("entries", weight.names[dim]), ((), weight.axes[dim]))
