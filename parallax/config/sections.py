@@ -335,8 +335,8 @@ class ModelConfig(Section, most=2**24, saved=True):
             len(words) != 3 or not all(RANGE.fullmatch(word) and 1e-30 < float(word) < 1e30 for word in words)
         ):
             raise ConfigError(
-                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 1e-30 and below 1e30: the "
-                "largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
+                f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 1e-30 and below 1e30: "
+                "the largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
             )
         if self.matmul_weight_gradients != COMPUTE and {*self.products_in_8_bits} == {EXPERTS}:
             raise ConfigError(
