@@ -109,8 +109,9 @@ class ExpertKernels(struct.PyTreeNode):
     if they were rounded before.
 
     Communication:
-        forward   all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them
-        backward  all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them
+        forward   all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them; of kernels that were
+                  not rounded before, of theirs over the axes that cut them
+        backward  the same of the gradient's rows
     """
 
     kernels: Array
