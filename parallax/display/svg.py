@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 INK, PAPER = "#222222", "#ffffff"
-# Text stays text, names may contain a dollar sign, and equal pictures give equal files.
+# Text stays text, with two fonts to name, names may contain a dollar sign, and equal pictures give equal files.
 LOOK = {"svg.fonttype": "none", "svg.hashsalt": "parallax", "text.parse_math": False, "text.color": INK}
-LOOK |= {"font.size": 8, "font.family": "sans-serif", "hatch.linewidth": 0.6}
+LOOK |= {"font.size": 8, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
+LOOK |= {"hatch.linewidth": 0.6}
 TIP = "tip "  # prefix of the gid of an artist with a tooltip
 
 
