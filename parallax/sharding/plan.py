@@ -382,7 +382,7 @@ class ShardingPlan:
             if row.grads != "float32" and over:
                 ranks = " x ".join(f"mesh.{axis}={size}" for axis, size in over.items())
                 policy, excepted = self.policies.of(name), self.policies.of(name) != self.policies.policy
-                said = f"data_parallel.{'exceptions' if excepted else 'policy'}={'NAME=' * excepted}{policy}"
+                said = f"the policy {policy!r} of data_parallel.{'exceptions' if excepted else 'policy'}"
                 raise ConfigError(
                     f"pipeline.grads_dtype={self.grads_dtype!r} rounds sums of gradients, but with {said} each of "
                     f"{ranks} ranks has a summand of {name}, so the result would depend on the mesh; use 'zero3' or "

@@ -118,18 +118,19 @@ def test_bits_depend_on_seed_step_microbatch_parameter_layer_and_entry():
 ERRORS = {
     "summands": (
         dict(mesh=(1, 2, 1), grads_dtype="bfloat16", policy="zero1"),
-        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy=zero1 each of "
-        "mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; use "
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with the policy 'zero1' of data_parallel.policy "
+        "each of mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; use "
         "'zero3' or 'zero2' there, without mesh.replica, or grads_dtype='float32'.",
     ),
     "replicas": (
         dict(mesh=(1, 1, 1, 2), grads_dtype="bfloat16"),
-        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.policy=zero3 each of "
-        "mesh.replica=2 ranks has a summand of ",
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with the policy 'zero3' of data_parallel.policy "
+        "each of mesh.replica=2 ranks has a summand of ",
     ),
     "an exception": (
         dict(mesh=(1, 2, 1), grads_dtype="bfloat16", exceptions="blocks/mlp=zero1"),
-        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with data_parallel.exceptions=NAME=zero1 each ",
+        "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with the policy 'zero1' of "
+        "data_parallel.exceptions each ",
     ),
     "unknown": (dict(mesh=(1, 1, 1), grads_dtype="float8"), "pipeline.grads_dtype='float8' is unknown; "),
 }
