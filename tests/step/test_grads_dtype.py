@@ -119,8 +119,8 @@ ERRORS = {
     "summands": (
         dict(mesh=(1, 2, 1), grads_dtype="bfloat16", policy="zero1"),
         "pipeline.grads_dtype='bfloat16' rounds sums of gradients, but with the policy 'zero1' of data_parallel.policy "
-        "each of mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; use "
-        "'zero3' or 'zero2' there, without mesh.replica, or grads_dtype='float32'.",
+        "each of mesh.dp=2 ranks has a summand of blocks/attention/k/kernel, so the result would depend on the mesh; "
+        "use 'zero3' or 'zero2' there, without mesh.replica, or grads_dtype='float32'.",
     ),
     "replicas": (
         dict(mesh=(1, 1, 1, 2), grads_dtype="bfloat16"),
