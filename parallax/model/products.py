@@ -107,11 +107,8 @@ DTYPES_OF_PRODUCTS = {
     "float8": ("float8", "float8_e5m2"),
     "float4": ("float4", ""),
 }
-FINE = (
-    ROW_SCALES,
-    BLOCK_SCALES,
-    MXFP8,
-)  # scales with which gradients, too, are e4m3: their range is smaller, and it has another bit
+# Scales with which gradients, too, are e4m3: their range is smaller, and it has another bit.
+FINE = (ROW_SCALES, BLOCK_SCALES, MXFP8)
 
 
 @cache
