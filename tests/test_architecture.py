@@ -284,6 +284,56 @@ def test_layers_the_executor_and_analyses_know_no_data_axis(path):
         assert not found
 
 
+# A reader must guess what these name.
+VAGUE = {"at", "found", "how", "one", "own", "way"}
+
+
+def names_bound(tree: ast.AST) -> set[tuple[str, int]]:
+    """Names of variables, parameters, fields, functions and classes where they get a value, with their lines."""
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            bound.add((getattr(node, "id", getattr(node, "attr", None)), node.lineno))
+        elif isinstance(node, ast.arg):
+            bound.add((node.arg, node.lineno))
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name, node.lineno))
+        elif isinstance(name := getattr(node, "name", getattr(node, "rest", None)), str):
+            bound.add((name, node.lineno))
+    return bound
+
+
+def test_a_name_says_what_it_is():
+    files = [*FILES, PACKAGE.parent / "train.py"]
+    vague = [f"{path}:{line} {name}" for path in files for name, line in names_bound(tree_of(path)) if name in VAGUE]
+    assert vague == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "at = 1",
+        "at: int",
+        "self.at = 1",
+        "x, *at = y",
+        "[at for at in x]",
+        "if at := x: pass",
+        "lambda at: 0",
+        "def f(*, at): pass",
+        "def at(): pass",
+        "class at: pass",
+        "from x import at",
+        "import x as at",
+        "try: pass\nexcept E as at: pass",
+        "match x:\n case at: pass",
+        "match x:\n case {**at}: pass",
+    ],
+)
+def test_every_binding_of_a_name_is_seen(text):
+    assert "at" in {name for name, _ in names_bound(ast.parse(text))}
+    assert not names_bound(ast.parse("x.at[i].set(at, at=at)"))
+
+
 # What each command has, which parallax/cli/command.py calls.
 OF_EVERY_COMMAND = {"main", "act", "parse", "run", "FLAGS", "USAGE", "__all__"}
 

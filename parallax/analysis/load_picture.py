@@ -29,7 +29,7 @@ def load_picture(rows: Iterable[dict[str, Any]]) -> str:
         raise ConfigError("no line of metrics.jsonl has experts/shares: a run writes them if model.layers_of has moe")
     layers, experts = tables[-1]["experts/layers"], len(tables[-1]["experts/shares"][0])
     curves = [row for row in rows if _is_table([row.get("experts/load_by_layer")], [0], len(layers))]
-    chosen = [tables[at] for at in sorted({round(n * (len(tables) - 1) / (MAPS - 1)) for n in range(MAPS)})]
+    chosen = [tables[index] for index in sorted({round(n * (len(tables) - 1) / (MAPS - 1)) for n in range(MAPS)})]
     shown = [row for row in chosen if _is_table(row["experts/shares"], layers, experts)]
 
     def draw(axes: Any) -> None:

@@ -158,7 +158,7 @@ class WatchedRun:
         self.metrics.read()
         self.settings = files.object_if_readable(self.files.config, odd_numbers=True) or self.settings
         starts = files.object_if_readable(self.files.metadata, odd_numbers=True).get("starts")
-        self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
+        self.starts = [row for row in starts if isinstance(row, dict)] if isinstance(starts, list) else self.starts
         self._look_at_checkpoints()
 
     @property
@@ -384,7 +384,7 @@ def _finite(pairs: Points) -> list[tuple[float, float]]:
 def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
     """The lowest and the highest value to draw, chosen so that a high spike does not flatten the rest."""
     low, highest = min(*values, *others, math.inf), max(*values, *others, -math.inf)
-    around = (values[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1] for at in range(len(values)))
+    around = (values[max(index - NEIGHBOURS, 0) : index + NEIGHBOURS + 1] for index in range(len(values)))
     usual = max([*map(statistics.median, around), *others])
     return low, min(highest, usual + OUTLIER * (usual - low)) if usual > low else highest
 

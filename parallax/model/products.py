@@ -151,9 +151,9 @@ class Operand(NamedTuple):
             backward  nothing
         """
         over = layout.names if over is None else over
-        places = tuple(at for at, name in enumerate(layout.names) if name in over)
+        places = tuple(dim for dim, name in enumerate(layout.names) if name in over)
         most = own_largest(x, places)
-        most = max_over(most, [axis for at in places for axis in layout.axes[at]])
+        most = max_over(most, [axis for dim in places for axis in layout.axes[dim]])
         return Operand.in_units(x, kind, own_unit(most, kind))
 
     @staticmethod
@@ -394,13 +394,13 @@ def largest_kernels(weights: Any, scales: Any, dtype: str) -> Any:
 def largest_weights(weights: Any, scales: Any, dtype: str) -> dict[tuple[str, ...], Array]:
     """The largest magnitudes [layers] of this device's kernels that are rounded, by the path of their scales: products
     do not measure them."""
-    flat, found = flatten_dict(weights), {}
+    flat, maxima = flatten_dict(weights), {}
     for kernel, amax in _kernels_of(scales).items():
         kernels = flat[kernel].astype(dtype)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
-        found[amax] = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
-    return found
+        maxima[amax] = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
+    return maxima
 
 
 def with_largest_weights(grads: Any, largest: Mapping[tuple[str, ...], Array]) -> Any:
@@ -512,9 +512,9 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
         return jnp.einsum(letters, x.values, w.values)
     operands, result = letters.split("->")
     pairs = [*zip((x, w), operands.split(","))]
-    if platform_traced() == "gpu" and all(is_microscaled(operand, own, result) for operand, own in pairs):
+    if platform_traced() == "gpu" and all(is_microscaled(operand, names, result) for operand, names in pairs):
         return microscaled(letters, x, w, dtype)
-    if not all(leaves_sum(operand, own, result) for operand, own in pairs):
+    if not all(leaves_sum(operand, names, result) for operand, names in pairs):
         return jnp.einsum(letters, x.unrounded(dtype).values, w.unrounded(dtype).values)
     summed = x.sums
     if summed == jnp.float32 and platform_traced() == "gpu":
@@ -523,20 +523,20 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
             return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
         summed = dtype  # cuBLASLt scales no rows: float32 sums would be written to memory, and read to be scaled
     sums = jnp.einsum(letters, x.values, w.values, preferred_element_type=summed)
-    x, w = (operand._replace(unit=_aligned(operand.unit, own, result)) for operand, own in pairs)
+    x, w = (operand._replace(unit=_aligned(operand.unit, names, result)) for operand, names in pairs)
     return in_units(sums, x, w, dtype)
 
 
-def leaves_sum(operand: Operand, own: str, result: str) -> bool:
-    """Whether a sum of products can be scaled with the operand's units, whose dims are its `own`."""
-    sizes = zip(own, operand.unit.shape, operand.values.shape)
+def leaves_sum(operand: Operand, names: str, result: str) -> bool:
+    """Whether a sum of products can be scaled with the operand's units, whose dims have these `names`."""
+    sizes = zip(names, operand.unit.shape, operand.values.shape)
     return all(units == 1 or (units == size and dim in result) for dim, units, size in sizes)
 
 
-def is_microscaled(operand: Operand, own: str, result: str) -> bool:
+def is_microscaled(operand: Operand, names: str, result: str) -> bool:
     """Whether the last dim that is summed is in blocks as B200 has them, and no other dim in any."""
-    summed = [dim for dim in own if dim not in result]
-    blocks = {dim: size // units for dim, size, units in zip(own, operand.values.shape, operand.unit.shape)}
+    summed = [dim for dim in names if dim not in result]
+    blocks = {dim: size // units for dim, size, units in zip(names, operand.values.shape, operand.unit.shape)}
     return bool(blocks) and blocks.pop(summed[-1]) == _width(operand) and set(blocks.values()) == {1}
 
 
@@ -551,18 +551,18 @@ def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
     left, right = operands.split(",")
     summed = "".join(dim for dim in left if dim not in result)
     sizes = dict(zip(left + right, x.values.shape + w.values.shape))
-    kept = [[dim for dim in result if dim in own] for own in (left, right)]
+    kept = [[dim for dim in result if dim in names] for names in (left, right)]
 
-    def rows(array: Array, own: str, dims: list[str]) -> Array:
-        array = array.transpose([own.index(dim) for dim in (*dims, *summed)])
+    def rows(array: Array, names: str, dims: list[str]) -> Array:
+        array = array.transpose([names.index(dim) for dim in (*dims, *summed)])
         return array.reshape(1, math.prod(sizes[dim] for dim in dims), -1)
 
     pairs = [*zip((x, w), (left, right), kept)]
-    values = [rows(operand.values, own, dims) for operand, own, dims in pairs]
+    values = [rows(operand.values, names, dims) for operand, names, dims in pairs]
     if x.of_whole is None:
-        units = [rows(operand.unit, own, dims).astype(jnp.float8_e8m0fnu) for operand, own, dims in pairs]
+        units = [rows(operand.unit, names, dims).astype(jnp.float8_e8m0fnu) for operand, names, dims in pairs]
     else:
-        shares = [rows(operand.unit, own, dims) * (1 / operand.of_whole) for operand, own, dims in pairs]
+        shares = [rows(operand.unit, names, dims) * (1 / operand.of_whole) for operand, names, dims in pairs]
         units = [share.astype(jnp.float8_e4m3fn) for share in shares]
     y = as_varying(jax.nn.scaled_matmul(*values, *units, preferred_element_type=dtype), varying_axes(x.values))
     if x.of_whole is not None:
@@ -571,15 +571,15 @@ def microscaled(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
     return y.transpose([(kept[0] + kept[1]).index(dim) for dim in result])
 
 
-def _aligned(unit: Array, own: str, result: str) -> Array:
+def _aligned(unit: Array, names: str, result: str) -> Array:
     """Units of an operand with these dims, of which contracted ones have one unit, with the dims of the result."""
     if not unit.ndim:
         return unit
-    kept = [dim for dim in result if dim in own]
-    sizes = dict(zip(own, unit.shape))
-    unit = unit.reshape([sizes[dim] for dim in own if dim in kept])
-    unit = unit.transpose([[dim for dim in own if dim in kept].index(dim) for dim in kept])
-    return unit.reshape([sizes.get(dim, 1) if dim in own else 1 for dim in result])
+    kept = [dim for dim in result if dim in names]
+    sizes = dict(zip(names, unit.shape))
+    unit = unit.reshape([sizes[dim] for dim in names if dim in kept])
+    unit = unit.transpose([[dim for dim in names if dim in kept].index(dim) for dim in kept])
+    return unit.reshape([sizes.get(dim, 1) if dim in names else 1 for dim in result])
 
 
 def in_units(sums: Array, x: Operand, w: Operand, dtype: Any) -> Array:

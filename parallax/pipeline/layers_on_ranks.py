@@ -36,7 +36,7 @@ class LayerRun(NamedTuple):
     def shape(self) -> tuple:
         return self.kinds, self.places, self.uneven, self.layer is None
 
-    def at(self, place: Array | int) -> "LayerRun":
+    def narrowed(self, place: Array | int) -> "LayerRun":
         """One place of the run."""
         layer = None if self.layer is None else self.layer + place
         return self._replace(place=self.place + place, places=1, layer=layer)

@@ -175,10 +175,10 @@ def microbatches(
     """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
     every mesh, which data ranks share; otherwise each rank divides its own rows."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
-    own = _in_context_order(batch)
+    arrays = _in_context_order(batch)
     if shared:
-        own, rows = {name: _share_of_each(x, count) for name, x in own.items()}, _share_of_each(rows, count)
-    cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in own.items()}
+        arrays, rows = {name: _share_of_each(x, count) for name, x in arrays.items()}, _share_of_each(rows, count)
+    cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in arrays.items()}
     key = None
     if noise is not None and model.config.dropout > 0:
         root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)

@@ -139,8 +139,8 @@ class SaveStageInput(SaveLayers):
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
         here, _, recomputed = self._again(this, residuals)
-        dx, found, grads = super().backward(here, dy, residuals | recomputed, grads)
-        return dx, found | {"FB": residuals["FB"]}, grads
+        dx, saved, grads = super().backward(here, dy, residuals | recomputed, grads)
+        return dx, saved | {"FB": residuals["FB"]}, grads
 
     def both(
         self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
@@ -152,8 +152,8 @@ class SaveStageInput(SaveLayers):
             inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
         saved = residuals | recomputed
-        y, dx, found, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
-        return y, dx, found | {"FB": inputs}, grads
+        y, dx, saved, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
+        return y, dx, saved | {"FB": inputs}, grads
 
     def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
@@ -317,7 +317,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(ahead, run, *run.kinds, place, state, weights)
             else:
-                state = each_place(ahead, run.at(place), state)
+                state = each_place(ahead, run.narrowed(place), state)
             (x, saved), _ = state
         dy = after(dy, x) if simulated else dy
         with jax.named_scope(BACKWARD):
@@ -325,7 +325,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
             else:
-                state = each_place(back, run_back.at(place_back), state, read)
+                state = each_place(back, run_back.narrowed(place_back), state, read)
             (dy, saved), grads = state
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)

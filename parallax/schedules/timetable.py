@@ -263,13 +263,13 @@ class Timetable:
     @cached_property
     def _message_slot_of(self) -> dict[Action, int]:
         """The slot of each action's message; F and B have separate slots."""
-        found: dict[Action, int] = {}
+        slots: dict[Action, int] = {}
         for kind in "FB":
             readers = {a: self.sender(a) for a in self.tick_of if a.kind == kind and self.sender(a)}
-            found |= assign_slots(
+            slots |= assign_slots(
                 {a: Span(self.rank_of(a.stage), self.tick_of[s] + 1, self.tick_of[a]) for a, s in readers.items()}
             )
-        return found
+        return slots
 
     @cached_property
     def message_slots(self) -> dict[str, int]:

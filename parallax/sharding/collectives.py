@@ -128,7 +128,8 @@ def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
     if first == 1 or first == ranks:
         return [None]
     numbers = range(ranks)
-    return [[[*numbers[at : at + first]] for at in numbers[::first]], [[*numbers[at::first]] for at in range(first)]]
+    near = [[*numbers[start : start + first]] for start in numbers[::first]]
+    return [near, [[*numbers[start::first]] for start in range(first)]]
 
 
 def reduce_scatter(pattern: str, x: Array) -> Array:
@@ -165,7 +166,7 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
         pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
         pieces = pieces.reshape(shape)
         # One after the other: of TPU programs, a reduction would be the slowest part of this.
-        x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
+        x = sum(jnp.take(pieces, rank, axis=dim).astype(jnp.float32) for rank in range(pieces.shape[dim]))
     return x.astype(jnp.float32)
 
 
@@ -343,17 +344,17 @@ def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     return before, after
 
 
-def _cut_further(pattern: str, x: Array, how: str) -> list[tuple[int, tuple[str, ...], int]]:
-    """Each dim that becomes sharded over more bound axes: its index, these axes, the size of a piece. Errors say `how`
-    dims may be sharded."""
+def _cut_further(pattern: str, x: Array, rule: str) -> list[tuple[int, tuple[str, ...], int]]:
+    """Each dim that becomes sharded over more bound axes: its index, these axes, the size of a piece. Errors quote
+    the `rule` for such dims."""
     before, after = _checked(pattern, x)
-    found = []
+    pieces = []
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is {how}; {before.names[dim]} is not")
+            _refuse(pattern, f"a dim is {rule}; {before.names[dim]} is not")
         if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
-            found.append((dim, come, _check_divides(pattern, before.names[dim], x.shape[dim], come)))
-    return found
+            pieces.append((dim, come, _check_divides(pattern, before.names[dim], x.shape[dim], come)))
+    return pieces
 
 
 def _check_divides(pattern: str, name: str, size: int, axes: tuple[str, ...]) -> int:
@@ -370,7 +371,7 @@ def _named(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def _dim_of(layout: Layout, axis: str) -> int | None:
-    return next((at for at, axes in enumerate(layout.axes) if axis in axes), None)
+    return next((dim for dim, axes in enumerate(layout.axes) if axis in axes), None)
 
 
 def _refuse(pattern: str, why: str) -> None:

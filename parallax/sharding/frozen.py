@@ -22,22 +22,22 @@ def freeze(declared: Any, frozen: str) -> Any:
     """
     if not frozen.split():
         return declared
-    specs = named_leaves(map_declared(lambda one: one.spec, declared))
+    specs = named_leaves(map_declared(lambda leaf: leaf.spec, declared))
     chosen = set()
     for word in frozen.split():
-        found = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in with_parents(name))}
-        if not found:
+        matches = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in with_parents(name))}
+        if not matches:
             known = dict.fromkeys(above for name in specs for above in with_parents(name))
             raise ConfigError(
                 f"optimizer.frozen names {quoted(word)}, which is no part, module or parameter of this model, and no "
                 f"pattern of one; {nearest(word, known)}"
             )
-        chosen |= found
+        chosen |= matches
     if not any(spec.is_trained for name, spec in specs.items() if name not in chosen):
         raise ConfigError(f"optimizer.frozen={quoted(frozen)} leaves no parameter to train; name fewer, or use ''.")
 
-    def mark(path: Any, one: Declared) -> Declared:
+    def mark(path: Any, leaf: Declared) -> Declared:
         is_chosen = jax.tree_util.keystr(path, simple=True, separator="/") in chosen
-        return one.replace(spec=dataclasses.replace(one.spec, frozen=is_chosen))
+        return leaf.replace(spec=dataclasses.replace(leaf.spec, frozen=is_chosen))
 
     return jax.tree_util.tree_map_with_path(mark, declared, is_leaf=is_declared)

@@ -164,8 +164,8 @@ class Layout:
 
     def with_cut(self, dim: str, axes: tuple[str, ...]) -> "Layout":
         """The same layout with `dim` sharded over `axes`."""
-        at = self.index(dim)
-        return Layout.parse(str(Layout(self.names, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)))
+        index = self.index(dim)
+        return Layout.parse(str(Layout(self.names, (*self.axes[:index], axes, *self.axes[index + 1 :]), self.partial)))
 
     def with_partial(self, *axes: str) -> "Layout":
         """The same layout with partial sums over `axes`, in mesh order."""

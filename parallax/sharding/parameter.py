@@ -128,7 +128,7 @@ def parameter(
         if jnp.shape(value) != tuple(shape):
             raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
         return value
-    check_choice(f"the role of {'/'.join((*module.path, name))}", role, [str(one) for one in Role])
+    check_choice(f"the role of {'/'.join((*module.path, name))}", role, [*map(str, Role)])
     contracted = tuple(inputs.split() or parsed.names[:1]) if role == Role.WEIGHT else ()
     spec = ParameterSpec(Role(role), part, inputs=contracted, scales=scales)
     return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest, spec))

@@ -71,13 +71,13 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
 
 def layouts_under(policy: str, compute: Layout, cut: Layout) -> PolicyLayouts:
     """The layouts under a policy, one of POLICIES or of a user's own; ConfigError if that returns something else."""
-    found = named("data_parallel.policy", policy, POLICIES)(compute=compute, cut=cut)
-    if not (isinstance(found, Sequence) and len(found) == 4 and all(isinstance(each, Layout) for each in found)):
+    layouts = named("data_parallel.policy", policy, POLICIES)(compute=compute, cut=cut)
+    if not (isinstance(layouts, Sequence) and len(layouts) == 4 and all(isinstance(each, Layout) for each in layouts)):
         raise ConfigError(
-            f"data_parallel.policy={quoted(policy)} returns {quoted(found)}; return four layouts: at rest, resident, "
+            f"data_parallel.policy={quoted(policy)} returns {quoted(layouts)}; return four layouts: at rest, resident, "
             "compute and summed."
         )
-    return PolicyLayouts(*found)
+    return PolicyLayouts(*layouts)
 
 
 class Policies(NamedTuple):
@@ -105,8 +105,8 @@ class Policies(NamedTuple):
         >>> Policies("zero3", {"blocks": "zero1", "blocks/mlp": "ddp"}).of("blocks/mlp/up/kernel")
         'ddp'
         """
-        found = [other for other in self.exceptions if f"{name}/".startswith(f"{other}/")]
-        return self.exceptions[max(found, key=len)] if found else self.policy
+        matches = [other for other in self.exceptions if f"{name}/".startswith(f"{other}/")]
+        return self.exceptions[max(matches, key=len)] if matches else self.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ class ParameterPlan:
         them is on the device in its stored dtype."""
         if not self.spec.stack:
             return self.cast(argument_to_device(weight))
-        return lax.map(lambda at: self.cast(argument_to_device(weight, at)[0]), jnp.arange(len(weight)))
+        return lax.map(lambda layer: self.cast(argument_to_device(weight, layer)[0]), jnp.arange(len(weight)))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -264,13 +264,13 @@ class ShardingPlan:
         """The number of parameters, the mesh, and bytes on a device at rest and during a step."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.axis_sizes.items())
         total = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
-        found = [in_bytes(sum(line.held[at] for line in self._lines())) for at in range(3)]
+        held = [in_bytes(sum(line.held[column] for line in self._lines())) for column in range(3)]
         policy = " ".join([self.policies.policy, *(f"{name}={p}" for name, p in self.policies.exceptions.items())])
         moving = [row for row in jax.tree.leaves(self.rows) if row.travels and row.at_rest != row.compute]
         travels = sorted({row.travels for row in moving})
         return (
-            f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
-            f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
+            f"{total:,} parameters on {mesh}, {held[0]} of them on a device\n"
+            f"policy {policy}: in a step {held[1]} of weights, {held[2]} of gradients"
             + "".join(f"; weights travel as {dtype}" for dtype in travels)
             + self._frozen
             + self._on_host
@@ -347,18 +347,18 @@ class ShardingPlan:
             at_rest = cut_over_pp(staged.without("pp"), sizes, self.axis_sizes, names=staged.names[1:])
         elif not spec.stack and ranks > 1 and len(compute.names) > 1:
             at_rest = cut_over_pp(staged, sizes, self.axis_sizes, names=staged.names)
-        found = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
+        row = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
-            return found
-        found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
+            return row
+        row = dataclasses.replace(row, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
         if spec.stack and spec.is_trained:
             # Without tp, ranks along it may have summands, whose rounded sum would depend on the mesh.
             dtype = self.grads_dtype if "tp" in compute.used_axes() else "float32"
-            found = dataclasses.replace(found, grads=dtype, grads_on=self.grads_on)
+            row = dataclasses.replace(row, grads=dtype, grads_on=self.grads_on)
         if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
-            return dataclasses.replace(found, rounded_for=self.products)
+            return dataclasses.replace(row, rounded_for=self.products)
         narrow = self.gather != "compute" and spec.role != Role.TABLE
-        return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
+        return dataclasses.replace(row, rounded_to=self.gather) if narrow else row
 
     def check_grads(self) -> None:
         """Raise ConfigError if no gradient can be rounded or be in host memory, or if ranks have summands of one that
@@ -462,24 +462,25 @@ class ShardingPlan:
         with jax.named_scope(GRADIENTS):
             for stack, order in self.stacks.items():
                 rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(summed[stack])
-                for at, row in enumerate(rows):
+                for index, row in enumerate(rows):
                     target = row.at_rest if row.is_stored_at_once else row.staged
                     if row.summed == target and not row.adds_in_place:
                         continue
                     scatter = partial(self._scatter, row, row.summed, target)
                     if row.grads != "float32":  # no other rank has a summand of a sum that was rounded
                         scatter = partial(_scatter_whole, row.summed, target)
-                    leaves[at] = map_slots(scatter, leaves[at]) if is_on_host(leaves[at]) else scatter(leaves[at])
+                    x = leaves[index]
+                    leaves[index] = map_slots(scatter, x) if is_on_host(x) else scatter(x)
                     # Of a table each pipeline rank has a summand; layers are on the ranks that ran them.
                     if not row.spec.stack and not row.spec.is_constant and target != row.at_rest:
                         with jax.named_scope(row.scope):
-                            leaves[at] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[at])
-                kept = [at for at, row in enumerate(rows) if order and not row.spec.is_constant]
+                            leaves[index] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[index])
+                kept = [index for index, row in enumerate(rows) if order and not row.spec.is_constant]
                 if kept:
-                    here = [leaves[at] if order.in_order else to_device(leaves[at]) for at in kept]
-                    moved = order.to_model([rows[at].at_rest for at in kept], here)
-                    for at, x in zip(kept, moved, strict=True):
-                        leaves[at] = to_host(x) if is_on_host(leaves[at]) else x
+                    here = [leaves[index] if order.in_order else to_device(leaves[index]) for index in kept]
+                    moved = order.to_model([rows[index].at_rest for index in kept], here)
+                    for index, x in zip(kept, moved, strict=True):
+                        leaves[index] = to_host(x) if is_on_host(leaves[index]) else x
                 stored[stack] = jax.tree.unflatten(structure, leaves)
             stored = self._sum(unflatten_dict(stored, sep="/"))
         grads = jax.tree.map(lambda row, x: x if row.spec.is_trained else empty_like(x), self.rows, stored)
@@ -492,8 +493,8 @@ class ShardingPlan:
         def zeros(row: ParameterPlan, weight: Array, whole: Any) -> Array:
             stacked, sizes = int(bool(row.spec.stack)), dict(zip(row.summed.names, whole.shape))
             # Of a stack, whose layers may not divide over pp, there are as many as the rank has places.
-            one = Layout(row.summed.names[stacked:], row.summed.axes[stacked:])
-            shape = (0,) * len(one.names) if row.spec.is_constant else one.local_shape(sizes, self.axis_sizes)
+            layout = Layout(row.summed.names[stacked:], row.summed.axes[stacked:])
+            shape = (0,) * len(layout.names) if row.spec.is_constant else layout.local_shape(sizes, self.axis_sizes)
             if row.grads_on == HOST:
                 like = jax.eval_shape(lambda: collectives.as_varying(jnp.zeros(shape, row.grads)))
                 return host_zeros(like, len(weight))
@@ -516,21 +517,22 @@ class ShardingPlan:
         bits where the plan says so for this move, bitwise equal to rounding the whole weights. One all_reduce finds all
         their largest entries."""
         whole, narrow, moves = [*weights], [], [(getattr(row, before), getattr(row, after)) for row in rows]
-        for at, (row, (old, new), x) in enumerate(zip(rows, moves, weights, strict=True)):
+        for index, (row, (old, new), x) in enumerate(zip(rows, moves, weights, strict=True)):
             if row.rounded_to and row.is_gathered_per_use == (after == "compute"):
-                whole[at] = row.cast(x)
-                narrow.append(at)
+                whole[index] = row.cast(x)
+                narrow.append(index)
             elif old != new:
                 with jax.named_scope(row.scope):
-                    whole[at] = collectives.all_gather(_pattern(old, new, x), row.cast(x), first=self.gather_first)
+                    whole[index] = collectives.all_gather(_pattern(old, new, x), row.cast(x), first=self.gather_first)
         if not narrow:
             return whole
-        largest, shapes = pack([largest_entry(rows[at].spec, rows[at].compute, whole[at]) for at in narrow], "*")
-        for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
-            row, x = rows[at], whole[at]
+        entries = [largest_entry(rows[index].spec, rows[index].compute, whole[index]) for index in narrow]
+        largest, shapes = pack(entries, "*")
+        for index, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
+            row, x = rows[index], whole[index]
             with jax.named_scope(row.scope):
-                pattern, scale = _pattern(*moves[at], x), scale_of(most, row.rounded_to)
-                whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
+                pattern, scale = _pattern(*moves[index], x), scale_of(most, row.rounded_to)
+                whole[index] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
@@ -555,20 +557,21 @@ class ShardingPlan:
         """
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = defaultdict(list)
-        for at, row in enumerate(jax.tree.leaves(self.rows)):
+        for index, row in enumerate(jax.tree.leaves(self.rows)):
             if row.spec.is_constant:
                 continue
             axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in row.at_rest.used_axes())
-            if is_on_host(leaves[at]):
-                if collectives.varying_axes(leaves[at]) & {*axes}:
-                    leaves[at] = map_slots(partial(collectives.sum_over, axes=axes), leaves[at])
+            if is_on_host(leaves[index]):
+                if collectives.varying_axes(leaves[index]) & {*axes}:
+                    leaves[index] = map_slots(partial(collectives.sum_over, axes=axes), leaves[index])
                 continue
-            alone = at if leaves[at].size > SMALL else None
+            alone = index if leaves[index].size > SMALL else None
             combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
-            messages[combine, axes, alone, leaves[at].dtype].append(at)
+            messages[combine, axes, alone, leaves[index].dtype].append(index)
         for (combine, axes, *_), members in messages.items():
-            for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
-                leaves[at] = total
+            totals = _together(combine, [leaves[index] for index in members], axes)
+            for index, total in zip(members, totals, strict=True):
+                leaves[index] = total
         return jax.tree.unflatten(structure, leaves)
 
 
@@ -648,8 +651,8 @@ def cut_over_pp(
 
 def largest_entry(spec: ParameterSpec, layout: Layout, weights: Array) -> Array:
     """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
-    one = len(layout.names) - bool(spec.stack)
-    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
+    dims = len(layout.names) - bool(spec.stack)
+    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - dims, weights.ndim), keepdims=True)
 
 
 def entry(tree: Any, path: str) -> Any:

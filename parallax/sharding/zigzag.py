@@ -48,8 +48,8 @@ def places(layout: str | Layout, tokens: int) -> Array:
     if CONTEXT_AXIS not in layout.cut_of("seq") or ranks == 1:
         return held
     chunk = tokens * ranks_over(within.cut_of("seq")) // 2
-    own = jnp.asarray(chunks_of(ranks))[lax.axis_index(CONTEXT_AXIS)]
-    return own[held // chunk] * chunk + held % chunk
+    chunks = jnp.asarray(chunks_of(ranks))[lax.axis_index(CONTEXT_AXIS)]
+    return chunks[held // chunk] * chunk + held % chunk
 
 
 def own_tokens(x: Array, axis: int) -> Array:
@@ -75,15 +75,15 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
         backward  the transposes; where cp is gathered, all_to_all of the gradient over it
     """
     before, after = (Layout.parse(text.strip()) for text in pattern.split("->"))
-    ranks, at = context_ranks(), before.index("seq")
+    ranks, dim = context_ranks(), before.index("seq")
     was_cut, is_cut = (CONTEXT_AXIS in layout.cut_of("seq") for layout in (before, after))
     if ranks == 1 or was_cut == is_cut:
         return reshard(pattern, x)
     numbers = chunks_of(ranks).reshape(-1)  # of chunks, rank by rank
     if was_cut:
         move = reshard if CONTEXT_AXIS in after.used_axes() else gather_with_exchange
-        return _reordered(move(pattern, x), np.argsort(numbers), at)
-    return reshard(pattern, _reordered(x, numbers, at))
+        return _reordered(move(pattern, x), np.argsort(numbers), dim)
+    return reshard(pattern, _reordered(x, numbers, dim))
 
 
 def _reordered(x: Array, numbers: np.ndarray, axis: int) -> Array:
@@ -102,11 +102,11 @@ def to_order(x: Array, axis: int) -> Array:
     ranks = context_ranks()
     if ranks == 1:
         return x
-    rank, own = lax.axis_index(CONTEXT_AXIS), chunks_of(ranks)
+    rank, chunks = lax.axis_index(CONTEXT_AXIS), chunks_of(ranks)
     low, high = jnp.split(as_varying(x, [CONTEXT_AXIS]), 2, axis)
     # One of a rank's two chunks has an even index. The even one is sent first, and its new rank stores it first.
     is_even = rank % 2 == 0
     even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
-    moves = [[(r, int(next(n for n in own[r] if n % 2 == parity)) // 2) for r in range(ranks)] for parity in (0, 1)]
+    moves = [[(r, int(next(n for n in chunks[r] if n % 2 == parity)) // 2) for r in range(ranks)] for parity in (0, 1)]
     even = lax.ppermute(even, CONTEXT_AXIS, moves[0])
     return jnp.concatenate([even, lax.ppermute(odd, CONTEXT_AXIS, moves[1])], axis)

@@ -44,9 +44,9 @@ def open_split(
     """The reader of a split; prepares the corpus first if necessary."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
-    how = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
-    how["finished"] = saved_cache(folder)
-    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **how)
+    options = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
+    options["finished"] = saved_cache(folder)
+    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **options)
 
 
 def saved_cache(folder: RunFiles) -> str:

@@ -108,30 +108,30 @@ def with_states_in(
 def _place(path: Any, names: Collection[str]) -> tuple[str, str]:
     """The field that contains a leaf of an optimizer's state, and the parameter's name, one of `names`; "" for a leaf
     that belongs to no parameter."""
-    for at in range(1, len(path)):
-        if (name := jax.tree_util.keystr(path[at:], simple=True, separator="/")) in names:
-            return jax.tree_util.keystr(path[at - 1 : at], simple=True), name
+    for start in range(1, len(path)):
+        if (name := jax.tree_util.keystr(path[start:], simple=True, separator="/")) in names:
+            return jax.tree_util.keystr(path[start - 1 : start], simple=True), name
     return "", ""
 
 
 def _check_fields(state: Any, params: Any, dtypes: Mapping[str, str]) -> None:
     """Raise ConfigError if a dtype has no effect on a state, or cannot hold its arrays."""
-    shape_of, found = {name: x.shape for name, x in named_leaves(params).items()}, {}
+    shape_of, shapes_by_field = {name: x.shape for name, x in named_leaves(params).items()}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         field, name = _place(path, shape_of)
         if field and x.dtype == jnp.float32:
-            found.setdefault(field, {})[name] = x.shape
+            shapes_by_field.setdefault(field, {})[name] = x.shape
     fields: dict[str, list[str]] = {}
     for field in dtypes:
         fields.setdefault(MOMENT_FIELDS.get(field, field), []).append(field)
     for names in fields.values():
-        dtype, kept = dtypes[names[0]], [shapes for field, shapes in found.items() if field in names]
+        dtype, kept = dtypes[names[0]], [shapes for field, shapes in shapes_by_field.items() if field in names]
         said = _said(names[0], dtype)
         if dtype != "float32" and not kept:
             raise ConfigError(
                 f"{said} has no effect on this optimizer: it keeps nothing in {' or '.join(names)}, but "
-                f"{'in ' + ', '.join(found) if found else 'no array for a parameter'}; use 'float32', or wrap it in "
-                "with_states_in, with the names of its fields."
+                f"{'in ' + ', '.join(shapes_by_field) if shapes_by_field else 'no array for a parameter'}; use "
+                "'float32', or wrap it in with_states_in, with the names of its fields."
             )
         others = [(name, shape) for shapes in kept for name, shape in shapes.items() if shape != shape_of[name]]
         if dtype == "float8" and others:
@@ -222,7 +222,8 @@ def shape_of_blocks(x: Blocks) -> tuple[int, ...]:
 
 def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
     """Split each dim in two: index of the block, and index in the block."""
-    return x.reshape([part for size, own in zip(x.shape, block, strict=True) for part in (size // own, own)])
+    sizes = [part for size, entries in zip(x.shape, block, strict=True) for part in (size // entries, entries)]
+    return x.reshape(sizes)
 
 
 def _of_block(dims: int) -> tuple[int, ...]:
@@ -257,10 +258,10 @@ def block_of(spec: ParameterSpec, layout: Layout, shape: tuple[int, ...]) -> tup
     def entries(dim: int) -> int:
         """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""
         least = 1 if layout.names[dim] in NEVER_CUT else LEAST_PIECES
-        found = ENTRIES_OF_SCALE
-        while found > 1 and (shape[dim] % found or shape[dim] // found < least):
-            found //= 2
-        return found
+        size = ENTRIES_OF_SCALE
+        while size > 1 and (shape[dim] % size or shape[dim] // size < least):
+            size //= 2
+        return size
 
     def rank(dim: int) -> tuple[Any, ...]:
         return entries(dim) >= LEAST_BLOCK, dim < last, layout.names[dim] in NEVER_CUT, entries(dim), shape[dim]
@@ -285,7 +286,7 @@ def check_blocks(opt_state: Any, shardings: Any) -> None:
             continue
         field, name = _place(path, sharding_of)
         key, sharding = MOMENT_FIELDS.get(field, field), sharding_of[name]
-        pieces = [whole // own for whole, own in zip(x.values.shape, sharding.shard_shape(x.values.shape))]
+        pieces = [whole // local for whole, local in zip(x.values.shape, sharding.shard_shape(x.values.shape))]
         for size, blocks, count, cut in zip(
             x.values.shape, x.scales.shape, pieces, [*sharding.spec, *[None] * len(pieces)]
         ):

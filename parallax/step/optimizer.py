@@ -155,8 +155,8 @@ def muon_and(adam: optax.GradientTransformation, momentum: float, rows: Any) -> 
     def update(grads, state, params=None):
         mean, count = optax.tree.update_moment(grads, state.mu, momentum, 1), optax.safe_increment(state.count)
         ahead = optax.tree.bias_correction(mean, momentum, optax.safe_increment(count))
-        own = optax.tree.bias_correction(grads, momentum, count)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, own)
+        corrected = optax.tree.bias_correction(grads, momentum, count)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, corrected)
         orthogonal = functools.partial(orthogonalized, coefficients=state.ns_coeffs)
         directions = jax.tree_util.tree_map_with_path(orthogonal, nesterov, matrices)
         return directions, optax.contrib.MuonState(count, mean, state.ns_coeffs)
@@ -175,7 +175,7 @@ def orthogonalized(path: Any, x: Array, row: ParameterPlan, coefficients: Array)
     if not x.size:  # updated in another turn: see update_by_layer
         return x
     layout, dims = row.at_rest, muon_dims(row.spec, row.at_rest)
-    inputs, outputs = (math.prod(x.shape[at] for at in group) for group in dims)
+    inputs, outputs = (math.prod(x.shape[dim] for dim in group) for group in dims)
     rounds = functools.partial(newton_schulz, layout=layout, dims=dims, tall=inputs > outputs)
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         spec = layout.spec(mesh)
@@ -194,19 +194,19 @@ def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, dims: Any, t
         forward   all_reduce of the squares' sum over the axes of x; in each round all_gather of X over the axes that
                   cut rows, all_reduce of G over the axes that cut columns, all_gather of G over the axes of rows
     """
-    row_axes, column_axes = (tuple(axis for at in group for axis in layout.axes[at]) for group in dims)
-    own = x.reshape(-1, *(math.prod(x.shape[at] for at in group) for group in dims))
+    row_axes, column_axes = (tuple(axis for dim in group for axis in layout.axes[dim]) for group in dims)
+    matrices = x.reshape(-1, *(math.prod(x.shape[dim] for dim in group) for group in dims))
     if tall:
-        own, row_axes, column_axes = own.mT, column_axes, row_axes
+        matrices, row_axes, column_axes = matrices.mT, column_axes, row_axes
     all_rows = functools.partial(all_gather, f"layers {'/'.join(('rows', *row_axes))} columns -> layers rows columns")
-    squares = sum_over(jnp.sum(jnp.square(own), (1, 2), keepdims=True), (*row_axes, *column_axes))
-    own = own / (jnp.sqrt(squares) + MUON_EPS)
+    squares = sum_over(jnp.sum(jnp.square(matrices), (1, 2), keepdims=True), (*row_axes, *column_axes))
+    matrices = matrices / (jnp.sqrt(squares) + MUON_EPS)
     a, b, c = coefficients.astype(x.dtype)
     for _ in range(MUON_ROUNDS):
-        every = all_rows(own)
-        gram = sum_over(own @ every.mT, column_axes)
-        own = a * own + (b * gram + c * gram @ all_rows(gram)) @ every
-    return (own.mT if tall else own).reshape(x.shape)
+        every = all_rows(matrices)
+        gram = sum_over(matrices @ every.mT, column_axes)
+        matrices = a * matrices + (b * gram + c * gram @ all_rows(gram)) @ every
+    return (matrices.mT if tall else matrices).reshape(x.shape)
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
@@ -260,14 +260,15 @@ def global_norm(grads: Any, rows: Any = None) -> Array:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
     """
     leaves, structure = jax.tree.flatten(grads)
-    there = [at for at, x in enumerate(leaves) if x.size]
-    squares = [_sum_of_squares(leaves[at]) for at in there]
+    there = [index for index, x in enumerate(leaves) if x.size]
+    squares = [_sum_of_squares(leaves[index]) for index in there]
     if bound_axis_sizes():
-        rows = [structure.flatten_up_to(rows)[at] for at in there]
+        rows = [structure.flatten_up_to(rows)[index] for index in there]
         squares = [0 * square if row.spec.is_statistic else square for row, square in zip(rows, squares, strict=True)]
         cut_by = [row.at_rest.used_axes() for row in rows]
         for axes in dict.fromkeys(cut_by):
-            members = [at for at, own in enumerate(cut_by) if own == axes]
-            for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):
-                squares[at] = total
+            members = [index for index, cut in enumerate(cut_by) if cut == axes]
+            totals = sum_over(jnp.stack([squares[index] for index in members]), axes)
+            for index, total in zip(members, totals, strict=True):
+                squares[index] = total
     return jnp.sqrt(sum(squares))

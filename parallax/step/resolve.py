@@ -139,8 +139,8 @@ def known_fingerprint(settings: Settings, run: Path) -> str:
 
 
 def _fingerprint_of(checkpoints: Path, step: int) -> str:
-    found = read_manifest(checkpoints, step)["settings"].get("corpus", {}).get("tokenizer")
-    return found if isinstance(found, str) else ""
+    fingerprint = read_manifest(checkpoints, step)["settings"].get("corpus", {}).get("tokenizer")
+    return fingerprint if isinstance(fingerprint, str) else ""
 
 
 def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settings:
@@ -201,7 +201,7 @@ def likely_entries(data: DataConfig) -> int:
 def _origin(settings: Settings, run: Path | None) -> RunFiles | None:
     """The run that determines it: this one if it has a checkpoint, else that of its first weights; None without
     either."""
-    known = (RunFiles(at) for at in (run, settings.train.first_run) if at)
+    known = (RunFiles(path) for path in (run, settings.train.first_run) if path)
     return next((files for files in known if complete_steps(files.checkpoints)), None)
 
 

@@ -85,21 +85,26 @@ def update_by_layer(
 
     def updated(at_hand: Mapping[int, Array], layers: Array | None = None) -> list[Array]:
         """All leaves except gradients after an update in which the leaves `at_hand` have rows."""
-        given = [at_hand.get(at, x if labels[at] == WITHOUT_PARAMETER else _no_rows(x)) for at, x in enumerate(leaves)]
+        given = [
+            at_hand.get(index, x if labels[index] == WITHOUT_PARAMETER else _no_rows(x))
+            for index, x in enumerate(leaves)
+        ]
         return jax.tree.leaves(update(*jax.tree.unflatten(structure, given), layers))
 
-    unstacked = updated({at: _fetch(x, specs[at]) for at, x in enumerate(leaves) if labels[at] == UNSTACKED})
+    unstacked = updated(
+        {index: _fetch(x, specs[index]) for index, x in enumerate(leaves) if labels[index] == UNSTACKED}
+    )
     results = [to_host(x) if is_on_host(leaf) else x for leaf, x in zip(leaves, unstacked)]
-    results = [leaves[at] if labels[at] == FROZEN else x for at, x in enumerate(results)]
+    results = [leaves[index] if labels[index] == FROZEN else x for index, x in enumerate(results)]
     for stack in model.plan.orders:
-        stacked = {at: x for at, x in enumerate(leaves) if labels[at] == stack}
+        stacked = {index: x for index, x in enumerate(leaves) if labels[index] == stack}
         if not stacked:
             continue
         cut = {row.at_rest.cut_of("layers") for row in model.plan.rows_of(stack)}
         assert len(cut) == 1, f"layers of {stack} are cut in different ways: {cut}"
         pieces = math.prod(model.axis_sizes.get(axis, 1) for axis in cut.pop())
         changed = _layers_in_turn(updated, stacked, specs, written, pieces)
-        results = [changed.get(at, x) for at, x in enumerate(results)]
+        results = [changed.get(index, x) for index, x in enumerate(results)]
     return jax.tree.unflatten(jax.tree.structure((params, opt_state)), results)
 
 
@@ -110,11 +115,11 @@ def _layers_in_turn(
     layers = len(next(iter(stacked.values()))) // pieces
 
     def turn(number: Array, carry: dict[int, Array]) -> dict[int, Array]:
-        rows = {at: _fetch(x, specs[at], number) for at, x in (stacked | carry).items()}
-        found = updated(rows, number + layers * jnp.arange(pieces))
-        return {at: _write(x, found[at], specs[at], number) for at, x in carry.items()}
+        rows = {index: _fetch(x, specs[index], number) for index, x in (stacked | carry).items()}
+        results = updated(rows, number + layers * jnp.arange(pieces))
+        return {index: _write(x, results[index], specs[index], number) for index, x in carry.items()}
 
-    return lax.fori_loop(0, layers, turn, {at: x for at, x in stacked.items() if at < written})
+    return lax.fori_loop(0, layers, turn, {index: x for index, x in stacked.items() if index < written})
 
 
 def _fetch(x: Array, spec: P, number: Array | None = None) -> Array:

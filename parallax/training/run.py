@@ -225,8 +225,8 @@ def continued(parts: RunComponents) -> tuple[TrainState, int]:
     """The state of the step of another run that train.continue_from names, and its step."""
     train, wanted = parts.settings.train, abstract_state(parts.model, parts.tx)
     with waiting(f"restoring {train.continue_from}"):
-        found = load_step(train, checkpoint_parts(wanted), checkpoint_settings(parts))
-    return state_from(found), train.first_step
+        restored = load_step(train, checkpoint_parts(wanted), checkpoint_settings(parts))
+    return state_from(restored), train.first_step
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:

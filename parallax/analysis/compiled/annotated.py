@@ -91,7 +91,7 @@ class Names:
         if moved:
             return of + " or ".join([name for name in moved if self.parameters[name].entries in entries] or moved)
         if is_gradient and call.kind == "all-reduce" and not path:
-            held = [name for name, found in self.parameters.items() if self._is_summed_over(found.row, call.axes)]
+            held = [name for name, param in self.parameters.items() if self._is_summed_over(param.row, call.axes)]
             alone = [name for name in held if self.parameters[name].at_rest > SMALL]
             held = [name for name in alone if self.parameters[name].at_rest in entries] or [*{*held} - {*alone}]
             return f"gradients of {', '.join(sorted(held))}" if held else "gradients"
@@ -130,8 +130,8 @@ class Names:
 
     def _source(self, op: Instruction) -> str:
         """The innermost line outside of libraries, as "parallax/model/dense.py:57"; "" if the text does not say."""
-        found = re.search(r"stack_frame_id=(\d+)", op.rest)
-        frame = int(found[1]) if found else 0
+        match = re.search(r"stack_frame_id=(\d+)", op.rest)
+        frame = int(match[1]) if match else 0
         while frame in self._frames:
             place, above = self._frames[frame]
             file, line = self._places.get(place, (0, 0))
@@ -167,8 +167,8 @@ def annotated_text(text: str, model: ShardedModel, shares: Shares | None = None)
     for line in text.splitlines(keepends=True):
         if head := COMPUTATION_LINE.match(line.rstrip("\n")):
             home = head[2]
-        elif found := INSTRUCTION_LINE.match(line):
-            note = notes.get((home, found[2]))
+        elif match := INSTRUCTION_LINE.match(line):
+            note = notes.get((home, match[2]))
             lines += [f"  {note}\n"] if note else []
         lines.append(line)
     return "".join(lines)
@@ -200,7 +200,7 @@ def _products(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
 
 
 def _numbers(pattern: re.Pattern, text: str) -> Iterator[tuple[int, ...]]:
-    return (tuple(map(int, found)) for found in pattern.findall(text))
+    return (tuple(map(int, numbers)) for numbers in pattern.findall(text))
 
 
 def _in_layer(op_name: str) -> bool:

@@ -82,11 +82,11 @@ class Computation(NamedTuple):
     @property
     def root(self) -> Instruction:
         """The instruction whose value it returns."""
-        return next((one for one in self.instructions if one.root), self.instructions[-1])
+        return next((op for op in self.instructions if op.root), self.instructions[-1])
 
     def find(self, name: str) -> Instruction | None:
         """The instruction of this name."""
-        return next((one for one in self.instructions if one.name == name), None)
+        return next((op for op in self.instructions if op.name == name), None)
 
     def shape_of(self, name: str) -> str:
         """The shape of the instruction of this name; "" without it."""
@@ -274,13 +274,13 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     differs = np.zeros(len(sizes), bool)
     for group in groups:
         differs |= np.ptp(coordinates[list(group)], axis=0) > 0
-    return tuple(axis for axis, found in zip(sizes, differs, strict=True) if found)
+    return tuple(axis for axis, varies in zip(sizes, differs, strict=True) if varies)
 
 
 def _over_axes(order: np.ndarray, sizes: dict[str, int], axes: list[str]) -> Groups:
     names = list(sizes)
     last = [names.index(axis) for axis in axes]
-    first = [at for at in range(len(names)) if at not in last]
+    first = [index for index in range(len(names)) if index not in last]
     size = math.prod(sizes[axis] for axis in axes)
     return _rows(order.reshape(tuple(sizes.values())).transpose(first + last).reshape(-1, size))
 

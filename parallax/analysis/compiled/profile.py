@@ -79,9 +79,9 @@ class Traced(NamedTuple):
     def of(text: str, mesh: dict[str, int]) -> "Traced":
         """Read its text; if it is empty, there are no operations."""
         program = parse_hlo(text)
-        instructions = [one for home in program.computations.values() for one in home.instructions]
+        instructions = [op for home in program.computations.values() for op in home.instructions]
         head = re.match(r"HloModule ([^\s,]+)", text)
-        known = {one.name: _described(one, mesh) for one in instructions}
+        known = {op.name: _described(op, mesh) for op in instructions}
         return Traced(head[1] if head else "", known)
 
 
@@ -221,8 +221,8 @@ def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple
                 elif event.name == STEP:
                     steps.update(int(value) for name, value in event.stats if name == "step_num")
     if span is None:  # not written by a run of Parallax
-        ran = [one for found in devices.values() for one in found]
-        span = min((one.start for one in ran), default=0.0), max((one.end for one in ran), default=0.0)
+        ran = [op for operations in devices.values() for op in operations]
+        span = min((op.start for op in ran), default=0.0), max((op.end for op in ran), default=0.0)
     return span, tuple(sorted(steps))
 
 

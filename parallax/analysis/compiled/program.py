@@ -112,7 +112,7 @@ def name_of(op_name: str) -> str:
     parts = op_name.split("/")
     if not parts or parts[-1] != "cond" or "body" not in parts:
         return ""
-    scopes = [at for at, part in enumerate(parts) if part in PASSES]
+    scopes = [index for index, part in enumerate(parts) if part in PASSES]
     outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
     if not scopes:
         return "exit" if outermost else ""
@@ -231,7 +231,7 @@ class TimelineReader:
                     before = events.pop()
                     event = event._replace(cycles=before.cycles + event.cycles, flops=before.flops + event.flops)
                 events.append(event)
-            self._read[name] = [_with_cycles_between(event, events[at + 1 :]) for at, event in enumerate(events)]
+            self._read[name] = [_with_cycles_between(event, events[index + 1 :]) for index, event in enumerate(events)]
         return self._read[name]
 
     def _events(self, computation: Computation) -> Iterator:
@@ -294,9 +294,9 @@ class TimelineReader:
         """Whether the last side of a branch is that of experts with a usual load. The compiler may have dropped the
         branch's own name, and a side may be empty."""
         sides = [
-            f"{USUAL_LOAD}/cond/branch_{number}" in one.op_name
+            f"{USUAL_LOAD}/cond/branch_{number}" in op.op_name
             for number, side in enumerate(branch.called)
-            for one in self.module.computations[side].instructions
+            for op in self.module.computations[side].instructions
         ]
         return any(sides)
 
@@ -339,8 +339,8 @@ class TimelineReader:
             yield Kernel(start.name, start.op_name, result, result, 0)
 
     def _result(self, start: Instruction, caller: Computation) -> str:
-        done = (one for one in caller.instructions if one.kind == "call-done")
-        return next((one.shape for one in done if self._start_of(one, caller) == start.name), "")
+        done = (op for op in caller.instructions if op.kind == "call-done")
+        return next((op.shape for op in done if self._start_of(op, caller) == start.name), "")
 
     def _inside(self, op: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """The instructions inside a fusion or a call, with their computation."""
@@ -396,7 +396,7 @@ class TimelineReader:
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none and take that of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
-        return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
+        return next((op.op_name for op in (piece, outer, *operands) if op is not None and op.op_name), "")
 
     def _kernel(self, op: Instruction, computation: Computation) -> Kernel:
         shapes = [computation.shape_of(name) for name in op.operands]
@@ -445,14 +445,16 @@ def _with_cycles_between(event: Any, after: list) -> Any:
     """A collective with the cycles of compute until its end; other events are unchanged."""
     if not isinstance(event, CompiledCollective):
         return event
-    last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
+    last = next(
+        (index for index, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after)
+    )
     return event._replace(cycles_between=weight(after[:last])[1])
 
 
 def _operand_in_chain(home: Computation, op: Instruction) -> Instruction:
     """The collective that a custom call starts or ends."""
     operands = map(home.find, op.operands)
-    return next(found for found in operands if found is not None and found.chain)
+    return next(operand for operand in operands if operand is not None and operand.chain)
 
 
 def chained(piece: Instruction) -> str:
@@ -686,7 +688,7 @@ def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
     """Number of pairs of output and kernel positions that read an entry of the input, along one dim."""
     stride, spread, apart = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(window.get("pad", "0_0").split("_")[0])
-    places = (at * stride + k * apart - low for at in range(out) for k in range(kernel))
+    places = (position * stride + k * apart - low for position in range(out) for k in range(kernel))
     return sum(place % spread == 0 and 0 <= place < size * spread for place in places)
 
 

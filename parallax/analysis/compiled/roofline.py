@@ -50,14 +50,14 @@ def moved_bytes(op: Instruction, home: Computation, module: Module) -> int:
         return 2 * _updated(op, home)
     written = re.findall(r"\w+\[[\d,]*\]", op.shape)
     if op.kind == "custom-call":  # a library call has a workspace after a product's result
-        written = [array for at, array in enumerate(written) if not (at and array.startswith(WORKSPACE))]
+        written = [array for index, array in enumerate(written) if not (index and array.startswith(WORKSPACE))]
     return sum(map(shape_bytes, written)) + sum(shape_bytes(home.shape_of(name)) for name in dict.fromkeys(op.operands))
 
 
 def _of_fusion(op: Instruction, home: Computation, module: Module) -> int:
     inside = module.computations[op.called[0]]
     written = sum(_written(root, inside) for root in _results(inside))
-    return written + sum(_read(at, inside, module) for at, _ in enumerate(op.operands))
+    return written + sum(_read(number, inside, module) for number, _ in enumerate(op.operands))
 
 
 def _results(inside: Computation) -> list[Instruction]:
@@ -85,13 +85,13 @@ def _read(number: int, inside: Computation, module: Module) -> int:
 def _uses(op: Instruction, inside: Computation, module: Module) -> Iterable[int]:
     """Bytes of a value that each of its uses in a fusion reads."""
     for user in inside.instructions:
-        places = [at for at, name in enumerate(user.operands) if name == op.name]
+        places = [number for number, name in enumerate(user.operands) if name == op.name]
         if not places:
             continue
         if user.kind in VIEWS:
             yield from _uses(user, inside, module)
         elif user.kind == "fusion":
-            yield from (_read(at, module.computations[user.called[0]], module) for at in places)
+            yield from (_read(number, module.computations[user.called[0]], module) for number in places)
         elif user.kind in SLICING and places == [0]:
             yield shape_bytes(user.shape)
         elif user.kind not in UPDATES or places != [0]:

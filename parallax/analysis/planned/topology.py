@@ -241,7 +241,7 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
     slices it uses the network; between hosts of GPUs see `_between_hosts`. Latency is not modelled.
     """
-    devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
+    devices = [mesh.devices.flat[number] for number in group] if group else _members(mesh, axes)
     if not chip.torus_dims:
         return _between_hosts(_hosts(mesh, devices), chip)
     if _differ(devices, "slice_index"):
@@ -292,13 +292,13 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
     devices = list(mesh.devices.flat)
     if not chip.torus_dims:
         hosts = _hosts(mesh, devices)
-        apart = any(hosts[one] != hosts[other] for one, other in pairs)
+        apart = any(hosts[source] != hosts[target] for source, target in pairs)
         return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
-    if any(_differ([devices[one], devices[other]], "slice_index") for one, other in pairs):
+    if any(_differ([devices[source], devices[target]], "slice_index") for source, target in pairs):
         return chip.dcn_bandwidth
-    places, extents = (found[..., :-1] for found in _places(mesh, mesh.axis_names, devices))
+    places, extents = (coordinates[..., :-1] for coordinates in _places(mesh, mesh.axis_names, devices))
     rings = [closes(chip, extents, extent) for extent in extents]
-    load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
+    load = Counter(link for source, target in pairs for link in _path(places[source], places[target], extents, rings))
     return chip.ici_bandwidth / max(load.values(), default=1)
 
 

@@ -257,8 +257,8 @@ class Buffers:
         for op in program.ops:
             self._place(op)
         self.last = {
-            source: at
-            for at, op in enumerate(program.ops)
+            source: index
+            for index, op in enumerate(program.ops)
             if op.name not in FUSED or op.outs[0] in self.written
             for value in op.ins
             for source in self.sources.get(value, ())
@@ -295,7 +295,7 @@ class Buffers:
         for output, value in enumerate(op.outs):
             if op.name in FUSED and value not in self.written:
                 self.home[value] = self.home.get(op.ins[0]) if op.name in SAME_BYTES and op.ins else None
-                self.sources[value] = frozenset().union(*(self.sources.get(one, ()) for one in op.ins))
+                self.sources[value] = frozenset().union(*(self.sources.get(operand, ()) for operand in op.ins))
                 continue
             home = self.home.get(self._continued(op, output))
             if home is None or home in taken:

@@ -143,7 +143,7 @@ class Walk:
         It is run again only if values that decide what it runs are different: most ticks, and most layers, are alike.
         """
         steers = self._steering.inputs(program.jaxpr, invocation.wanted)
-        args = [value if at in steers else None for at, value in enumerate(args)]
+        args = [value if index in steers else None for index, value in enumerate(args)]
         values = tuple(None if value is None else value.tobytes() for value in args)
         key = program.jaxpr, invocation.stack, frozenset(invocation.wanted), values
         if key not in self._calls:
@@ -172,7 +172,7 @@ class Walk:
             source = equation.source_info
             stack = "/".join(filter(None, [invocation.stack, str(source.name_stack)]))
             self.total.update(self.count(equation, Origin(stack, source.traceback)))
-            inner = Invocation(stack, {at for at, out in enumerate(equation.outvars) if out in steering})
+            inner = Invocation(stack, {index for index, out in enumerate(equation.outvars) if out in steering})
             outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
@@ -199,12 +199,13 @@ class Walk:
     def _scan(self, scan: Loop, invocation: Invocation, values: list[Known]) -> list[Known]:
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
         read = self._steering.inputs(scan.body.jaxpr, invocation.wanted)
-        if all(at < scan.consts for at in read):  # every iteration is like the first
+        if all(index < scan.consts for index in read):  # every iteration is like the first
             counted, _ = self._apart(lambda: self.call(scan.body, Invocation(invocation.stack, set()), values))
             self.total.update({key: number * scan.length for key, number in counted.items()})
             return [None] * (scan.carried + made)
         inner = Invocation(
-            invocation.stack, invocation.wanted | {at - scan.consts for at in read if scan.consts <= at < split}
+            invocation.stack,
+            invocation.wanted | {index - scan.consts for index in read if scan.consts <= index < split},
         )
         carry, xs = values[scan.consts : split], values[split:]
         for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
@@ -263,22 +264,22 @@ class Steering:
 
     def _variables(self, jaxpr: Jaxpr, wanted: frozenset[int]) -> Set:
         """Variables that decide which sides of branches are taken, or the values of the `wanted` outputs."""
-        steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
+        steer = {jaxpr.outvars[index] for index in wanted if not isinstance(jaxpr.outvars[index], Literal)}
         for equation in reversed(jaxpr.eqns):
-            read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
-            steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
+            read = self._operands(equation, {index for index, out in enumerate(equation.outvars) if out in steer})
+            steer |= {equation.invars[index] for index in read if not isinstance(equation.invars[index], Literal)}
         return steer
 
     def inputs(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set[int]:
         """Indices of the inputs among them."""
         steer = self.variables(jaxpr, frozenset(wanted))
-        return {at for at, var in enumerate(jaxpr.invars) if var in steer}
+        return {index for index, var in enumerate(jaxpr.invars) if var in steer}
 
     def _operands(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
         name = equation.primitive.name
         if name == "cond":
             sides = (self.inputs(closed(branch).jaxpr, wanted) for branch in equation.params["branches"])
-            return {0} | {1 + at for side in sides for at in side}
+            return {0} | {1 + index for side in sides for index in side}
         if name == "scan":
             return self._of_loop(equation, wanted)
         if name == "while":  # its outputs are not known in any case
@@ -292,7 +293,7 @@ class Steering:
         scan = loop(equation)
         while True:
             read = self.inputs(scan.body.jaxpr, wanted)
-            more = {at - scan.consts for at in read if 0 <= at - scan.consts < scan.carried} - wanted
+            more = {index - scan.consts for index in read if 0 <= index - scan.consts < scan.carried} - wanted
             if not more:
                 return read
             wanted = wanted | more
