@@ -1,4 +1,4 @@
-"""The tables of docs/measured/faults.md: every fault names tests that are there, and both pages count them."""
+"""Tables of docs/measured/: every fault, and every line of the documents behind the project, names tests that are there."""
 
 import pathlib
 import re
@@ -7,13 +7,14 @@ TESTS = pathlib.Path(__file__).parents[1]
 DOCS = TESTS.parent / "docs"
 TEXT = (DOCS / "measured" / "faults.md").read_text()
 RULES = (DOCS / "reliability.md").read_text()
+DOCUMENTS = (DOCS / "measured" / "documents.md").read_text()
 FILES = {str(path.relative_to(TESTS)): path.read_text() for path in TESTS.rglob("test_*.py")}
 
 
-def rows():
-    """Fault and tests of every row that has three cells."""
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("|")]
-    return [(row[0], row[2]) for row in cells if len(row) == 3 and row[0] not in ("fault", "---")]
+def rows(text=TEXT, heading="fault"):
+    """First and last cell of every row that has three cells: a fault and its tests."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return [(row[0], row[2]) for row in cells if len(row) == 3 and row[0] not in (heading, "---")]
 
 
 def test_every_fault_names_a_test_or_that_of_the_row_above():
@@ -21,10 +22,16 @@ def test_every_fault_names_a_test_or_that_of_the_row_above():
         assert re.search(r"\btest_\w+|^the same$", tests), f"docs/measured/faults.md: {fault} has no test"
 
 
+def test_every_line_of_the_documents_names_a_test_or_a_section():
+    asked = rows(DOCUMENTS, "asked for")
+    assert len(asked) > 60
+    assert not [line for line, shown in asked if not re.search(r"`test_\w+`|\]\(.+\)", shown)]
+
+
 def test_every_test_that_the_catalogue_names_is_there():
     files = {path.split("/")[-1].removesuffix(".py") for path in FILES}
     found = set(re.findall(r"def (test_\w+)", "".join(FILES.values())))
-    named = re.findall(r"\b(test_\w+)(…|\b)", TEXT + RULES)
+    named = re.findall(r"\b(test_\w+)(…|\b)", TEXT + RULES + DOCUMENTS)
     assert len(named) > 100
     for name, cut in named:
         known = any(other.startswith(name) for other in found) if cut else name in found | files

@@ -66,6 +66,7 @@ BACK = ("attention/out/kernel", "mlp/down/kernel", "mlp/experts/down", "mlp/shar
 MIXED = dict(layers_of="(dense moe)*4", experts=4, shared_experts=1, d_expert=8)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("changes", "code", "mesh"),
     [
