@@ -4,8 +4,8 @@
 
 A step has 512 windows of 1024 tokens; weights and moments are in bfloat16. *Planned* is the analytic plan. *Compiled*
 needs XLA's compiler for GPUs, pip install -e '.[gpu-compiler]', and is what parallax.analysis reads from the compiled
-program (docs/gpus.md says what that rests on). Tokens a second are those of all GPUs together, SOL is the share of the
-speed of light.
+program (docs/gpus.md says what that rests on). *Gradients* is the dtype of their sums over microbatches, which in llm.q
+is bfloat16. Tokens a second are those of all GPUs together, SOL is the share of the speed of light.
 """
 
 import os
@@ -37,14 +37,14 @@ MODEL |= dict(qkv_bias=True, tied=False, rope_theta=1e6, dtype="bfloat16", kerne
 QWEN = {f"model.{key}": value for key, value in MODEL.items()}
 QWEN |= {"data.seq": 1024, "data.global_batch": 512, "fsdp.reduce": "compute"}
 QWEN |= {f"optimizer.{key}_dtype": "bfloat16" for key in ("m", "v", "weights")}
-FLOAT8 = {"model.matmul": "float8"}
-ON_ONE = {"pipeline.microbatches": 128, "pipeline.remat": "elementwise", "optimizer.states_on": "host"}
+FLOAT8, GRADIENTS = {"model.matmul": "float8"}, {"pipeline.grads_dtype": "bfloat16"}
+ON_ONE = {"pipeline.microbatches": 128, "pipeline.remat": "elementwise", "optimizer.states_on": "host"} | GRADIENTS
 ON_EIGHT = {"pipeline.microbatches": 8, "pipeline.remat": "elementwise"}
 ON_FOUR_SMALL = {"pipeline.microbatches": 16, "pipeline.remat": "layer", "optimizer.states_on": "host"}
 # All that can leave the device does; sums of gradients travel for each microbatch, so these are few.
 ON_ONE_SMALL = {"pipeline.microbatches": 32, "pipeline.remat": "layer", "optimizer.states_on": "host"}
 ON_ONE_SMALL |= {"loss.chunk_tokens": 256}
-ON_ONE_SMALL |= {"pipeline.grads_dtype": "bfloat16", "pipeline.grads_on": "host", "pipeline.residuals_on": "host"}
+ON_ONE_SMALL |= GRADIENTS | {"pipeline.grads_on": "host", "pipeline.residuals_on": "host"}
 ROWS = [
     Row("H100:1", "bf16", 13_863, 0.603, "H100x1.md", ON_ONE),
     Row("H100:1", "fp8", 19_194, 0.455, "H100x1.md", ON_ONE | FLOAT8),
@@ -69,15 +69,16 @@ def main() -> None:
     rows = SMALLEST if args.smoke else ROWS
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: there are rows 0 to {len(rows) - 1}")
-    print(
-        "| GPUs | products | llm.q: tokens/s | SOL | planned: GiB | tokens/s | SOL | compiled: GiB | tokens/s | SOL |"
-    )
-    print("|---" * 10 + "|")
+    columns = ["GPUs", "products", "gradients", "llm.q: tokens/s", "SOL"]
+    columns += [name for made in ("planned", "compiled") for name in (f"{made}: GiB", "tokens/s", "SOL")]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for at in range(len(rows)) if args.rows is None else args.rows:
         started, row = time.perf_counter(), rows[at]
         published = f"[{row.tokens_per_second:,}]({SOURCE}/{row.file}) | {row.sol:.0%}"
         figures = " | ".join(figures_of(row, compiles=not args.analytic and not args.smoke))
-        print(f"| {row.topology} | {row.dtype} | {published} | {figures} |", flush=True)
+        gradients = row.changes.get("pipeline.grads_dtype", "float32")
+        print(f"| {row.topology} | {row.dtype} | {gradients} | {published} | {figures} |", flush=True)
         print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
 

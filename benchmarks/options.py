@@ -33,6 +33,7 @@ from parallax.hardware.chips import KERNEL_EFFICIENCY
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
 INT8, FLOAT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul": "float8"}, {"model.matmul_residuals": "8bit"}
 AGAIN = {"pipeline.remat": "elementwise ffn"}
+GRADS_16 = {"pipeline.grads_dtype": "bfloat16"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "m and v bfloat16": {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"},
@@ -40,6 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights bfloat16": {"optimizer.weights_dtype": "bfloat16"},
     "m and v on the host": {"optimizer.states_on": "host"},
     "weights on the host": {"optimizer.masters_on": "host"},
+    "gradients bfloat16": GRADS_16,
+    "gradients on the host": {"pipeline.grads_on": "host"},
+    "gradients bfloat16, on the host": GRADS_16 | {"pipeline.grads_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
     "products int8": INT8,
     "products float8": FLOAT8,

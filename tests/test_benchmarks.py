@@ -37,7 +37,7 @@ RUNS = {
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
-    "llmq.py": r"\| H100:1 \| bf16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
+    "llmq.py": r"\| H100:1 \| bf16 \| bfloat16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
     "one_pass.py": r"F&B( +\d+\.\d\d){6}",

@@ -70,39 +70,35 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, with W split: the stages of ZB-V (the
     same, section 6), in an order for lockstep.
 
-    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which never collide. A rank holds at
-    most min(M, 3P/2) microbatches, including those that wait for W. For M >= P, the bubble is 2.5(P-1) in lockstep and
-    P-1 asynchronous, with times of 1 for F, B and W. ZB-V as published has no gap between a rank's first action and its
-    last: for M >= 2P-1 its bubble is 3.5(P-1) in lockstep and (P-1)/2 asynchronous, and it holds P microbatches.
+    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which never collide. W runs where
+    others are busy longer, and otherwise when more than P-1 wait on a rank. So a rank holds at most min(M, P)
+    microbatches from F to B and min(M, P/2) from B to W, and min(M, (3P-1)/2) of both. For M >= P the bubble is P-1/2
+    in lockstep, and at most P/2 asynchronous if M >= 2P, with times of 1 for F, B and W. ZB-V as published has no gap
+    between a rank's first action and its last: for M >= 2P-1 its bubble is 3.5(P-1) in lockstep and (P-1)/2
+    asynchronous, and it holds P microbatches.
     """
-    placement = (*range(ranks), *reversed(range(ranks)))
-    last = 4 * ranks - 2
-    orders = []
-    for rank in range(ranks):
-        passes = [(stage, m) for stage in (rank, 2 * ranks - 1 - rank) for m in range(microbatches)]
-        tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
-        tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in passes}
-        # Backward passes that this rank has run when the last rank begins its first one.
-        lag = sum(action.kind == "B" and tick < last for action, tick in tick_of.items())
-        orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], ACTION_KINDS.index(a.kind))), lag))
-    return Schedule("zero_bubble_v", placement, microbatches, tuple(orders))
+    return _in_a_v("zero_bubble_v", ranks, microbatches, joint=False)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV, half of DualPipe (DeepSeek-V3, section 3.2.1): stages r and 2P-1-r on rank r, and F and B of different
-    microbatches as one pass, in an order for lockstep.
+    """DualPipeV, half of DualPipe (DeepSeek-V3, section 3.2.1): zero_bubble_v with F and B of different microbatches as
+    one pass.
 
-    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-1-s, one tick later than in zero_bubble_v:
-    so a rank's F is of its one stage when its B is of its other. W runs where others are busy longer, and otherwise
-    when more than P-1 wait on a rank. So a rank holds at most min(M, P+1/2) microbatches from F to B and min(M, P/2)
-    from B to W. For M > P the bubble is P-1/2 in lockstep, and P-1 asynchronous, with times of 1 for F, B and W.
+    Each B runs one tick later than there, so that a rank's F is of its one stage when its B is of its other. So a rank
+    holds at most min(M, P+1/2) microbatches from F to B. For M > P the bubble is P-1/2 in lockstep, and P-1
+    asynchronous, with times of 1 for F, B and W.
     """
+    return _in_a_v("dualpipe_v", ranks, microbatches, joint=True)
+
+
+def _in_a_v(name: str, ranks: int, microbatches: int, *, joint: bool) -> Schedule:
+    """Down the ranks and back: of each stage an F and a B in every second tick, W where ticks have room."""
     placement = (*range(ranks), *reversed(range(ranks)))
     passes = [*itertools.product(range(2 * ranks), range(microbatches))]
     tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
-    tick_of |= {Action(stage, "B", m): 2 * m + 4 * ranks - 1 - stage for stage, m in passes}
+    tick_of |= {Action(stage, "B", m): 2 * m + 4 * ranks - 2 + joint - stage for stage, m in passes}
     orders, starts = _with_weights_in_gaps(tick_of, placement, most=ranks - 1)
-    return Schedule("dualpipe_v", placement, microbatches, orders, starts=starts, joint=True)
+    return Schedule(name, placement, microbatches, orders, starts=starts, joint=joint)
 
 
 def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Callable | None = None) -> Schedule:

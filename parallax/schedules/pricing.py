@@ -90,10 +90,8 @@ def least_held(name: str, ranks: int, microbatches: int, virtual: int = 1) -> tu
         return 1, 0
     if name == "gpipe":
         return microbatches, 0
-    if name == "zero_bubble_v":
-        return min(microbatches, ranks), min(microbatches, (ranks + 1) / 2)
-    if name == "dualpipe_v":
-        return min(microbatches, ranks + 0.5), min(microbatches, ranks / 2)
+    if name in ("zero_bubble_v", "dualpipe_v"):
+        return min(microbatches, ranks + (name == "dualpipe_v") / 2), min(microbatches, ranks / 2)
     held = (2 * (ranks - 1) + (virtual - 1) * ranks + 1) / virtual
     return min(microbatches, held), min(microbatches, ranks) if name in ZERO_BUBBLE else 0
 

@@ -98,26 +98,32 @@ def test_zero_bubble_idles_a_third_of_1f1b_and_twice_that_in_lockstep():
             assert 3 * idle(priced.asynchronous_bubble, microbatches) == pytest.approx(idle(alternating, microbatches))
 
 
-def test_the_v_idles_as_zero_bubble_does_and_a_quarter_more_in_lockstep():
+def test_the_v_idles_least_of_all_with_two_stages_on_a_rank():
     for ranks, microbatches in GRID:
         priced = figures(zero_bubble_v(ranks, microbatches), EQUAL)
         if microbatches >= ranks:
-            assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks - 1)
-            assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(2.5 * (ranks - 1))
+            assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(ranks - 0.5)
+            others = (one_f_one_b, zero_bubble, lambda *sizes: interleaved(*sizes, 2))
+            least = min(figures(build(ranks, microbatches), EQUAL).lockstep_time for build in others)
+            assert priced.lockstep_time <= least and (ranks == 2 or priced.lockstep_time < least)
+        if microbatches >= 2 * ranks:
+            assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks / 2 if ranks > 2 else 0.5)
 
 
-def test_the_v_has_its_first_and_last_stage_on_rank_0_and_holds_as_much_on_every_rank():
+def test_the_v_has_its_first_and_last_stage_on_rank_0_and_holds_at_most_three_halves_of_its_ranks():
     for ranks, microbatches in GRID:
         schedule = zero_bubble_v(ranks, microbatches)
         assert schedule.rank_of(0) == schedule.rank_of(2 * ranks - 1) == 0
         assert [schedule.placement.count(rank) for rank in range(ranks)] == [2] * ranks
-        held = figures(schedule).activations
-        assert max(held) == min(microbatches, 1.5 * ranks)
-        if microbatches <= ranks or microbatches >= 2 * ranks:
-            assert len(set(held)) == 1
+        assert max(figures(schedule).activations) <= min(microbatches, 1.5 * ranks - 0.5)
+        slots = {"FB": 2 * ranks, "FW": 3 * ranks - 1, "BW": ranks}
+        assert all(count <= min(2 * microbatches, slots[pool]) for pool, count in schedule.slots.items())
+        if microbatches >= 2 * ranks:
+            assert schedule.slots == slots
+        assert schedule.message_slots == {"F": 1, "B": 1} and schedule.exit_slots == 1
 
 
-def test_dualpipe_v_idles_least_of_all_with_two_stages_in_lockstep():
+def test_dualpipe_v_idles_as_the_v_does_in_lockstep_and_longer_asynchronous():
     for ranks, microbatches in GRID:
         schedule = dualpipe_v(ranks, microbatches)
         priced = figures(schedule, EQUAL)
@@ -128,9 +134,8 @@ def test_dualpipe_v_idles_least_of_all_with_two_stages_in_lockstep():
         if microbatches > ranks:
             assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(ranks - 0.5)
             assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks - 1)
-            others = (one_f_one_b, zero_bubble, zero_bubble_v, lambda *sizes: interleaved(*sizes, 2))
-            least = min(figures(build(ranks, microbatches), EQUAL).lockstep_time for build in others)
-            assert priced.lockstep_time <= least and (ranks == 2 or priced.lockstep_time < least)
+            apart = figures(zero_bubble_v(ranks, microbatches), EQUAL)
+            assert priced.lockstep_time == pytest.approx(apart.lockstep_time)
 
 
 def test_in_dualpipe_v_forward_and_backward_of_a_tick_are_of_the_two_stages_of_a_rank_and_of_two_microbatches():
@@ -228,10 +233,11 @@ def test_zb_v_as_published_holds_less_than_ours_and_idles_less_asynchronous_but_
             published, ours = (
                 figures(build(ranks, microbatches), EQUAL) for build in (zb_v_as_published, zero_bubble_v)
             )
-            assert published.activations == (ranks,) * ranks and max(ours.activations) == min(microbatches, 1.5 * ranks)
-            for bubble, theirs, own in (("asynchronous_bubble", 0.5, 1), ("lockstep_bubble", 3.5, 2.5)):
-                assert idle(getattr(published, bubble), microbatches) == pytest.approx(theirs * (ranks - 1))
-                assert idle(getattr(ours, bubble), microbatches) == pytest.approx(own * (ranks - 1))
+            assert published.activations == (ranks,) * ranks and max(ours.activations) <= 1.5 * ranks - 0.5
+            assert idle(published.asynchronous_bubble, microbatches) == pytest.approx((ranks - 1) / 2)
+            assert idle(ours.asynchronous_bubble, microbatches) >= idle(published.asynchronous_bubble, microbatches)
+            assert idle(published.lockstep_bubble, microbatches) == pytest.approx(3.5 * (ranks - 1))
+            assert idle(ours.lockstep_bubble, microbatches) == pytest.approx(ranks - 0.5)
 
 
 def test_zb_v_as_published_never_idles_between_a_ranks_first_action_and_its_last():
@@ -295,7 +301,7 @@ def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():
         priced = figures(build(4, 8), EQUAL)
         bubbles = priced.lockstep_bubble, priced.asynchronous_bubble
         shown.append([f"{100 * bubble:.1f} %" for bubble in bubbles] + [f"{max(priced.activations):g}"])
-    assert shown == [["23.8 %", "11.1 %", "6"], ["30.4 %", "5.9 %", "4"]]
+    assert shown == [["12.7 %", "7.7 %", "5.5"], ["30.4 %", "5.9 %", "4"]]
     page = (ROOT / "docs" / "measured" / "pipeline.md").read_text()
     for lockstep, free, held in shown:
         assert f"| {lockstep} | {free} | {held} |" in page

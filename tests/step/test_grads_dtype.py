@@ -19,6 +19,7 @@ from parallax.sharding.rounding import bits_in_layer, rounding_key
 
 MICROBATCHES, SEED, STEP = 4, 3, 5
 MODEL = dict(layers=4, attention="gqa", tied=False, microbatches=MICROBATCHES)
+EXPERTS = dict(layers_of="moe*4", experts=4, experts_per_token=2, d_expert=16)
 MESHES = {
     "one device": ((1, 1, 1), {}),
     "data": ((1, 4, 1), {}),
@@ -26,8 +27,9 @@ MESHES = {
     "all": ((2, 2, 2), dict(schedule="one_f_one_b")),
     "split": ((4, 1, 2), dict(schedule="zero_bubble", remat="none")),
     "rounds": ((2, 2, 1), dict(schedule="interleaved", virtual=2, remat="stage")),
-    "v": ((2, 1, 1), dict(schedule="zero_bubble_v")),
+    "one pass": ((2, 1, 1), dict(schedule="dualpipe_v")),
     "context": ((1, 2, 1, 1, 2), dict(context="ring")),
+    "experts": ((1, 2, 1, 1, 1, 2), EXPERTS),
 }
 # What a mesh adds in another order differs by a rounding of float32, 2**-24 of the largest summand. A sum as near as
 # that to a boundary becomes the other one of its neighbours, which are 2**-7 of it apart. Most entries of a matrix are
@@ -43,9 +45,9 @@ def batch_with_all_labels():
 
 
 @functools.cache
-def shares():
+def shares(**kinds):
     """The gradient of each microbatch alone, by parameter, [M, layers, ...]."""
-    model = build((1, 1, 1), **MODEL | {"microbatches": 1})
+    model = build((1, 1, 1), **MODEL | kinds | {"microbatches": 1})
     run, parts = jax.jit(model.loss_and_grad), []
     for rows in np.split(np.arange(16), MICROBATCHES):
         grads = run(params_of(model), {name: x[rows] for name, x in batch_with_all_labels().items()})[1]
@@ -54,10 +56,10 @@ def shares():
 
 
 @functools.cache
-def by_numpy(name):
+def by_numpy(name, **kinds):
     """The sum of a parameter's gradient, rounded after each microbatch."""
-    total = np.zeros_like(shares()[name][0])
-    for number, share in enumerate(shares()[name]):
+    total = np.zeros_like(shares(**kinds)[name][0])
+    for number, share in enumerate(shares(**kinds)[name]):
         key = jax.random.key(SEED, impl="threefry2x32")
         for part in (ROUNDING, STEP, number, np.uint32(zlib.crc32(f"gradients {name}".encode()))):
             key = jax.random.fold_in(key, part)
@@ -77,16 +79,18 @@ def gradients(mesh, **changes):
 def test_sums_in_bfloat16_are_those_of_numpy_on_every_mesh(case):
     mesh, changes = MESHES[case]
     model, grads = gradients(mesh, **changes, grads_dtype="bfloat16")
+    kinds = EXPERTS if case == "experts" else {}
     narrow = {name for name, row in named_leaves(model.plan.rows).items() if row.grads == "bfloat16"}
-    assert {name.split("/")[-1] for name in narrow} == {"kernel"} and len(narrow) == 7
+    matrices = {name.removesuffix("/kernel").rpartition("/")[2] for name in narrow}
+    assert matrices == {"q", "k", "v", "out", "gate", "up", "down"} and len(narrow) == 7
     for name, grad in grads.items():
         assert (grad.dtype == jnp.bfloat16) == (name in narrow)
         if name not in narrow:
             continue
-        found, expected = np.asarray(grad).astype(np.float32), by_numpy(name)
+        found, expected = np.asarray(grad).astype(np.float32), by_numpy(name, **kinds)
         assert (found != expected).mean() <= OTHERS
         # As far apart as roundings of all microbatches, each by at most the distance of neighbours.
-        allowed = MICROBATCHES * 2.0**-7 * np.abs(shares()[name]).sum(0)
+        allowed = MICROBATCHES * 2.0**-7 * np.abs(shares(**kinds)[name]).sum(0)
         assert (np.abs(found - expected) <= allowed).all()
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from parallax.schedules import dualpipe_v
+from parallax.schedules import dualpipe_v, zero_bubble_v
 
 TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
 FLOAT32 = 4
@@ -407,8 +407,8 @@ class Step:
             "one_f_one_b": m + 2 * (p - 1),
             "zero_bubble": m + 2 * (p - 1),
             "interleaved": v * m + (v + 1) * p - 2,
-            "zero_bubble_v": (2 * m + 5 * p - 3) * (1 if p == 2 else 2),
-            # With fewer microbatches more W are left at the end, as many as the rule of the schedule leaves.
+            # With fewer microbatches more W are left at the end, as many as the rule of the schedules leaves.
+            "zero_bubble_v": (2 * m + 4 * p - 2 if m >= p else zero_bubble_v(p, m).ticks) * (1 if p == 2 else 2),
             "dualpipe_v": (2 * m + 4 * p - 1 if m > p else dualpipe_v(p, m).ticks) * (1 if p == 2 else 2),
         }
         return 0 if p == 1 else ticks[self.schedule]
