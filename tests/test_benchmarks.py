@@ -69,7 +69,7 @@ NEED_LIBTPU = (
     "updates.py",
 )
 NEED_CUDA = ("gpus.py", "published.py")
-PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "soak.py", "step.py")
+PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
     "bare.py",
@@ -81,7 +81,6 @@ SECONDS = (
     "guard.py",
     "meshes.py",
     "plan.py",
-    "recipes.py",
     "schedules.py memory",
     "schedules.py time",
     "schedules.py flops",
@@ -153,8 +152,8 @@ def test_every_command_has_a_smallest_size(monkeypatch, capsys):
     ],
 )
 def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
-    status, out = run_here(f"{line} --smoke", monkeypatch), capsys.readouterr().out
-    assert status == 0 and has_figures(line, out), out
+    status, (out, error) = run_here(f"{line} --smoke", monkeypatch), capsys.readouterr()
+    assert status == 0 and has_figures(line, out), out + error
 
 
 def test_the_annotated_model_gathers_tables_whose_rows_several_axes_shard(monkeypatch):
