@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BFLOAT16 = {"model.dtype": "bfloat16", "model.layers": 2, "data.tokenizer": "bytes"}
 BFLOAT16 |= {"pipeline.microbatches": 1, "data.global_batch": 4, "train.eval_batches": 64}
 BESIDE_BFLOAT16 = {"bfloat16": BFLOAT16} | {name: BFLOAT16 | keys for name, keys in RECIPES.items()}
+SMALLEST = {False: ["float32", "all"], True: ["bfloat16", "float8 row"]}  # rows with --smoke, and with --recipes
 COLOURS = (
     "#222222",
     "#0072b2",
@@ -64,7 +65,7 @@ COLOURS = (
 
 
 def main() -> None:
-    parser = Arguments(description=__doc__, smallest={"steps": 2, "only": ["float32", "all"]})
+    parser = Arguments(description=__doc__, smallest={"steps": 2})
     parser.add_argument("--steps", type=whole_number, default=600)
     parser.add_argument("--recipes", action="store_true", help="rows are recipes of 8-bit products")
     parser.add_argument("--only", nargs="+", choices=OPTIONS | BESIDE_BFLOAT16, metavar="OPTION")
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file of a picture of the losses, SVG")
     args = parser.parse_args()
     curves, rows = {}, BESIDE_BFLOAT16 if args.recipes else OPTIONS
-    only = args.only or [*rows]
+    only = args.only or (SMALLEST[args.recipes] if args.smoke else [*rows])
     if unknown := [name for name in only if name not in rows]:
         parser.error(f"--only {unknown[0]!r} is a row {'without' if args.recipes else 'of'} --recipes")
     print(f"| {'recipe' if args.recipes else 'option'} | eval loss after {args.steps} steps | over {only[0]} |")

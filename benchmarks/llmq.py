@@ -102,7 +102,7 @@ def figures_of(row: Row, *, compiles: bool) -> list[str]:
         model_on_topology(settings, topology).plan.declared,
     )
     flops = flops_per_token(settings.model, declared, seq=settings.data.seq)
-    in_8_bits = flops_in_8_bits_per_token(settings.model, declared)
+    in_8_bits = flops_in_8_bits_per_token(settings.model, declared, topology.chip)
     light = light_secs(settings.model, flops - in_8_bits, in_8_bits, topology.chip) * tokens / topology.devices
 
     def shown(peak_bytes: int, secs: float) -> list[str]:

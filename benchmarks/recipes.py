@@ -2,14 +2,14 @@
 without. Or what it does to the time of an MLP, as compiled for a TPU that is not here.
 
     python benchmarks/recipes.py [--layers 16] [--width 256] [--seq 2048] [--only "nothing" "int8 row"]
-    python benchmarks/recipes.py --topology v5p:2x2x1 [--only "nothing" "int8 row"]
+    python benchmarks/recipes.py --topology v5p:2x2x1 [--tokens 8192] [--mlp 4096 11008] [--only "nothing" "int8 row"]
 
 A new model of so many layers, one row of bytes of Moby-Dick, float32 on one device: what differs is rounding.
 *Off* is the norm of the difference over the norm of the gradient without 8 bits. What recipes do to learning is in
 `python benchmarks/curves.py --recipes`, and to whole steps in rows of `benchmarks/options.py`.
 
-The MLP is that of Llama-2-7B in bfloat16, forward and backward, on 8192 tokens and one device; its kernels are rounded
-once. Times are the compiler's cycles. It needs the compiler: pip install -e '.[tpu]'.
+The MLP is gated, by default that of Llama-2-7B, in bfloat16, forward and backward, on one device; its kernels are
+rounded once. Times are the compiler's cycles. It needs the compiler: pip install -e '.[tpu]'.
 """
 
 import os
@@ -44,7 +44,7 @@ RECIPES["float4 nvfp4"] = recipe("float4", "nvfp4")
 
 
 def main() -> None:
-    smallest = {"layers": 2, "width": 64, "seq": 64, "only": ["nothing", "int8 row"]}
+    smallest = {"layers": 2, "width": 64, "seq": 64, "only": ["nothing", "int8 row"], "tokens": 256, "mlp": [256, 512]}
     parser = Arguments(description=__doc__, smallest=smallest)
     parser.add_argument("--layers", type=whole_number, default=16)
     parser.add_argument("--width", type=whole_number, default=256, help="d_model; the other sizes follow")
@@ -52,6 +52,8 @@ def main() -> None:
     rows = {"nothing": {}} | RECIPES
     parser.add_argument("--only", nargs="+", choices=rows, default=[*rows], metavar="RECIPE")
     parser.add_argument("--topology", help="of TPUs, for times")
+    parser.add_argument("--tokens", type=whole_number, default=8192, help="of the MLP whose time is read")
+    parser.add_argument("--mlp", type=whole_number, nargs=2, default=[4096, 11008], metavar=("D_MODEL", "D_FF"))
     args = parser.parse_args()
     if args.topology:
         times(args, rows)
@@ -83,12 +85,12 @@ def times(args: Any, rows: dict[str, dict[str, Any]]) -> None:
     device, first = absent_devices(args.topology)[0], None
     print(f"| recipe, on {args.topology.split(':')[0]} | MLP | times as fast |\n|---|---|---|")
     for name in args.only:
-        secs = mlp_secs(rows[name], device)
+        secs = mlp_secs(rows[name], device, args.tokens, *args.mlp)
         first = first or secs
         print(f"| {name} | {1e3 * secs:.2f} ms | {first / secs:.2f} |", flush=True)
 
 
-def mlp_secs(changes: dict[str, Any], device: Any) -> float:
+def mlp_secs(changes: dict[str, Any], device: Any, tokens: int, d_model: int, d_ff: int) -> float:
     """The time of a gated MLP with these keys of the model, forward and backward, as compiled for this device."""
     import flax.linen as nn
     import jax
@@ -107,10 +109,11 @@ def mlp_secs(changes: dict[str, Any], device: Any) -> float:
     from parallax.sharding.mesh import make_mesh
     from parallax.sharding.parameter import map_declared
 
-    model = ModelConfig(d_model=4096, d_ff=11008, dtype="bfloat16", **{k.split(".")[1]: v for k, v in changes.items()})
+    keys = {key.split(".")[1]: value for key, value in changes.items()}
+    model = ModelConfig(d_model=d_model, d_ff=d_ff, dtype="bfloat16", **keys)
     form, mesh = model.matmul_of(MLP), make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), [device])
     layer = GatedMLP(next(iter(RESIDUALS.values())), FAMILIES["column_row"], model.sizes, "bfloat16", 1.0, matmul=form)
-    shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.zeros((1, 1, 4096), "bfloat16")))["params"]
+    shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.zeros((1, 1, d_model), "bfloat16")))["params"]
     scales = map_declared(lambda leaf: leaf.spec.scales, shapes)
 
     def step(params: Any, x: Any, dy: Any) -> Any:
@@ -127,7 +130,8 @@ def mlp_secs(changes: dict[str, Any], device: Any) -> float:
 
     whole = NamedSharding(mesh, PartitionSpec())
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)  # noqa: E731
-    params, x = jax.tree.map(place, nn.meta.unbox(shapes)), place(jax.ShapeDtypeStruct((4, 2048, 4096), "bfloat16"))
+    x = jax.ShapeDtypeStruct((1, tokens, d_model), "bfloat16")
+    params, x = jax.tree.map(place, (nn.meta.unbox(shapes), x))
     local = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names))
     compiled = jax.jit(local, compiler_options=compiler_options(mesh, model.matmul)).lower(params, x, x).compile()
     return read_compiled(compiled, mesh).cycles / chip(device.device_kind).clock_hz

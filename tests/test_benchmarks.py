@@ -32,6 +32,7 @@ RUNS = {
     "experts.py --products": r"blocks +\d+\.\d\d +\d+\.\d{3}",
     "compile_time.py": r" +1 +\d+\.\d",
     "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
+    "curves.py --recipes": r"\| float8 row \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
@@ -48,6 +49,7 @@ RUNS = {
     "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
     "published.py": r"\| \[tiny_gqa\]\(nowhere\) \| 1\.00 s \| \d+\.\d{3} s \| \d+\.\d\d \|",
     "recipes.py": r"\| int8 row \|( \d+\.\d+ \|){4} \d+\.\d % \|",
+    "recipes.py --topology v5p:2x2x1": r"\| int8 row \| \d+\.\d\d ms \| \d+\.\d\d \|",
     "schedules.py memory": r"one_f_one_b +\d+\.\d / \d+\.\d .*",
     "schedules.py time": r"one_f_one_b +\d+\.\d\d +\d+\.\d\d",
     "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
@@ -57,9 +59,17 @@ RUNS = {
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
     "updates.py": r"\| float8, float8, bfloat16 \| \d+\.\d\d \|( \d\.\d{3} GiB \|){2} \d+\.\d\d, \d\.\d{3} GiB \|",
 }
-NEED_LIBTPU = ("one_pass.py", "options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py", "updates.py")
+NEED_LIBTPU = (
+    "one_pass.py",
+    "options.py",
+    "overlap.py",
+    "predictions.py --tpu",
+    "recipes.py --topology v5p:2x2x1",
+    "tpu_compile.py",
+    "updates.py",
+)
 NEED_CUDA = ("gpus.py", "published.py")
-PROCESSES = ("curves.py", "options.py --here", "soak.py", "step.py")
+PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
     "bare.py",
@@ -71,7 +81,6 @@ SECONDS = (
     "guard.py",
     "meshes.py",
     "plan.py",
-    "recipes.py",
     "schedules.py memory",
     "schedules.py time",
     "schedules.py flops",
@@ -143,8 +152,8 @@ def test_every_command_has_a_smallest_size(monkeypatch, capsys):
     ],
 )
 def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
-    status, out = run_here(f"{line} --smoke", monkeypatch), capsys.readouterr().out
-    assert status == 0 and has_figures(line, out), out
+    status, (out, error) = run_here(f"{line} --smoke", monkeypatch), capsys.readouterr()
+    assert status == 0 and has_figures(line, out), out + error
 
 
 def test_the_annotated_model_gathers_tables_whose_rows_several_axes_shard(monkeypatch):

@@ -21,6 +21,9 @@ GIB = 2**30
 # Share of its chip's peak that an attention or grouped kernel is taken to reach in a compiled step. Compilers estimate
 # no cycles for kernels, and none is measured to reach the peak.
 KERNEL_EFFICIENCY = 0.7
+# Chips whose matrix units scale blocks of 32 float8 numbers, or 16 float4: mxfp8 and nvfp4. XLA has such products for
+# them, by jax.nn.scaled_matmul.
+MICROSCALED = ("NVIDIA B200",)
 
 
 class GpuTarget(NamedTuple):
@@ -67,6 +70,11 @@ class Chip(NamedTuple):
     def unit(self) -> str:
         """What a device is: "chip" or "core"."""
         return "chip" if self.cores == 1 else "core"
+
+    @property
+    def is_microscaled(self) -> bool:
+        """Whether it multiplies microscaled blocks."""
+        return self.name in MICROSCALED
 
     def matmul_speed(self, matmul: str) -> float:
         """Speed of products in 8 bits relative to bfloat16; 1 for "compute", and for chips whose 8-bit FLOP/s are not

@@ -1,13 +1,14 @@
 """Power and temperature of this process's GPUs, from NVIDIA's management library. Other devices do not tell them."""
 
-import os
+import ctypes
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 POWER, TEMPERATURE = "perf/power_watts", "perf/temperature_celsius"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER = "libcuda.so.1"
+ADDRESS_BYTES = 32
 
 
 class Sensors:
@@ -45,14 +46,14 @@ def local_sensors() -> Sensors:
     return Sensors(nvml_reader([device.local_hardware_id for device in devices]))
 
 
-def nvml_reader(numbers: list[int], environment: Mapping[str, str] = os.environ) -> Callable[[], dict[str, float]]:
-    """A function that reads the mean power of these GPUs and the highest temperature; `numbers` count those that CUDA
-    sees. It reads nothing without the package nvidia-ml-py, or where the driver does not answer."""
+def nvml_reader(numbers: Sequence[int]) -> Callable[[], dict[str, float]]:
+    """A function that reads the mean power of these GPUs and the highest temperature; `numbers` are CUDA's. It reads
+    nothing without the package nvidia-ml-py, or where the driver does not answer."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [_handle(pynvml, number, environment) for number in numbers]
+        handles = [pynvml.nvmlDeviceGetHandleByPciBusId(bus_id) for bus_id in _bus_ids(numbers)]
     except Exception:  # also of a package with this name that is another one: a run does not need its sensors
         return dict
 
@@ -60,17 +61,23 @@ def nvml_reader(numbers: list[int], environment: Mapping[str, str] = os.environ)
         try:
             watts = [pynvml.nvmlDeviceGetPowerUsage(handle) / 1000 for handle in handles]
             celsius = [pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) for handle in handles]
-        except Exception:  # a part of a GPU, say, has neither
+        except Exception:  # not every GPU tells both
             return {}
         return {POWER: statistics.fmean(watts), TEMPERATURE: float(max(celsius))}
 
     return read
 
 
-def _handle(pynvml: Any, number: int, environment: Mapping[str, str]) -> Any:
-    """NVML's handle of a GPU that CUDA counts: NVML counts all of the machine."""
-    visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
-    name = visible[number] if visible else str(number)
-    if name.isdecimal():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
-    return pynvml.nvmlDeviceGetHandleByUUID(name)
+def _bus_ids(numbers: Sequence[int]) -> list[bytes]:
+    """The PCI addresses of these GPUs. CUDA's driver counts the fastest first, and only those that CUDA_VISIBLE_DEVICES
+    names; NVML counts all of the machine by their slots."""
+    driver = ctypes.CDLL(DRIVER)
+    return [_bus_id(driver, number) for number in numbers]
+
+
+def _bus_id(driver: Any, number: int) -> bytes:
+    device, address = ctypes.c_int(), ctypes.create_string_buffer(ADDRESS_BYTES)
+    initialized, got = driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), number)
+    if initialized or got or driver.cuDeviceGetPCIBusId(address, ADDRESS_BYTES, device):
+        raise OSError(f"CUDA's driver does not tell the address of GPU {number}")
+    return address.value

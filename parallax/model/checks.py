@@ -214,8 +214,9 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
 
 
 def device_of(mesh: Any) -> Any:
-    """A device of a mesh, None if it is abstract and for devices of no kind."""
-    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    """A device of a mesh, None if it is abstract and for accelerators."""
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    return device if device is not None and device.platform else None
 
 
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:

@@ -61,7 +61,8 @@ class Dense(nn.Module):
         initial = nn.initializers.normal(self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5)
         zeros, scales = nn.initializers.zeros, scales_of(self.matmul) if self.matmul != COMPUTE else ""
         self.amax = None
-        of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs), scales=scales)
+        of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs))
+        of_weight |= dict(products=self.matmul, scales=scales)
         self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, **of_weight)
         if scales and product_of(self.matmul).scales == DELAYED:
             self.amax = parameter(self, scales, AMAX_LAYOUT, self.sizes, zeros, role="maxima", part=self.part)

@@ -56,7 +56,7 @@ from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import WITHIN_STAGE
-from parallax.sharding.platform import platform_traced
+from parallax.sharding.platform import multiplies_microscaled, platform_traced
 
 MEASURED = "measured"
 AMAX, AMAX_LAYOUT = "amax", "operands"  # a parameter's name, and its layout
@@ -512,7 +512,7 @@ def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
         return jnp.einsum(letters, x.values, w.values)
     operands, result = letters.split("->")
     pairs = [*zip((x, w), operands.split(","))]
-    if platform_traced() == "gpu" and all(is_microscaled(operand, names, result) for operand, names in pairs):
+    if multiplies_microscaled() and all(is_microscaled(operand, names, result) for operand, names in pairs):
         return microscaled(letters, x, w, dtype)
     if not all(leaves_sum(operand, names, result) for operand, names in pairs):
         return jnp.einsum(letters, x.unrounded(dtype).values, w.unrounded(dtype).values)

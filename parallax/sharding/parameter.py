@@ -13,6 +13,7 @@ from flax import struct
 from flax.errors import ScopeParamShapeError
 from jax import Array
 
+from parallax.config.sections import COMPUTE
 from parallax.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
 from parallax.sharding.layout import Layout
@@ -43,14 +44,16 @@ class Role(enum.StrEnum):
 class ParameterSpec:
     """What a parameter is: what it does, and to which part of the model it belongs.
 
-    `inputs` are the dims that the product with a weight contracts, `scales` is the name of the parameter, in the same
-    module, with the scales of a weight's 8-bit product; their word, as "current", if no parameter has them.
+    `inputs` are the dims that the product with a weight contracts. `products` is the form of these products, see
+    parallax/model/products.py. `scales` is the name of the parameter, in the same module, with the scales of 8-bit
+    products; their word, as "current", if no parameter has them.
     """
 
     role: Role
     part: str = ""  # of a layer, as "attention"; outside of layers "embedding" or "head"
     stack: str = ""  # the layers among which it is stacked, as "blocks" or "blocks/moe"; "" outside of layers
     inputs: tuple[str, ...] = ()
+    products: str = COMPUTE
     scales: str = ""
     frozen: bool = False  # named by optimizer.frozen; statistics are taken all the same
 
@@ -111,6 +114,7 @@ def parameter(
     part: str = "",
     at_rest: str = "",
     inputs: str = "",
+    products: str = COMPUTE,
     scales: str = "",
 ) -> Array:
     """Declare a float32 parameter of `module`: the whole array outside shard_map, this device's piece inside.
@@ -130,7 +134,7 @@ def parameter(
         return value
     check_choice(f"the role of {'/'.join((*module.path, name))}", role, [*map(str, Role)])
     contracted = tuple(inputs.split() or parsed.names[:1]) if role == Role.WEIGHT else ()
-    spec = ParameterSpec(Role(role), part, inputs=contracted, scales=scales)
+    spec = ParameterSpec(Role(role), part, inputs=contracted, products=products, scales=scales)
     return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest, spec))
 
 

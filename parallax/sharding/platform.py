@@ -2,6 +2,8 @@
 
 import jax
 
+from parallax.hardware.chips import MICROSCALED
+
 
 def platform_traced() -> str:
     """Platform for which a program is being traced, as "cpu"; "" for an abstract mesh, which is for accelerators."""
@@ -9,3 +11,10 @@ def platform_traced() -> str:
     if mesh.abstract_device is not None:
         return mesh.abstract_device.platform
     return jax.default_backend() if mesh.empty else ""
+
+
+def multiplies_microscaled() -> bool:
+    """Whether the program being traced multiplies microscaled blocks as such: on GPUs, where XLA has a product of them,
+    which is in the compute dtype on most; and on an abstract mesh that is for a chip with such units."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return platform_traced() == "gpu" or (device is not None and device.device_kind in MICROSCALED)

@@ -61,7 +61,7 @@ def step_costs(parts: RunComponents) -> StepCosts:
     light = None
     with contextlib.suppress(ConfigError):  # an unknown chip, as a CPU
         known = chip(jax.devices()[0].device_kind)
-        in_8_bits = flops_in_8_bits_per_token(settings.model, model.plan.declared)
+        in_8_bits = flops_in_8_bits_per_token(settings.model, model.plan.declared, known)
         light = light_secs(settings.model, flops - in_8_bits, in_8_bits, known) / jax.device_count()
     return StepCosts(flops, *peak_flops(settings.model.dtype), needs, light)
 

@@ -64,6 +64,7 @@ from parallax.analysis.planned.step_time import (
 from parallax.analysis.planned.sweep import Cache, LeastWork, Sweep, draw, front, price
 from parallax.analysis.planned.topology import GET_CUDA, devices_of, read_topology
 from parallax.analysis.traced.collectives import Sent, collectives
+from parallax.analysis.traced.flops import flops_in_8_bits_per_token
 from parallax.analysis.traced.memory import predicted_memory
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.cli import plan as command
@@ -449,6 +450,23 @@ def test_scales_without_products_of_their_own_are_warned_of():
     for name, scales in (("H100", "mxfp8"), ("B200", "block"), ("v7x", "block")):
         _, warned = lines(name, matmul_scales=scales)
         assert warned.startswith(f"warning: model.matmul_scales='{scales}' rounds as it says, but ")
+
+
+@pytest.mark.parametrize("name", ["B200", "H100"])
+@pytest.mark.parametrize("form", [("float8", "mxfp8", "8bit"), ("float4", "nvfp4", "compute")])
+def test_blocks_are_priced_as_the_chip_multiplies_them(form, name):
+    """On B200 in their 8 or 4 bits, as the compiled program has them; elsewhere in bfloat16."""
+    alone = read_topology(f"{name}:1")
+    keys = dict(zip(("model_matmul", "model_matmul_scales", "model_matmul_weight_gradients"), form))
+    sizes = dict(model_d_model=64, model_d_head=64, data_seq=64)  # no sum has a single block
+    settings = tiny(**keys, **sizes, model_dtype="bfloat16", pipeline_remat="none", mesh_dp=1)
+    model, tokens = model_on_topology(settings, alone), settings.data.global_batch * settings.data.seq
+    found = Counter()
+    for product in traced_work(model, settings).products:
+        found[product.matmul] += product.flops * product.count
+    in_few_bits = tokens * flops_in_8_bits_per_token(model.config, model.plan.declared, alone.chip)
+    assert found[form[0]] == in_few_bits and (in_few_bits > 0) == (name == "B200")
+    assert {*found} == {"compute", *[form[0]] * (name == "B200")}  # attention and the head, too
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Power and temperature come from the driver in the background, or not at all."""
 
+import ctypes
 import sys
 import threading
 from types import SimpleNamespace
@@ -14,24 +15,19 @@ from parallax.training.run import train
 
 
 class Nvml:
-    """A machine with GPUs of these milliwatts and degrees, as the package pynvml shows it."""
+    """A machine with GPUs of these milliwatts and degrees in its slots, as the package pynvml shows it."""
 
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self, *gpus):
-        self.gpus, self.asked = gpus, []
+        self.gpus = dict(zip(SLOTS, gpus))
 
     def nvmlInit(self):
         if not self.gpus:
             raise RuntimeError("NVML Shared Library Not Found")
 
-    def nvmlDeviceGetHandleByIndex(self, number):
-        self.asked.append(number)
-        return self.gpus[number]
-
-    def nvmlDeviceGetHandleByUUID(self, name):
-        self.asked.append(name)
-        return self.gpus[0]
+    def nvmlDeviceGetHandleByPciBusId(self, address):
+        return self.gpus[address]
 
     def nvmlDeviceGetPowerUsage(self, gpu):
         return gpu[0]
@@ -43,26 +39,61 @@ class Nvml:
         return gpu[1]
 
 
+SLOTS = (b"0000:0A:00.0", b"0000:0B:00.0", b"0000:C0:00.0", b"0000:C1:00.0")
+
+
+class Cuda:
+    """CUDA's driver where a process sees the GPUs of these slots, in this order."""
+
+    def __init__(self, *slots):
+        self.slots, self.is_initialized = slots, False
+
+    def cuInit(self, flags):
+        self.is_initialized = flags == 0
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        if not self.is_initialized or number >= len(self.slots):
+            return 101  # CUDA_ERROR_INVALID_DEVICE
+        device._obj.value = 7 + number  # a handle is no number
+        return 0
+
+    def cuDeviceGetPCIBusId(self, address, size, device):
+        written = SLOTS[self.slots[device.value - 7]]
+        assert size == len(address) > len(written)
+        address.value = written
+        return 0
+
+
 @pytest.mark.parametrize(
-    ("visible", "numbers", "asked", "values"),
+    ("slots", "numbers", "values"),
     [
-        (None, [0, 1], [0, 1], {POWER: 450.0, TEMPERATURE: 71.0}),
-        ("2,0", [0], [2], {POWER: 700.0, TEMPERATURE: 80.0}),
-        ("GPU-8932f937", [0], ["GPU-8932f937"], {POWER: 400.0, TEMPERATURE: 60.0}),
-        ("3", [0], [3], {}),  # a GPU that does not tell
-        ("9", [0], [9], {}),  # none
+        ([0, 1, 2, 3], [0, 1], {POWER: 450.0, TEMPERATURE: 71.0}),
+        ([2, 0, 1, 3], [0], {POWER: 700.0, TEMPERATURE: 80.0}),  # the fastest first
+        ([2, 0], [1], {POWER: 400.0, TEMPERATURE: 60.0}),  # CUDA_VISIBLE_DEVICES="2,0"
+        ([3], [0], {}),  # a GPU that does not tell
+        ([2], [1], {}),  # none
     ],
 )
-def test_readings_are_of_the_gpus_that_this_process_sees(monkeypatch, visible, numbers, asked, values):
-    nvml = Nvml((400_000, 60), (500_000, 71), (700_000, 80), (1, None))
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert nvml_reader(numbers, environment)() == values and nvml.asked == asked
+def test_readings_are_of_the_gpus_that_this_process_sees(monkeypatch, slots, numbers, values):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml((400_000, 60), (500_000, 71), (700_000, 80), (1, None)))
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": Cuda(*slots)}.__getitem__)
+    assert nvml_reader(numbers)() == values
 
 
 @pytest.mark.parametrize("package", [None, Nvml(), SimpleNamespace()], ids=["none", "no driver", "another one"])
 def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch, package):
     monkeypatch.setitem(sys.modules, "pynvml", package)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Cuda(0))
+    assert nvml_reader([0])() == {}
+
+
+def test_without_cudas_driver_nothing_is_read(monkeypatch):
+    def load(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml((400_000, 60)))
+    monkeypatch.setattr(ctypes, "CDLL", load)
     assert nvml_reader([0])() == {}
 
 

@@ -419,7 +419,7 @@ def test_blocks_are_given_to_the_product_that_b200_has(form, width, dtypes, call
         shapes, found = [], []
         _, x, w, dy = wide_operands(pattern)
         for platform in ("cpu", "gpu"):
-            monkeypatch.setattr(products, "platform_traced", lambda platform=platform: platform)
+            monkeypatch.setattr(products, "multiplies_microscaled", lambda platform=platform: platform == "gpu")
             found.append(in_form(form, pattern)(x, w, dy))
         assert len(shapes) == calls
         for one, other in zip(*found):

@@ -1,5 +1,6 @@
 """The numbers on the line of a step, and what they are a share of."""
 
+import dataclasses
 import math
 import re
 
@@ -9,7 +10,7 @@ from support.tiny_model import build
 
 from parallax.analysis.planned.devices import light_secs, measure_matmul, most_memory, peak_flops
 from parallax.analysis.traced.flops import flops_in_8_bits_per_token, flops_per_token
-from parallax.hardware.chips import CHIPS
+from parallax.hardware.chips import CHIPS, chip
 from parallax.hardware.sensors import POWER, TEMPERATURE
 from parallax.training.meter import Meter
 
@@ -114,14 +115,42 @@ def test_the_speed_of_light_has_the_peak_of_each_products_dtype():
     for parts, kernels in (("attention mlp", 8 * (32 * 8 * (8 + 4 + 4 + 8) + 3 * 32 * 64)), ("mlp", 8 * 3 * 32 * 64)):
         model = build((1, 1, 1), **sizes, matmul_parts=parts)
         flops = flops_per_token(model.config, model.plan.declared, seq=16)
-        in_8_bits = flops_in_8_bits_per_token(model.config, model.plan.declared)
+        in_8_bits = flops_in_8_bits_per_token(model.config, model.plan.declared, h100)
         assert in_8_bits == 4 * kernels  # forward and the input's gradient
         secs = light_secs(model.config, flops - in_8_bits, in_8_bits, h100)
         assert secs == pytest.approx((flops - in_8_bits) / 989e12 + in_8_bits / 1979e12)
+    # The data sheet's 9e15 FLOP/s in 4 bits, where it has them.
+    of_float4 = dataclasses.replace(model.config, matmul="float4", matmul_scales="nvfp4")
+    assert light_secs(of_float4, 2250e12, 9000e12, CHIPS["NVIDIA B200"]) == 2
     plain = build((1, 1, 1), **sizes | {"matmul": "compute"})
-    assert flops_in_8_bits_per_token(plain.config, plain.plan.declared) == 0
+    assert flops_in_8_bits_per_token(plain.config, plain.plan.declared, h100) == 0
     # On a chip without 8-bit products they have the peak of bfloat16.
     assert light_secs(model.config, 0, 1e12, CHIPS["NVIDIA A100"]) == 1e12 / 312e12
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "per_layer"),
+    [
+        # A layer's weights: 4096 of query, key and value, from 32 to heads of 8; 2048 of attention's output, back; 6144
+        # of the MLP, between 32 and 64. Each product has 2 FLOPs for a weight.
+        ("float8 row", "H100", 4 * (4096 + 2048 + 6144)),
+        ("float8 row 8bit", "H100", 6 * (4096 + 2048 + 6144)),
+        ("int8 delayed 8bit", "v5p", 6 * (4096 + 2048 + 6144)),
+        ("int8 block", "H100", 0),
+        ("int8 block 8bit", "H100", 2 * (4096 + 2048 + 6144)),  # with scales of columns
+        ("float8 mxfp8 8bit", "H100", 0),
+        # Heads of 8 are no block of 32: two of the products are computed in bfloat16.
+        ("float8 mxfp8", "B200", 2 * (4096 + 2048 + 2 * 6144)),
+        ("float8 mxfp8 8bit", "B200", 4 * (4096 + 2048) + 6 * 6144),
+        ("float4 nvfp4", "B200", 2 * (4096 + 6144)),
+        ("float4 nvfp4", "H100", 0),
+    ],
+)
+def test_flops_in_8_bits_are_those_of_products_that_the_chip_has(form, name, per_layer):
+    matmul, scales, gradients = f"{form} compute".split()[:3]
+    keys = dict(matmul=matmul, matmul_scales=scales, matmul_weight_gradients=gradients)
+    model = build((1, 1, 1), attention="gqa", dtype="bfloat16", layers=8, **keys)
+    assert flops_in_8_bits_per_token(model.config, model.plan.declared, chip(name)) == 8 * per_layer
 
 
 def test_the_share_of_the_speed_of_light_stands_beside_mfu_where_it_is_another_number():

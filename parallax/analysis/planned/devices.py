@@ -100,7 +100,7 @@ def peak_flops(dtype: str) -> tuple[float | None, str]:
 
 def light_secs(model: ModelConfig, flops: float, flops_in_8_bits: float, known: Chip) -> float:
     """Seconds that one such chip needs at the speed of light: for the model's products alone, each at the peak that the
-    data sheet has for the dtype in which it is computed.
+    data sheet has for the dtype in which it is computed: 8 bits, or 4, those of `flops_in_8_bits`.
 
     >>> h100 = chip("H100")
     >>> round(light_secs(ModelConfig(dtype="bfloat16", matmul="float8"), 989e12, 1979e12, h100), 3)
@@ -162,7 +162,7 @@ def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
     scales = f", with {model.matmul_scales} scales" * (model.matmul_scales != DELAYED)
     too = ", weights' gradients, too" * (model.matmul_weight_gradients != "compute")
     yield f"products of {' and '.join(model.products_in_8_bits)} in {model.matmul}{scales}{too}{saved}"
-    if model.matmul_scales == BLOCK_SCALES or (model.matmul_scales in (MXFP8, NVFP4) and known.name != "NVIDIA B200"):
+    if model.matmul_scales == BLOCK_SCALES or (model.matmul_scales in (MXFP8, NVFP4) and not known.is_microscaled):
         yield (
             f"warning: model.matmul_scales={model.matmul_scales!r} rounds as it says, but {known.name} has no such "
             f"products: they are computed in {model.dtype}, no faster; use matmul_scales='row', of int8 or float8"

@@ -204,7 +204,7 @@ def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
             f"model.kernel={kernel!r} is interpreted on {chip.platform.upper()}s, so no plan knows its speed; "
             "use kernel='xla', or --topology for chips that have it."
         )
-    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
+    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0, chip=chip.name)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     abstract_state(model, optimizer_of(model))  # for its checks

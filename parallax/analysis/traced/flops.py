@@ -12,20 +12,33 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.traced.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import ATTENTION, AXES, EMBEDDING, EXPERTS, HEAD, MLP, ModelConfig
+from parallax.config.sections import (
+    ATTENTION,
+    AXES,
+    BLOCK_SCALES,
+    COMPUTE,
+    EIGHT_BITS,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    MLP,
+    ModelConfig,
+)
+from parallax.hardware.chips import Chip
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, WHOLE
 from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops
+from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.parameter import Role, declared_leaves
+from parallax.sharding.parameter import Declared, Role, declared_leaves
 
 NORMS = "norms"
 COMPONENTS = (EMBEDDING, ATTENTION, MLP, NORMS, HEAD)  # in this order, before other parts of layers
 # For a weight and token: forward and the gradient of the activations take 2 FLOPs each, and that of the weight 2.
-FLOPS_PER_WEIGHT, FLOPS_PER_GRADIENT = 4, 2
+FLOPS_PER_WEIGHT, FLOPS_PER_GRADIENT, FLOPS_PER_PRODUCT = 4, 2, 2
 
 
 def parameters_by_component(declared: Any, *, trained: bool = False) -> dict[str, int]:
@@ -94,14 +107,31 @@ def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     return layers + flops_per_head_weight(declared) * head + scores_flops(model, seq)
 
 
-def flops_in_8_bits_per_token(model: ModelConfig, declared: Any) -> int:
-    """The part of `flops_per_token` that is computed in 8 bits: the products of kernels with scales and the gradients
-    of their inputs, but not those of the kernels."""
+def flops_in_8_bits_per_token(model: ModelConfig, declared: Any, chip: Chip) -> int:
+    """The part of `flops_per_token` that this chip computes in 8 bits, or 4: see `products_in_8_bits`."""
     counts: Counter = Counter()
     for leaf in declared_leaves(declared):
-        if leaf.spec.scales:
-            counts[leaf.spec.part] += math.prod(leaf.value.shape)
-    return FLOPS_PER_WEIGHT * sum(active_parameters(model, counts).values())
+        counts[leaf.spec.part] += FLOPS_PER_PRODUCT * products_in_8_bits(leaf, chip) * math.prod(leaf.value.shape)
+    return sum(active_parameters(model, counts).values())
+
+
+def products_in_8_bits(kernel: Declared, chip: Chip) -> int:
+    """How many of a kernel's three products, forward and for the gradients of input and kernel, this chip computes in
+    the 8 bits to which they are rounded, and not in the compute dtype."""
+    spec = kernel.spec
+    if spec.role != Role.WEIGHT or spec.products == COMPUTE:
+        return 0
+    product, sizes = product_of(spec.products), dict(zip(kernel.layout.names, kernel.value.shape))
+    width, of_experts = WIDEST_BLOCKS.get(product.scales, 1), spec.part == EXPERTS
+    has_units = width == 1 or (product.scales != BLOCK_SCALES and chip.is_microscaled and not of_experts)
+    outputs = [name for name in sizes if name not in spec.inputs]
+    count = sum(
+        bool(kind) and has_units and sizes[summed[-1]] % width == 0
+        for kind, summed in ((product.operand, spec.inputs), (product.gradient, outputs))
+    )
+    if product.weight_gradients == EIGHT_BITS and spec.is_trained and not of_experts:
+        count += has_units or product.scales == BLOCK_SCALES  # then scales are of columns
+    return count
 
 
 def scores_flops(model: ModelConfig, seq: int) -> int:

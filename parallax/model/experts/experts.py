@@ -93,7 +93,7 @@ class Experts(nn.Module):
     def _kernel(self, name: str, layout: str, deviation: float, inputs: str = "d_model") -> Array:
         init = nn.initializers.normal(deviation)
         scales = scales_of(self.matmul, _scales_of(name)) if self.matmul != COMPUTE else ""
-        what = dict(role="weight", part=EXPERTS, inputs=inputs, scales=scales)
+        what = dict(role="weight", part=EXPERTS, inputs=inputs, products=self.matmul, scales=scales)
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
 
