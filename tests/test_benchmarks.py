@@ -165,6 +165,17 @@ def test_the_annotated_model_gathers_tables_whose_rows_several_axes_shard(monkey
         assert whole.dtype == "bfloat16"
 
 
+def test_the_annotated_model_replaces_nothing_but_the_gradients(monkeypatch):
+    """Its own layout of the residual stream once stood in place of the one that layers read to make the first state."""
+    monkeypatch.syspath_prepend(FOLDER)
+    from gspmd_model import Annotated
+
+    from parallax.pipeline import ShardedModel
+
+    replaced = {name for name in vars(Annotated) if not name.startswith("__") and hasattr(ShardedModel, name)}
+    assert replaced == {"loss_grads_and_statistics"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("line", (*NEED_LIBTPU, *NEED_CUDA, *PROCESSES))
