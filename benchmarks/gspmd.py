@@ -54,7 +54,9 @@ def main() -> None:
     where.add_argument("--topology", default="v5e:4x4")
     where.add_argument("--here", action="store_true", help="take steps on this machine's devices")
     parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
-    parser.add_argument("--rows", nargs="+", type=int, default=range(len(ROWS)), choices=range(len(ROWS)))
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=range(len(ROWS)), choices=range(len(ROWS)), help="compiled"
+    )
     parser.add_argument("--rounds", type=whole_number, default=6, help="steps of each side, with --here")
     args = parser.parse_args()
     if args.here:

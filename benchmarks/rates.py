@@ -45,8 +45,9 @@ def main() -> None:
     import jax
 
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    for part in args.only:
-        for line in globals()[part](args):
+    lines_of = {part.__name__: part for part in (products, joined, grouped, copies, operations)}
+    for name in args.only:
+        for line in lines_of[name](args):
             print(line, flush=True)
 
 
@@ -85,14 +86,14 @@ def joined(args: argparse.Namespace) -> Iterator[str]:
     yield table("products", "tokens", "input", "outputs", "apart", "joined", "times as fast")
     for name, sizes in JOINED.items():
         for width, widths in [(64, (64,) * len(sizes[0][1]))] if args.smoke else sizes:
-            for tokens in {args.tokens // 2: 0, args.tokens: 0}:
+            for tokens in (args.tokens // 2, args.tokens):
                 x, dy = random(tokens, width), tuple(random(tokens, out, seed=1) for out in widths)
                 kernels = tuple(width**-0.5 * random(width, out, dtype="float32", seed=2) for out in widths)
                 then = gated if name == "gate, up" else tuple
                 dy = dy[0] if name == "gate, up" else dy
                 runs = [jax.jit(partial(forward_and_back, form, then)) for form in (apart, at_once)]
                 secs = [median_secs(run, args.rounds, x, kernels, dy) for run in runs]
-                times = " | ".join(f"{1e6 * own:.0f} us" for own in secs)
+                times = " | ".join(f"{1e6 * taken:.0f} us" for taken in secs)
                 shown = " + ".join(map(str, widths))
                 yield f"| {name} | {tokens} | {width} | {shown} | {times} | {secs[0] / secs[1]:.2f} |"
 
@@ -185,11 +186,11 @@ def operations(args: argparse.Namespace) -> Iterator[str]:
     from jax import lax
 
     x, times = random(NUMBERS, dtype="float32"), 20 if args.smoke else OPERATIONS
-    one = jax.jit(lambda x: x + 1)
+    add = jax.jit(lambda x: x + 1)
 
     def programs(x: Any) -> Any:
         for _ in range(times):
-            x = one(x)
+            x = add(x)
         return x
 
     @jax.jit
