@@ -1,11 +1,10 @@
 """Attention kernels for packed documents on this machine's device: time and TFLOP/s, forward and backward.
 
-    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--products]
+    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768]
 
 Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. TFLOP/s
 are of the products of the scores below the diagonal, as if a window were one document; the backward pass has 2.5 times
-those of the forward pass. A kernel that refuses the windows says why. `--products` measures matrix products of --tokens
-rows by dtype in place of attention.
+those of the forward pass. A kernel that refuses the windows says why.
 """
 
 import argparse
@@ -22,8 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments import Arguments, run_benchmark, whole_number
 
 SMALLEST = {"tokens": 256, "seqs": [128], "heads": 2, "width": 16, "document": 64, "rounds": 2}
-SHAPES = (2048, 8192), (4096, 16_384), (8192, 28_672)  # d_model and d_ff of the products
-DTYPES = "bfloat16", "float8_e4m3fn", "int8"
 CALLS = 3  # between two readings of the clock
 
 
@@ -35,12 +32,11 @@ def main() -> None:
     parser.add_argument("--width", type=whole_number, default=128, help="of a head")
     parser.add_argument("--document", type=whole_number, default=512, help="tokens of a document")
     parser.add_argument("--rounds", type=whole_number, default=8)
-    parser.add_argument("--products", action="store_true", help="matrix products in place of attention")
     args = parser.parse_args()
     import jax
 
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    for line in products(args) if args.products else attention(args):
+    for line in attention(args):
         print(line, flush=True)
 
 
@@ -102,24 +98,6 @@ def gradients(attend: Callable, q: Any, k: Any, v: Any, dy: Any) -> Any:
     import jax
 
     return jax.vjp(attend, q, k, v)[1](dy)
-
-
-def products(args: argparse.Namespace) -> Iterator[str]:
-    """Lines of the table of products, by shape and dtype."""
-    import jax
-    import jax.numpy as jnp
-
-    yield "| product | dtype | time | TFLOP/s |\n|---|---|---|---|"
-    for d_model, d_ff in [(64, 256)] if args.smoke else SHAPES:
-        for dtype in DTYPES:
-            x = jax.random.normal(jax.random.key(0), (args.tokens, d_model)).astype(dtype)
-            w = jax.random.normal(jax.random.key(1), (d_model, d_ff)).astype(dtype)
-            summed = jnp.int32 if dtype == "int8" else jnp.bfloat16
-            options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
-            product = jax.jit(partial(jnp.matmul, preferred_element_type=summed), compiler_options=options)
-            secs = median_secs(product, args.rounds, x, w)
-            rate = 2 * args.tokens * d_model * d_ff / secs / 1e12
-            yield f"| {args.tokens} x {d_model} x {d_ff} | {dtype} | {1e6 * secs:.0f} us | {rate:.0f} |"
 
 
 def median_secs(run: Callable, rounds: int, *arrays: Any) -> float:

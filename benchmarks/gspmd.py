@@ -1,18 +1,22 @@
 """Parallax's training step compared with the same model under `jit` with sharding annotations, compiled for TPUs.
 
     python benchmarks/gspmd.py [--config llama_1b_16] [--topology v5e:4x4] [--set mesh.dp=8 mesh.tp=2] [--rows 0 1]
+    python benchmarks/gspmd.py --here [--config gpu_80gb] [--set data.global_batch=32] [--rounds 6]
 
-Needs the TPU compiler: pip install -e '.[tpu]'; no TPU. State, batch, optimizer and guard are the same, the compiler's
-options too but where a row says otherwise, and both steps are priced alike, by parallax.analysis. The annotated model,
-benchmarks/gspmd_model.py, is plain jnp; XLA (GSPMD) makes its collectives. *GiB* are arguments and temporaries of a
-chip; *step*, *compute*, *kernels* and *waits* are milliseconds. Of collectives: calls and GiB that a chip sends in a
-step, and the share of these that is asynchronous, with compute between start and done. The last line compares the
-step times of Parallax and of the fastest annotated row. `--smoke` compiles for no slice: one step of each side on 8
-simulated devices, whose losses and gradients must be the same.
+With --here both take steps on this machine's devices, in turns; times are medians, and the first two steps are not
+counted. Otherwise it needs the TPU compiler: pip install -e '.[tpu]'; no TPU. State, batch, optimizer and guard are the
+same, the compiler's options too but where a row says otherwise, and both steps are priced alike, by parallax.analysis.
+The annotated model, benchmarks/gspmd_model.py, is plain jnp; XLA (GSPMD) makes its collectives. *GiB* are arguments and
+temporaries of a chip; *step*, *compute*, *kernels* and *waits* are milliseconds. Of collectives: calls and GiB that a
+chip sends in a step, and the share of these that is asynchronous, with compute between start and done. The last line
+compares the step times of Parallax and of the fastest annotated row. `--smoke` compiles for no slice: one step of each
+side on 8 simulated devices, whose losses and gradients must be the same.
 """
 
+import argparse
 import contextlib
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -20,12 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, absent_devices, config_with, run_benchmark, setting
+from arguments import Arguments, absent_devices, config_with, run_benchmark, setting, whole_number
 
 
 class Row(NamedTuple):
@@ -39,6 +40,7 @@ ROWS = [
     Row("gspmd", True),
     Row("gspmd, XLA's defaults", True, options=False),
 ]
+CONFIGS = ["llama_1b_16", "llama2_7b_64", "gpu_80gb", "tiny_gqa"]
 COLUMNS = ("step", "compute", "kernels", "waits", "MFU", "GiB")
 CALLS = ("axes", "collective", "calls", "GiB sent", "beside compute")
 SMOKE = {"mesh.dp": 4, "mesh.tp": 2, "mesh.simulate": 8, "pipeline.microbatches": 2, "pipeline.remat": "elementwise"}
@@ -46,12 +48,23 @@ TOLERANCE = 1e-5  # float32, added up in another order
 
 
 def main() -> None:
-    parser = Arguments(description=__doc__)
-    parser.add_argument("--config", default="llama_1b_16", choices=["llama_1b_16", "llama2_7b_64", "tiny_gqa"])
-    parser.add_argument("--topology", default="v5e:4x4")
+    parser = Arguments(description=__doc__, smallest={"rounds": 2})
+    parser.add_argument("--config", default="llama_1b_16", choices=CONFIGS)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--topology", default="v5e:4x4")
+    where.add_argument("--here", action="store_true", help="take steps on this machine's devices")
     parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
-    parser.add_argument("--rows", nargs="+", type=int, default=range(len(ROWS)), choices=range(len(ROWS)))
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=range(len(ROWS)), choices=range(len(ROWS)), help="compiled"
+    )
+    parser.add_argument("--rounds", type=whole_number, default=6, help="steps of each side, with --here")
     args = parser.parse_args()
+    if args.here:
+        take_turns(args)
+        return
+    # Before JAX is imported, so that it neither initialises devices nor queries the network for a TPU.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if args.smoke:
         compare_numbers()
         return
@@ -76,6 +89,39 @@ def main() -> None:
     secs = {side: [times.total_secs for row, _, times in found if row.annotated == side] for side in (False, True)}
     if all(secs.values()):
         print(f"\ngspmd/ours {min(secs[True]) / min(secs[False]):.3f}")
+
+
+def take_turns(args: argparse.Namespace) -> None:
+    """Print the time of a step of each side on the devices that are here, its memory, and the last loss."""
+    import jax
+
+    import parallax as px
+    from parallax.cli.firstrun import counting_batch, shortened
+
+    config = config_with("tiny_gqa" if args.smoke else args.config, dict(args.set))
+    if config.mesh.simulate:
+        px.simulate_devices(config.mesh.simulate)
+    settings = shortened(px.read_settings(config.to_dict()), 2 + args.rounds)
+    mesh, shape = px.make_mesh(settings.mesh), (settings.data.global_batch, settings.data.seq)
+    steps, states, batch = {}, {}, None
+    for row in ROWS[:2]:
+        step = step_of(row, settings, mesh)
+        batch = batch or counting_batch(settings, step)
+        steps[row.title], states[row.title] = step.lower(*shape).compile(), step.init(batch)
+    secs, losses = {title: [] for title in steps}, {}
+    for _ in range(2 + args.rounds):  # the first two are not counted
+        for title, take in steps.items():
+            started = time.perf_counter()
+            states[title], metrics = jax.block_until_ready(take(states[title], batch))
+            secs[title].append(time.perf_counter() - started)
+            losses[title] = float(metrics["loss"])
+    print("| | step | GiB | loss |\n|---|---|---|---|")
+    for title, take in steps.items():
+        memory = take.memory_analysis()
+        held = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+        print(f"| {title} | {1e3 * statistics.median(secs[title][2:]):.1f} ms | {held:.2f} | {losses[title]:.6f} |")
+    ours, other = (statistics.median(secs[row.title][2:]) for row in ROWS[:2])
+    print(f"\ngspmd/ours {other / ours:.3f}")
 
 
 def step_of(row: Row, settings: Any, mesh: Any) -> Any:

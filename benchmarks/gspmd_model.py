@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.remat import saved_parts
 from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
+from parallax.model.kernels.cudnn import cudnn_attention
 from parallax.model.kernels.splash import splash_attention
 from parallax.model.mask import Mask
 from parallax.model.rope import Rope, rotate
@@ -25,6 +26,7 @@ from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import Layout
 
 HEADS, LOGITS = P("dp", None, "tp", None), P("dp", None, "tp")
+KERNELS = {"splash": splash_attention, "cudnn": cudnn_attention}
 
 
 class Annotated(ShardedModel):
@@ -58,7 +60,7 @@ class Annotated(ShardedModel):
         """What one microbatch adds to the mean cross-entropy."""
         ends = {name: self.gathered(params[name], self.shardings[name]) for name in ("embedding", "head")}
         table_VD = ends["embedding"]["table"]
-        x_BSD = self.cut(table_VD[batch["tokens"]], self.residual)
+        x_BSD = self.cut(table_VD[batch["tokens"]], self.stream)
         rope = Rope(self.config).tables(batch["positions"])
         one = jax.tree.map(lambda stored: NamedSharding(self.mesh, P(*stored.spec[1:])), self.shardings["blocks"])
 
@@ -82,18 +84,18 @@ class Annotated(ShardedModel):
         q, k, v = (jnp.einsum("BSD,DHK->BSHK", y_BSD, attention[name]["kernel"]) for name in "qkv")
         heads = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         y_BSHK = self.attend(*heads, segments_BS)
-        x_BSD += self.cut(jnp.einsum("BSHK,HKD->BSD", y_BSHK, attention["out"]["kernel"]), self.residual)
+        x_BSD += self.cut(jnp.einsum("BSHK,HKD->BSD", y_BSHK, attention["out"]["kernel"]), self.stream)
         x_BSD = checkpoint_name(x_BSD, "out")
         y_BSD = self.whole(self.norm(x_BSD, weights["mlp_norm"]))
         gate, up = (checkpoint_name(y_BSD @ mlp[name]["kernel"], "ffn") for name in ("gate", "up"))
-        return x_BSD + self.cut((jax.nn.silu(gate) * up) @ mlp["down"]["kernel"], self.residual)
+        return x_BSD + self.cut((jax.nn.silu(gate) * up) @ mlp["down"]["kernel"], self.stream)
 
     def attend(self, q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, segments_BS: Array) -> Array:
         """Causal softmax attention in each document. XLA cannot shard a kernel, so each device runs it on its own
         heads."""
         scale = Rope(self.config).temperature() * self.config.d_head**-0.5
-        if self.config.kernel == "splash":
-            run = partial(splash_attention, scale=scale)
+        if kernel := KERNELS.get(self.config.kernel):
+            run = partial(kernel, scale=scale)
             run = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS, HEADS, HEADS, P("dp")), out_specs=HEADS)
             return run(q_BSHK, k_BTGK, v_BTGK, Mask(segments_BS))
         same_BST = segments_BS[:, :, None] == segments_BS[:, None, :]
@@ -117,7 +119,7 @@ class Annotated(ShardedModel):
     # ---- how arrays are sharded
 
     @property
-    def residual(self) -> P:
+    def stream(self) -> P:
         return Layout.parse(self.layout.residual).spec()
 
     def cut(self, x: Array, spec: P) -> Array:

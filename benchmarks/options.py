@@ -45,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gradients on the host": {"pipeline.grads_on": "host"},
     "gradients bfloat16, on the host": GRADS_16 | {"pipeline.grads_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
+    "gradients bfloat16": {"pipeline.grads_dtype": "bfloat16"},
+    "gradients on the host": {"pipeline.grads_on": "host"},
     "products int8": INT8,
     "products float8": FLOAT8,
     "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,
@@ -63,7 +65,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat ffn, products int8, residuals 8bit": {"pipeline.remat": "ffn"} | INT8 | RESIDUALS_8BIT,
 }
 # Asked for by name, these too.
-ROWS = OPTIONS | {f"remat elementwise ffn, products {name}": AGAIN | keys for name, keys in RECIPES.items()}
+ROWS = OPTIONS | {
+    f"{remat}products {name}": again | keys
+    for remat, again in (("", {}), ("remat elementwise ffn, ", AGAIN))
+    for name, keys in RECIPES.items()
+}
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "weights bfloat16"]}
 
 

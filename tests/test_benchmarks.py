@@ -24,7 +24,6 @@ PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled 
 RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
     "attention.py": r"\| 2 x 128 \| blocks in XLA \|( \d+\.\d\d ms \|){2} \d+ \| \d+ \|",
-    "attention.py --products": r"\| 256 x 64 x 256 \| int8 \| \d+ us \| \d+ \|",
     "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
@@ -35,6 +34,7 @@ RUNS = {
     "curves.py --recipes": r"\| float8 row \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
+    "gspmd.py --here": r"gspmd/ours \d+\.\d{3}",
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
@@ -48,6 +48,8 @@ RUNS = {
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
     "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
     "published.py": r"\| \[tiny_gqa\]\(nowhere\) \| 1\.00 s \| \d+\.\d{3} s \| \d+\.\d\d \|",
+    "rates.py": r"\| 256 x 64 x 256 \| int8 \| \d+ us \| \d+ \|",
+    "rates.py --only joined grouped operations": r"\| 256, 4, 64 x 64 \| padded \| \d+\.\d\d ms \| \d+ \|",
     "recipes.py": r"\| int8 row \|( \d+\.\d+ \|){4} \d+\.\d % \|",
     "recipes.py --topology v5p:2x2x1": r"\| int8 row \| \d+\.\d\d ms \| \d+\.\d\d \|",
     "schedules.py memory": r"one_f_one_b +\d+\.\d / \d+\.\d .*",
@@ -78,9 +80,11 @@ SECONDS = (
     "experts.py",
     "experts.py --products",
     "gspmd.py",
+    "gspmd.py --here",
     "guard.py",
     "meshes.py",
     "plan.py",
+    "rates.py --only joined grouped operations",
     "schedules.py memory",
     "schedules.py time",
     "schedules.py flops",
@@ -168,6 +172,17 @@ def test_the_annotated_model_gathers_tables_whose_rows_several_axes_shard(monkey
         whole = jax.jit(gather, static_argnums=(0, 2))("bfloat16", table, at_rest)
         assert whole.sharding.is_equivalent_to(at_rest.update(spec=jax.sharding.PartitionSpec(wanted)), 2)
         assert whole.dtype == "bfloat16"
+
+
+def test_the_annotated_model_replaces_nothing_but_the_gradients(monkeypatch):
+    """Its own layout of the residual stream once stood in place of the one that layers read to make the first state."""
+    monkeypatch.syspath_prepend(FOLDER)
+    from gspmd_model import Annotated
+
+    from parallax.pipeline import ShardedModel
+
+    replaced = {name for name in vars(Annotated) if not name.startswith("__") and hasattr(ShardedModel, name)}
+    assert replaced == {"loss_grads_and_statistics"}
 
 
 @pytest.mark.slow
