@@ -41,7 +41,7 @@ from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host,
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
 from parallax.sharding.rounding import bits_in_layer, to_bfloat16
-from parallax.sharding.slots import host_zeros, map_slots, read_slot, write_slot
+from parallax.sharding.slots import host_zeros, map_slots, read_layer, write_slot
 from parallax.user_code import named, names_code
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may shard a parameter at rest, major first; `replica` never does
@@ -440,7 +440,7 @@ class ShardingPlan:
                 return total.at[place].max(share.astype(total.dtype))
             if row.adds_in_place:
                 return total.at[place].add(share.astype(total.dtype))
-            share += read_slot(total, place)
+            share += read_layer(total, place)
             if row.grads == "bfloat16":
                 name = "/".join([stack, jax.tree_util.keystr(path, simple=True, separator="/")])
                 share = to_bfloat16(share, bits_in_layer(key, name, row.summed, whole.shape, layer, share.shape))

@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.sharding.collectives import as_varying, varying_axes
-from parallax.sharding.host import is_on_host, to_device, to_host
+from parallax.sharding.host import argument_to_device, is_on_host, to_device, to_host
+from parallax.sharding.platform import platform_traced
 
 
 def zeros(like: Any, *leading: int) -> Array:
@@ -25,10 +26,10 @@ def host_zeros(like: Any, count: int) -> Array:
 
 def map_slots(function: Any, stacked: Array) -> Array:
     """The results of a function of each entry, which is on the device; stacked in host memory."""
-    like = jax.eval_shape(lambda: function(read_slot(stacked, 0)))
+    like = jax.eval_shape(lambda: function(read_layer(stacked, 0)))
 
     def turn(number: Array, done: Array) -> Array:
-        return write_slot(done, function(read_slot(stacked, number)), number)
+        return write_slot(done, function(read_layer(stacked, number)), number)
 
     return lax.fori_loop(0, len(stacked), turn, host_slots(like, len(stacked)))
 
@@ -48,6 +49,13 @@ def read_slot(stacked: Any, *numbers: Array | int) -> Any:
         return to_device(piece).reshape(rest)
 
     return jax.tree.map(read, stacked)
+
+
+def read_layer(stacked: Array, number: Array | int) -> Array:
+    """The same for one stack, whose entries in a TPU's host memory have the memory layout of arguments: that of the
+    update, which reads them, too, while XLA may give them that of what they are added to, and libtpu ends there."""
+    pinned = is_on_host(stacked) and platform_traced() == "tpu"
+    return argument_to_device(stacked, number)[0] if pinned else read_slot(stacked, number)
 
 
 def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:

@@ -20,7 +20,7 @@ from parallax.sharding.host import is_on_host
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role, in_32_bits
 from parallax.sharding.plan import ParameterPlan
-from parallax.sharding.slots import read_slot
+from parallax.sharding.slots import read_layer
 from parallax.step.low_precision import MOMENT_FIELDS, with_states_in
 from parallax.user_code import name_in_module, named, names_code, takes
 
@@ -246,7 +246,7 @@ def _sum_of_squares(x: Array) -> Array:
         return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
     def turn(number: Array, total: Array) -> Array:
-        return total + _sum_of_squares(read_slot(x, number))
+        return total + _sum_of_squares(read_layer(x, number))
 
     return lax.fori_loop(0, len(x), turn, as_varying(jnp.float32(0), varying_axes(x)))
 

@@ -235,7 +235,7 @@ def test_zb_v_as_published_holds_less_than_ours_and_idles_less_asynchronous_but_
             )
             assert published.activations == (ranks,) * ranks and max(ours.activations) <= 1.5 * ranks - 0.5
             assert idle(published.asynchronous_bubble, microbatches) == pytest.approx((ranks - 1) / 2)
-            assert idle(ours.asynchronous_bubble, microbatches) >= idle(published.asynchronous_bubble, microbatches)
+            assert ours.asynchronous_time >= published.asynchronous_time - 1e-9
             assert idle(published.lockstep_bubble, microbatches) == pytest.approx(3.5 * (ranks - 1))
             assert idle(ours.lockstep_bubble, microbatches) == pytest.approx(ranks - 0.5)
 
