@@ -45,8 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gradients on the host": {"pipeline.grads_on": "host"},
     "gradients bfloat16, on the host": GRADS_16 | {"pipeline.grads_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
-    "gradients bfloat16": {"pipeline.grads_dtype": "bfloat16"},
-    "gradients on the host": {"pipeline.grads_on": "host"},
     "products int8": INT8,
     "products float8": FLOAT8,
     "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,

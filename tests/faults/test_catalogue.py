@@ -1,4 +1,4 @@
-"""Tables of docs/measured/: every fault, and every line of the documents behind the project, names tests that are there."""
+"""Every fault, and every line of the documents behind the project, names in docs/measured/ tests that are there."""
 
 import pathlib
 import re
