@@ -8,7 +8,7 @@ arguments (the state, which the results take the place of, and the batch), tempo
 Collectives are those of the compiled program, a loop's body once, as `asynchronous/all`; the first leave time for other
 work. `messages` are those between stages: how many of them have a pass of a stage, which is a branch or a loop, between
 their start and their done. `step ms`, `exposed`, `bubble` and `mfu` are as parallax.analysis estimates them, the
-latter three as shares in percent. `--save FOLDER` keeps the programs.
+latter three as shares in percent. `python -m parallax.report --hlo=FILE` has the program of such a step.
 """
 
 import time
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from arguments import Arguments, absent_devices, config_of, mesh_sizes, run_benchmark, whole_number
 
-from parallax.cli.arguments import local_path
 from parallax.config.sections import POLICY_NAMES
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
@@ -42,9 +41,6 @@ def main() -> None:
     print(f"{'schedule':15}" + "".join(f"{name:>{len(name) + 2}}" for name in COLUMNS))
     for name in args.schedules:
         step = compile_step(name, devices, args)
-        if args.save:
-            args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"{name}.hlo").write_text(step.compiled.text, encoding="utf-8")
         print(f"{name:15}" + row(step), flush=True)
 
 
@@ -62,7 +58,6 @@ def parse() -> Any:
     parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
-    parser.add_argument("--save", type=local_path, metavar="FOLDER")
     return parser.parse_args()
 
 
