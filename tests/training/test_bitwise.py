@@ -45,7 +45,7 @@ OTHER_ORDER = {
     "`data_parallel.policy=zero1`": dict(policy="zero1"),
     "`data_parallel.policy=ddp`": dict(policy="ddp"),  # of the norm, too: of whole gradients on each device
     "`pipeline.schedule=gpipe`": dict(schedule="gpipe"),  # of the embedding's and head's gradients
-    "`pipeline.grads_on=host`": dict(grads_on="host"),  # of the norm, by layers; sums are the same (test_grads_dtype.py)
+    "`pipeline.grads_on=host`": dict(grads_on="host"),  # of the norm, by layers; of nothing else
     "`pipeline.schedule=interleaved`": dict(schedule="interleaved", virtual=2),  # of the norm, by ranks
     "`loss.chunk_tokens=16`": dict(chunk_tokens=16),  # of the loss
 }
