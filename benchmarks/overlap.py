@@ -57,6 +57,10 @@ SENT_AGAIN = {
     "blocks/moe/mlp/experts=zero2",
 }
 RING = {"layout.context": "ring", "model.kernel": "xla"}
+# One product for q, k and v, and one for gate and up: of kernels that are joined when they are used, and of one kernel.
+JOINED = {"model.attention": "joined:JoinedGQA", "model.mlp": "joined:JoinedMLP"}
+ONE_KERNEL = {"model.attention": "joined:GQAOfOneKernel", "model.mlp": "joined:MLPOfOneKernel"}
+TABLES_ONCE = {"data_parallel.exceptions": "embedding=lean head=lean"}  # their gradients are exchanged once a step
 # Options of XLA for GPUs, each in addition to the first.
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
@@ -80,6 +84,9 @@ GPU_ROWS = [
     Row(PLAIN, told=HIDING | PIPELINED[1]),
     Row(AHEAD),
     Row(PLAIN | AHEAD),
+    Row(JOINED),
+    Row(ONE_KERNEL),
+    Row(TABLES_ONCE),
 ]
 ROWS = {
     "llama_1b_16": [
@@ -96,6 +103,8 @@ ROWS = {
         Row(FEW),
         Row(FEW | {"data_parallel.policy": "zero1", "data_parallel.exceptions": "embedding=zero3 head=zero3"}),
         Row(FEW | {"data_parallel.policy": "zero3"}),
+        Row(JOINED),
+        Row(ONE_KERNEL),
     ],
     "llama2_7b_64": [
         Row({}),
@@ -119,6 +128,7 @@ ROWS = {
     ],
     "mixtral_8x7b_128": [Row({}), Row({"data_parallel.exceptions": ""}), Row({"layout.exchange": "gather"})],
     "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT | SENT_AGAIN)],
+    "gpu_80gb": [Row({}), Row(JOINED), Row(ONE_KERNEL)],
     "gpu_80gb_x8": GPU_ROWS,
     "gpu_24gb_x8": GPU_ROWS,
     "tiny_gqa": [Row({})],

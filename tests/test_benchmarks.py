@@ -11,13 +11,16 @@ from unittest import mock
 
 import jax
 import pytest
+from support.tiny_model import make_batch, mesh_of, settings_of
 
 from parallax.analysis.planned.topology import CUDA_PLUGINS
+from parallax.config.settings import with_code
+from parallax.pipeline import ShardedModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-# What they share, and the models that bare.py and gspmd.py compare with, which these run.
-MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py"}
+# What they share, the models that bare.py and gspmd.py compare with, which these run, and layers of overlap.py.
+MODULES = {"arguments.py", "bare_model.py", "gspmd_model.py", "joined.py"}
 NAMES = sorted({path.name for path in FOLDER.glob("*.py")} - MODULES)  # so that none is forgotten
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
@@ -179,10 +182,20 @@ def test_the_annotated_model_replaces_nothing_but_the_gradients(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     from gspmd_model import Annotated
 
-    from parallax.pipeline import ShardedModel
-
     replaced = {name for name in vars(Annotated) if not name.startswith("__") and hasattr(ShardedModel, name)}
     assert replaced == {"loss_grads_and_statistics"}
+
+
+def test_layers_with_one_product_for_several_kernels_compute_the_same(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    from joined import JoinedGQA, JoinedMLP
+
+    settings = settings_of(attention="gqa", layers=1, microbatches=1, schedule="gpipe", virtual=1)
+    joined = with_code(settings, {"model.attention": JoinedGQA, "model.mlp": JoinedMLP})
+    models = [ShardedModel(each, mesh_of(1, 1, 2)) for each in (settings, joined)]
+    params, batch = models[0].init(0), make_batch()
+    losses = [float(jax.jit(model.loss)(params, batch)["loss"]) for model in models]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
 """What a compiled step gathers, and how often."""
 
 import re
+from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support.tiny_model import build, make_batch
+
+from parallax.analysis.traced.trace import walk
 
 TABLE = re.compile(r'all-gather(?:-start)?\(.*op_name="[^"]*/embedding/all_gather')
 # Over data axes, and with pipeline ranks once a step over pp. In ticks the first of these ranks embeds in a branch of
@@ -25,10 +29,21 @@ def test_a_tied_table_is_gathered_once_for_embedding_and_head(name):
     assert len(TABLE.findall(compiled)) == times
 
 
-@pytest.mark.parametrize(("policy", "once"), [("zero1", True), ("zero3", False)])
-def test_kernels_that_stay_whole_for_a_step_are_rounded_once(policy, once):
-    """All layers of a kernel, [layers, d_model, d_ff / tp], in 8 bits: only before the loops over microbatches and
-    layers."""
-    model = build((1, 2, 1), layers=4, matmul="int8", policy=policy)
-    traced = str(jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch()))
-    assert (re.search(r":i8\[4,32,64\]", traced) is not None) == once
+KERNELS, LAYERS, MICROBATCHES, PASSES = 8, 4, 2, 2  # of latent attention and a gated MLP; F and B
+SEQ = 20  # the size of a dim that inputs and gradients have, and no kernel
+
+
+def roundings_of_kernels(equation, origin):
+    """1 for an equation that rounds a kernel, or a piece of it, of one layer or of all."""
+    out = equation.outvars[0].aval
+    is_rounding = equation.primitive.name == "convert_element_type" and out.dtype == jnp.int8 and out.ndim > 1
+    return Counter({"kernels": 1} if is_rounding and SEQ not in out.shape else {})
+
+
+@pytest.mark.parametrize(("policy", "times"), [("zero1", 1), ("zero3", LAYERS * MICROBATCHES * PASSES)])
+def test_kernels_that_stay_whole_for_a_step_are_rounded_once(policy, times):
+    """Others are rounded at each use, before they are gathered."""
+    model = build((1, 2, 1), layers=LAYERS, microbatches=MICROBATCHES, matmul="int8", policy=policy)
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch(seq=SEQ))
+    counted = walk(program, rank=dict.fromkeys(model.axis_sizes, 0), count=roundings_of_kernels)
+    assert counted == {"kernels": KERNELS * times}
