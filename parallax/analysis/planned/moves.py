@@ -83,12 +83,15 @@ class SentPerUse(NamedTuple):
     @classmethod
     def of(cls, plan: ShardingPlan) -> "SentPerUse":
         """By the plan's rows."""
-        rows = [row for row, _ in _layers(plan)]
-        return cls(
-            frozenset(row.scope.split("/")[0] for row in rows),
-            frozenset(row.scope for row in rows if row.is_gathered_per_use),
-            frozenset(row.scope for row in rows if row.compute != row.summed),
-        )
+        weights, gradients = set(), set()
+        stacks = {row.spec.stack for row, _ in _layers(plan)}
+        for rows in map(plan.rows_of, stacks):
+            used = [at for at, row in enumerate(rows) if row.is_gathered_per_use]
+            summed = [at for at, row in enumerate(rows) if row.compute != row.summed and not row.spec.is_constant]
+            weights |= {bucket.scope for bucket in plan.buckets_of_weights(rows, used)}
+            gradients |= {bucket.scope for bucket in plan.buckets_of_gradients(rows, summed)}
+        scopes = weights | gradients | {row.scope for row, _ in _layers(plan)}
+        return cls(frozenset(scope.split("/")[0] for scope in scopes), frozenset(weights), frozenset(gradients))
 
     def has(self, sent: Sent) -> bool:
         """Whether this is such a message, if it is one of weights or their gradients."""

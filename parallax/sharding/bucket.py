@@ -1,0 +1,110 @@
+"""Buckets: arrays of a layer that are sent in one message. Each piece is bitwise what it would be alone."""
+
+import posixpath
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from einops import pack, unpack
+from jax import Array
+
+from parallax.sharding.collectives import all_gather, ranks_over
+from parallax.sharding.layout import Layout, parse_move
+
+# What FsdpConfig.bucket says goes together; BY_LAYER is also the scope, in traces, of arrays of several modules.
+BY_PARAMETER, BY_MODULE, BY_LAYER = "parameter", "module", "layer"
+
+
+class Shipment(NamedTuple):
+    """An array that moves between two layouts: its module, as "attention/q", and the dtype in which it is sent."""
+
+    scope: str
+    before: Layout
+    after: Layout
+    dtype: str | None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which it moves, those of one dim; () if several dims move."""
+        moved = _moved(self.before, self.after)
+        return moved[0][1] if len(moved) == 1 else ()
+
+
+class Bucket(NamedTuple):
+    """What one message has: indices of its arrays, and its scope, the module in which all of them are."""
+
+    scope: str
+    members: tuple[int, ...]
+
+
+def buckets(unit: str, arrays: Mapping[int, Shipment], ranks: Callable[[Sequence[str]], int]) -> list[Bucket]:
+    """The messages of these arrays by number, in order of their first ones. `unit` is as FsdpConfig.bucket; `ranks` is
+    the number of ranks along axes.
+
+    Arrays go together that move over the same axes in the same dtype. One that moves in several dims stays alone, and
+    so does one whose axes have one rank, which sends nothing.
+
+    >>> kernels = {"mlp/up": "d_model/dp d_ff", "mlp/down": "d_ff d_model/dp", "attention/out": "d_head d_model/dp"}
+    >>> moves = [(name, Layout.parse(text), Layout.parse(text).without("dp")) for name, text in kernels.items()]
+    >>> arrays = {at: Shipment(*move, "bfloat16") for at, move in enumerate(moves)}
+    >>> [[*map(tuple, buckets(unit, arrays, lambda axes: 2))] for unit in ("module", "layer")]
+    [[('mlp', (0, 1)), ('attention/out', (2,))], [('layer', (0, 1, 2))]]
+    """
+    together: dict[tuple, list[int]] = defaultdict(list)
+    for number, array in arrays.items():
+        module = array.scope.split("/")[0] if unit == BY_MODULE else ""
+        alone = unit == BY_PARAMETER or ranks(array.axes) == 1
+        together[(number,) if alone else (module, array.axes, array.dtype)].append(number)
+    return [Bucket(_common([arrays[at].scope for at in members]), (*members,)) for members in together.values()]
+
+
+def gather_together(patterns: Sequence[str], arrays: Sequence[Array], first: Callable) -> list[Array]:
+    """`all_gather` of several arrays in one message; `first` as there. They lose the same axes, each in one dim.
+
+    Communication:
+        forward   all_gather of all of them over the axes that go
+        backward  the transposes
+    """
+    if len(arrays) == 1:
+        return [all_gather(patterns[0], arrays[0], first=first)]
+    dims, axes = _dims_and_axes(patterns)
+    flat, shapes = pack([jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)], "*")
+    rows = all_gather(f"rows/{axes} entries -> rows entries", flat[None], first=first)
+    whole = (x.reshape(-1, *x.shape[2:]) for x in unpack(rows, shapes, "rows *"))
+    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(whole, dims, strict=True)]
+
+
+def scatter_together(scatter: Callable, patterns: Sequence[str], arrays: Sequence[Array]) -> list[Array]:
+    """The same for `scatter`, which is `reduce_scatter` or `exchange_and_add`: sums of several arrays in one message.
+
+    Communication:
+        forward   reduce_scatter or all_to_all of all of them over the axes that come
+        backward  the transposes
+    """
+    if len(arrays) == 1:
+        return [scatter(patterns[0], arrays[0])]
+    dims, axes = _dims_and_axes(patterns)
+    first = (jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True))
+    ranks = ranks_over(axes.split("/"))
+    rows, shapes = pack([x.reshape(ranks, -1, *x.shape[1:]) for x in first], "rows *")
+    (flat,) = scatter(f"rows entries -> rows/{axes} entries", rows)
+    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(unpack(flat, shapes, "*"), dims, strict=True)]
+
+
+def _moved(before: Layout, after: Layout) -> list[tuple[int, tuple[str, ...]]]:
+    """The dims that are not sharded alike, and the axes that only the one or the other has."""
+    pairs = enumerate(zip(before.axes, after.axes, strict=True))
+    return [(dim, max(old, new, key=len)[min(len(old), len(new)) :]) for dim, (old, new) in pairs if old != new]
+
+
+def _dims_and_axes(patterns: Sequence[str]) -> tuple[list[int], str]:
+    """The dim of each array that moves, and the axes, as in the notation."""
+    dims, axes = zip(*(_moved(*parse_move(pattern))[0] for pattern in patterns), strict=True)
+    assert len({*axes}) == 1, axes
+    return [*dims], "/".join(axes[0])
+
+
+def _common(scopes: Sequence[str]) -> str:
+    """The module in which all these are, as "mlp" of "mlp/up" and "mlp/down"."""
+    return scopes[0] if len(scopes) == 1 else posixpath.commonpath(scopes) or BY_LAYER
