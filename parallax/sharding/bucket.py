@@ -1,5 +1,6 @@
 """Buckets: arrays of a layer that are sent in one message. Each piece is bitwise what it would be alone."""
 
+import math
 import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from einops import pack, unpack
 from jax import Array
 
-from parallax.sharding.collectives import all_gather, ranks_over
+from parallax.sharding.collectives import all_gather
 from parallax.sharding.layout import Layout, parse_move
 
 # What FsdpConfig.bucket says goes together; BY_LAYER is also the scope, in traces, of arrays of several modules.
@@ -69,10 +70,8 @@ def gather_together(patterns: Sequence[str], arrays: Sequence[Array], first: Cal
     if len(arrays) == 1:
         return [all_gather(patterns[0], arrays[0], first=first)]
     dims, axes = _dims_and_axes(patterns)
-    flat, shapes = pack([jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)], "*")
-    rows = all_gather(f"rows/{axes} entries -> rows entries", flat[None], first=first)
-    whole = (x.reshape(-1, *x.shape[2:]) for x in unpack(rows, shapes, "rows *"))
-    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(whole, dims, strict=True)]
+    flat, shapes = _packed(arrays, dims)
+    return _apart(all_gather(f"rows/{axes} entries -> rows entries", flat, first=first), shapes, dims)
 
 
 def scatter_together(scatter: Callable, patterns: Sequence[str], arrays: Sequence[Array]) -> list[Array]:
@@ -85,11 +84,23 @@ def scatter_together(scatter: Callable, patterns: Sequence[str], arrays: Sequenc
     if len(arrays) == 1:
         return [scatter(patterns[0], arrays[0])]
     dims, axes = _dims_and_axes(patterns)
-    first = (jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True))
-    ranks = ranks_over(axes.split("/"))
-    rows, shapes = pack([x.reshape(ranks, -1, *x.shape[1:]) for x in first], "rows *")
-    (flat,) = scatter(f"rows entries -> rows/{axes} entries", rows)
-    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(unpack(flat, shapes, "*"), dims, strict=True)]
+    flat, shapes = _packed(arrays, dims)
+    return _apart(scatter(f"rows entries -> rows/{axes} entries", flat), shapes, dims)
+
+
+def _packed(arrays: Sequence[Array], dims: Sequence[int]) -> tuple[Array, list]:
+    """Arrays beside each other in one matrix, whose rows are parts of these dims, and what `_apart` needs.
+
+    With few long rows, or in one dim, TPU would lay out all of it anew to cut it apart."""
+    first = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+    rows = math.gcd(*(len(x) for x in first))
+    return pack([x.reshape(rows, -1, *x.shape[1:]) for x in first], "rows *")
+
+
+def _apart(flat: Array, shapes: list, dims: Sequence[int]) -> list[Array]:
+    """The arrays again, of which each may have more rows or fewer."""
+    first = (x.reshape(-1, *x.shape[2:]) for x in unpack(flat, shapes, "rows *"))
+    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(first, dims, strict=True)]
 
 
 def _moved(before: Layout, after: Layout) -> list[tuple[int, tuple[str, ...]]]:

@@ -29,6 +29,8 @@ ON_MESHES = {
     "gradients whole for a step": ((1, 8, 1), GQA | dict(policy="lean")),
 }
 
+FAST, SLOW = ("int8", "replicas, context ranks"), pytest.mark.slow
+
 
 def calls_of(mesh, changes, unit):
     """Messages of a layer, by kind, direction and scope: those of the step over its layers and microbatches."""
@@ -40,14 +42,11 @@ def calls_of(mesh, changes, unit):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "modules"),
-    [("tp", "reduce-scatter", ["attention", "mlp"]), ("int8", "reduce-scatter", ["attention", "mlp"])],
-)
-def test_a_layer_sends_one_message_a_pass_and_a_module_one_of_its_own(name, kind, modules):
-    for unit, scopes in (("layer", ["layer"]), ("module", modules)):
-        passes = [("all-gather", "forward"), ("all-gather", "recompute"), (kind, "backward")]
-        assert calls_of(*ON_MESHES[name], unit) == {(*each, scope, ("dp",)): 1 for each in passes for scope in scopes}
+def test_a_layer_sends_one_message_a_pass_and_a_module_one_of_its_own():
+    for unit, scopes in (("layer", ["layer"]), ("module", ["attention", "mlp"])):
+        passes = [("all-gather", "forward"), ("all-gather", "recompute"), ("reduce-scatter", "backward")]
+        expected = {(*each, scope, ("dp",)): 1 for each in passes for scope in scopes}
+        assert calls_of(*ON_MESHES["int8"], unit) == expected
 
 
 def test_what_moves_over_other_axes_has_a_message_of_its_own():
@@ -87,8 +86,7 @@ def used_and_added(mesh, changes, unit):
     return jax.tree.map(np.asarray, jax.jit(run)(params))
 
 
-@pytest.mark.fast(4)
-@pytest.mark.parametrize("name", ON_MESHES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else SLOW) for name in ON_MESHES])
 def test_weights_and_sums_of_gradients_are_bitwise_those_of_messages_by_parameter(name):
     alone = used_and_added(*ON_MESHES[name], "parameter")
     jax.tree.map(np.testing.assert_array_equal, used_and_added(*ON_MESHES[name], "layer"), alone)
@@ -103,7 +101,7 @@ def test_a_bucket_is_gathered_in_two_steps_too():
 
     specs = P("dp"), P(None, "dp")
     run = jax.shard_map(both, mesh=mesh_of(1, 8, 1), in_specs=specs, out_specs=P("dp"), check_vma=True)
-    together, alone = run(jnp.arange(48.0).reshape(16, 3), jnp.arange(96.0).reshape(4, 24))
+    together, alone = jax.jit(run)(jnp.arange(48.0).reshape(16, 3), jnp.arange(96.0).reshape(4, 24))
     jax.tree.map(np.testing.assert_array_equal, together, alone)
 
 
