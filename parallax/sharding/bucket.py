@@ -3,7 +3,7 @@
 import math
 import posixpath
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ BY_PARAMETER, BY_MODULE, BY_LAYER = "parameter", "module", "layer"
 
 
 class Shipment(NamedTuple):
-    """An array that moves between two layouts: its module, as "attention/q", and the dtype in which it is sent."""
+    """An array that moves from one layout to the other, or back: its module, as "attention/q", and the dtype in which
+    it is sent."""
 
     scope: str
-    before: Layout
-    after: Layout
+    sharded: Layout
+    whole: Layout
     dtype: str | None
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes over which it moves, those of one dim; () if several dims move."""
-        moved = _moved(self.before, self.after)
+        moved = _moved(self.sharded, self.whole)
         return moved[0][1] if len(moved) == 1 else ()
 
 
@@ -69,7 +70,7 @@ def gather_together(patterns: Sequence[str], arrays: Sequence[Array], first: Cal
     """
     if len(arrays) == 1:
         return [all_gather(patterns[0], arrays[0], first=first)]
-    dims, axes = _dims_and_axes(patterns)
+    dims, axes = _dims_and_axes(map(parse_move, patterns))
     flat, shapes = _packed(arrays, dims)
     return _apart(all_gather(f"rows/{axes} entries -> rows entries", flat, first=first), shapes, dims)
 
@@ -83,15 +84,14 @@ def scatter_together(scatter: Callable, patterns: Sequence[str], arrays: Sequenc
     """
     if len(arrays) == 1:
         return [scatter(patterns[0], arrays[0])]
-    dims, axes = _dims_and_axes(patterns)
+    dims, axes = _dims_and_axes(reversed(parse_move(pattern)) for pattern in patterns)
     flat, shapes = _packed(arrays, dims)
     return _apart(scatter(f"rows entries -> rows/{axes} entries", flat), shapes, dims)
 
 
 def _packed(arrays: Sequence[Array], dims: Sequence[int]) -> tuple[Array, list]:
-    """Arrays beside each other in one matrix, whose rows are parts of these dims, and what `_apart` needs.
-
-    With few long rows, or in one dim, TPU would lay out all of it anew to cut it apart."""
+    """Arrays beside each other in one matrix, whose rows are parts of these dims, and what `_apart` needs. Cutting one
+    long row apart takes TPU much longer (docs/dp.md)."""
     first = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     rows = math.gcd(*(len(x) for x in first))
     return pack([x.reshape(rows, -1, *x.shape[1:]) for x in first], "rows *")
@@ -103,15 +103,15 @@ def _apart(flat: Array, shapes: list, dims: Sequence[int]) -> list[Array]:
     return [jnp.moveaxis(x, 0, dim) for x, dim in zip(first, dims, strict=True)]
 
 
-def _moved(before: Layout, after: Layout) -> list[tuple[int, tuple[str, ...]]]:
-    """The dims that are not sharded alike, and the axes that only the one or the other has."""
-    pairs = enumerate(zip(before.axes, after.axes, strict=True))
-    return [(dim, max(old, new, key=len)[min(len(old), len(new)) :]) for dim, (old, new) in pairs if old != new]
+def _moved(sharded: Layout, whole: Layout) -> list[tuple[int, tuple[str, ...]]]:
+    """The dims that are not sharded alike, and the last axes that only the first layout has; () if it has others."""
+    pairs = enumerate(zip(sharded.axes, whole.axes, strict=True))
+    return [(dim, cut[len(kept) :] if cut[: len(kept)] == kept else ()) for dim, (cut, kept) in pairs if cut != kept]
 
 
-def _dims_and_axes(patterns: Sequence[str]) -> tuple[list[int], str]:
-    """The dim of each array that moves, and the axes, as in the notation."""
-    dims, axes = zip(*(_moved(*parse_move(pattern))[0] for pattern in patterns), strict=True)
+def _dims_and_axes(moves: Iterable[Iterable[Layout]]) -> tuple[list[int], str]:
+    """The dim of each array that moves between a sharded layout and a whole one, and the axes, as in the notation."""
+    dims, axes = zip(*(_moved(*move)[0] for move in moves), strict=True)
     assert len({*axes}) == 1, axes
     return [*dims], "/".join(axes[0])
 

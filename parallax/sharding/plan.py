@@ -529,7 +529,7 @@ class ShardingPlan:
     def buckets_of_gradients(self, rows: Sequence[ParameterPlan], which: Sequence[int]) -> list[Bucket]:
         """The messages in which some of these rows' gradients of one layer are scattered."""
         sent = {
-            at: Shipment(row.scope, row.compute, row.summed, "float32" if self.reduce == "float32" else row.dtype)
+            at: Shipment(row.scope, row.summed, row.compute, "float32" if self.reduce == "float32" else row.dtype)
             for at, row in enumerate(rows)
             if at in which
         }

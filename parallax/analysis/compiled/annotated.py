@@ -102,7 +102,8 @@ class Names:
 
     def _are_of_bucket(self, path: str) -> bool:
         """Whether this is the scope of a message with several parameters of a layer."""
-        return path == BY_LAYER or any(row.scope.startswith(f"{path}/") for row, *_ in self.parameters.values())
+        of_layers = (row for row, *_ in self.parameters.values() if row.spec.stack)
+        return path == BY_LAYER or any(row.scope.startswith(f"{path}/") for row in of_layers)
 
     def _multiplied(self, op_name: str, entries: tuple[int, ...]) -> str:
         """The kernel of a product, and whether the product is the gradient of it or of the input."""

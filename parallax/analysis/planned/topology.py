@@ -250,8 +250,8 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     mesh of simulated devices, each mesh axis counts as a separate, filled dim. In an all-to-all, data passes a quarter
     of each dim on average, which loads links by as much. Cores of a chip share its links: a core has its part of them,
     and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
-    slices it uses the network; between hosts of GPUs see `_between_hosts`.
-    The first byte of a message passes half of a ring, and all of a line.
+    slices it uses the network; between hosts of GPUs see `_between_hosts`. The first byte of a message passes half of a
+    ring, and all of a line.
     """
     devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
     if not chip.torus_dims:
