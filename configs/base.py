@@ -148,6 +148,8 @@ def get_config() -> ConfigDict:
     config.fsdp.reduce = "float32"  # "float32" | "compute": dtype in which gradients are sent; compute is model.dtype
     # "compute" | "int8" | "float8": dtype in which matrices of layers, except routers, are sent
     config.fsdp.gather_dtype = "compute"
+    # "parameter" | "module" | "layer": matrices of a layer that are sent in one message
+    config.fsdp.bucket = "parameter"
 
     # The loss: cross-entropy, a z-loss, and losses that balance the load of experts.
     config.loss = ConfigDict()

@@ -23,7 +23,7 @@ ADDED = {
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",
-    "fsdp": "gather_dtype",
+    "fsdp": "gather_dtype bucket",
     "loss": "name balance_coefficient router_z_coefficient",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",

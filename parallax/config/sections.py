@@ -607,6 +607,12 @@ class FsdpConfig(Section, saved=True):
     used, even if no axis gathers them, so that the loss does not depend on mesh or policy; training updates the
     unrounded weights. This helps if gathers wait for slow links. Kernels of 8-bit products (`model.matmul`) are sent in
     the form that the products read, whatever it says.
+
+    `bucket` is what one message has: "parameter", each matrix of a layer by itself; "module", all of a module, as
+    attention or the MLP, that move over the same axes in the same dtype; or "layer", all of a layer. The gradients of
+    what is gathered together are scattered together. The result is bitwise the same. A larger message waits for its
+    last matrix, and what reads its first one waits for all of it; this helps where messages are short, so that their
+    latency counts. What moves once a step is sent by parameter.
     """
 
     prefetch: int = key(
@@ -620,6 +626,9 @@ class FsdpConfig(Section, saved=True):
     )
     gather_dtype: str = key(
         "compute", "dtype in which matrices of layers, except routers, are sent", choices=("compute", "int8", "float8")
+    )
+    bucket: str = key(
+        "parameter", "matrices of a layer that are sent in one message", choices=("parameter", "module", "layer")
     )
 
 

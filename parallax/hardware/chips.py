@@ -45,7 +45,9 @@ class Chip(NamedTuple):
     torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
     of `ring_multiple`; with `cube` only if all dims are such multiples. `switched` is the number of chips of one host
     on a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its
-    link to the host, and `host_bytes` its share of the host's memory.
+    link to the host, and `host_bytes` its share of the host's memory. A message takes
+    `start_secs`, and its first byte `link_secs` for each link between neighbours or over a switch, and `network_secs`
+    for each of the network between hosts or slices.
     """
 
     name: str
@@ -65,6 +67,9 @@ class Chip(NamedTuple):
     host_bytes: int = 0
     target: GpuTarget | None = None
     cores: int = 1
+    start_secs: float = 0.0
+    link_secs: float = 0.0
+    network_secs: float = 0.0
 
     @property
     def unit(self) -> str:
@@ -115,6 +120,10 @@ TPUS = {
     # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
     "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
+# TPU: the book How to Scale Your Model has about 1 us for a link, and 8 us for a gather over three, measured. GPUs:
+# what NCCL assumes when it chooses algorithms (src/graph/tuning.cc: rings, protocol Simple, that of large messages).
+# Between slices of TPUs there is no figure; the network of GPUs stands in for it.
+START_AND_LINK_SECS, NETWORK_SECS = {"ICI": (5e-6, 1e-6), "NVLink": (8.4e-6, 3.4e-6), "PCIe": (8.4e-6, 5.7e-6)}, 9.6e-6
 CORES = {"TPU v7x": 2}  # that are devices
 # Between the two cores of a chip, over one of its links to another chip: the same page.
 LINKS_BETWEEN_CORES = 6
@@ -179,6 +188,7 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
     hbm, link, network, host_link, host_memory, *kind = rates
     target = GPU_TARGETS.get(name)
     clock, links = kind if is_tpu else (target.clock_ghz, dict(ici_links=kind[0], torus_dims=0))
+    start, link_latency = START_AND_LINK_SECS["ICI" if is_tpu else "PCIe" if kind[0] == 1 else "NVLink"]
     tflops = {"bfloat16": bfloat16, "float32" if is_tpu else "float16": bfloat16, **others}
     return Chip(
         name=name,
@@ -195,6 +205,9 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         host_bytes=int(host_memory * 1e9),
         target=target,
         cores=CORES.get(name, 1),
+        start_secs=start,
+        link_secs=link_latency,
+        network_secs=NETWORK_SECS,
     )
 
 

@@ -203,7 +203,8 @@ class Decoder:
             if row.rounded_to:
                 weight = weight.astype(self.model.dtype)
                 scale = scale_of(max_over(largest_entry(row.spec, stored, weight), WITHIN_STAGE), row.rounded_to)
-                weight = gather_rounded(f"{stored} -> {whole}", row.rounded_to, lambda axes: 1, weight, scale)
+                move = f"{stored} -> {whole}"
+                (weight,) = gather_rounded((move,), row.rounded_to, lambda axes: 1, [weight], [scale])
             elif whole != stored:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
             return reshard(f"{whole} -> {wanted}", weight)

@@ -31,6 +31,7 @@ from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
+from parallax.sharding.bucket import BY_PARAMETER
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
 from parallax.sharding.frozen import freeze
@@ -85,8 +86,10 @@ class ModelOnMesh:
             states_on=optimizer.states_on,
             grads_dtype=pipeline.grads_dtype,
             grads_on=pipeline.grads_on,
+            bucket=self.fsdp.bucket,
         )
         self._check_prefetch()
+        self._check_bucket()
         self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
@@ -162,6 +165,16 @@ class ModelOnMesh:
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
                 f"model.layers_of={self.config.layers_of!r} and {len(order.placement)} pipeline stages no stage has "
                 "two layers of one kind after each other; use fsdp.prefetch=0."
+            )
+
+    def _check_bucket(self) -> None:
+        """Raise ConfigError if nothing is sent that could go together."""
+        rows = jax.tree.leaves(self.plan.rows[BLOCKS])
+        if self.fsdp.bucket != BY_PARAMETER and all(row.resident == row.compute == row.summed for row in rows):
+            raise ConfigError(
+                f"fsdp.bucket={self.fsdp.bucket!r} sends matrices of a layer together, but with data_parallel.policy="
+                f"{self.data_parallel.policy!r} none is sent when a layer runs; use fsdp.bucket={BY_PARAMETER!r}, or "
+                "data_parallel.policy='zero3'."
             )
 
     def _check_shared_rows(self, global_batch: int) -> None:

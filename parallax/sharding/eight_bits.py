@@ -2,13 +2,15 @@
 gradients float8 with 5 and 2 (e5m2). Products may also have float4, with 2 and 1 (e2m1)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.sharding.collectives import all_gather, reduce_scatter
+from parallax.sharding.bucket import gather_together, scatter_together
+from parallax.sharding.collectives import reduce_scatter
 from parallax.sharding.layout import parse_move
 
 # The largest number of each. e4m3 has no infinity: larger values would become NaN.
@@ -46,25 +48,28 @@ def from_eight_bits(values: Array, scale: Array, dtype: str) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def gather_rounded(pattern: str, kind: str, first: Callable, x: Array, scale: Array) -> Array:
-    """All-gather x rounded to 8 bits with `scale`, and return it in the dtype of x. Pieces are rounded before they are
-    sent. The gradient is that of `all_gather`, as if nothing were rounded.
+def gather_rounded(
+    patterns: Sequence[str], kind: str, first: Callable, arrays: Sequence[Array], scales: Sequence[Array]
+) -> list[Array]:
+    """All-gather arrays rounded to 8 bits with these scales, in one message, and return them in their dtypes. Pieces
+    are rounded before they are sent. The gradient is that of `gather_together`, as if nothing were rounded.
 
     Communication:
         forward   all_gather of x over the axes that go
         backward  reduce_scatter of the gradient over the axes that go
     """
-    values = all_gather(pattern, to_eight_bits(x, scale, kind), first=first)
-    return from_eight_bits(values, scale, x.dtype)
+    narrow = [to_eight_bits(x, scale, kind) for x, scale in zip(arrays, scales, strict=True)]
+    whole = gather_together(patterns, narrow, first)
+    return [from_eight_bits(x, scale, like.dtype) for x, scale, like in zip(whole, scales, arrays, strict=True)]
 
 
-def _forward(pattern: str, kind: str, first: Callable, x: Array, scale: Array) -> tuple[Array, Array]:
-    return gather_rounded(pattern, kind, first, x, scale), scale
+def _forward(patterns: Sequence[str], kind: str, first: Callable, arrays: Any, scales: Any) -> tuple[Any, Any]:
+    return gather_rounded(patterns, kind, first, arrays, scales), scales
 
 
-def _backward(pattern: str, kind: str, first: Callable, scale: Array, dy: Array) -> tuple[Array, Array]:
-    before, after = parse_move(pattern)
-    return reduce_scatter(f"{after} -> {before}", dy), jnp.zeros_like(scale)
+def _backward(patterns: Sequence[str], kind: str, first: Callable, scales: Any, dy: Any) -> tuple[Any, Any]:
+    back = [f"{after} -> {before}" for before, after in map(parse_move, patterns)]
+    return scatter_together(reduce_scatter, back, dy), jax.tree.map(jnp.zeros_like, scales)
 
 
 gather_rounded.defvjp(_forward, _backward)

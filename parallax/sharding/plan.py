@@ -36,6 +36,7 @@ from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
+from parallax.sharding.bucket import BY_PARAMETER, Bucket, Shipment, buckets, gather_together, scatter_together
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves, with_parents
@@ -205,6 +206,7 @@ class ShardingPlan:
         masters_on: memory of parameters between steps; `states_on` is that of their optimizer states. Norms and biases,
             which no data axis may shard, are always on the device.
         grads_dtype: of summed gradients, see PipelineConfig; `grads_on` is their memory.
+        bucket: what is sent in one message, see FsdpConfig.
     Raises:
         ConfigError: the policies do not fit these parameters.
     """
@@ -224,6 +226,7 @@ class ShardingPlan:
     states_on: str = DEVICE
     grads_dtype: str = "float32"
     grads_on: str = DEVICE
+    bucket: str = BY_PARAMETER
 
     def __post_init__(self):
         self.policies.check(named_leaves(layouts_of(self.declared)))
@@ -432,22 +435,27 @@ class ShardingPlan:
         `place` is the layer's in the arrays, `layer` the model's; `key` is that of the microbatch's random bits, None
         if no sum is rounded."""
 
-        def added(path: Any, row: ParameterPlan, total: Array, whole: Any, grad: Array | None) -> Array:
-            if grad is None:
-                return total
-            share = self._scatter(row, row.compute, row.summed, grad)
+        def added(name: str, row: ParameterPlan, total: Array, whole: Any, share: Array) -> Array:
             if row.spec.role == Role.MAXIMA:
                 return total.at[place].max(share.astype(total.dtype))
             if row.adds_in_place:
                 return total.at[place].add(share.astype(total.dtype))
             share += read_layer(total, place)
             if row.grads == "bfloat16":
-                name = "/".join([stack, jax.tree_util.keystr(path, simple=True, separator="/")])
+                name = f"{stack}/{name}"
                 share = to_bfloat16(share, bits_in_layer(key, name, row.summed, whole.shape, layer, share.shape))
             return write_slot(total, share, place)
 
-        trees = totals, entry(self.shapes, stack), grads
-        return jax.tree_util.tree_map_with_path(added, entry(self.rows, stack), *trees)
+        (sums, structure), rows = jax.tree.flatten(totals), named_leaves(entry(self.rows, stack))
+        given, wholes, names = structure.flatten_up_to(grads), jax.tree.leaves(entry(self.shapes, stack)), [*rows]
+        there = [index for index, grad in enumerate(given) if grad is not None]
+        for scope, members in self.buckets_of_gradients([*rows.values()], there):
+            shares = self._scatter_together(
+                scope, [rows[names[index]] for index in members], [given[index] for index in members]
+            )
+            for index, share in zip(members, shares, strict=True):
+                sums[index] = added(names[index], rows[names[index]], sums[index], wholes[index], share)
+        return jax.tree.unflatten(structure, sums)
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -512,28 +520,79 @@ class ShardingPlan:
         names = [row.spec.stack or part for part in PARTS for row in jax.tree.leaves(self.rows[part])]
         return {name: self.orders.get(name) for name in names}
 
+    def buckets_of_weights(
+        self, rows: Sequence[ParameterPlan], which: Sequence[int], before: str = "resident", after: str = "compute"
+    ) -> list[Bucket]:
+        """The messages in which some of these rows' weights are gathered. Only those of a layer, at a use, go
+        together."""
+        moves = {
+            index: (rows[index].scope, getattr(rows[index], before), getattr(rows[index], after)) for index in which
+        }
+        unit = self.bucket if (before, after) == ("resident", "compute") else BY_PARAMETER
+        return buckets(
+            unit, {index: Shipment(*move, rows[index].travels) for index, move in moves.items()}, self._ranks
+        )
+
+    def buckets_of_gradients(self, rows: Sequence[ParameterPlan], which: Sequence[int]) -> list[Bucket]:
+        """The messages in which some of these rows' gradients of one layer are scattered."""
+        sent = {
+            index: Shipment(row.scope, row.summed, row.compute, "float32" if self.reduce == "float32" else row.dtype)
+            for index, row in enumerate(rows)
+            if index in which
+        }
+        return buckets(self.bucket, sent, self._ranks)
+
+    def _ranks(self, axes: Sequence[str]) -> int:
+        return math.prod(self.axis_sizes.get(axis, 1) for axis in axes)
+
     def _gather(self, rows: Sequence[ParameterPlan], before: str, after: str, weights: Sequence[Array]) -> list[Array]:
         """Gather weights from one layout of their rows to another after the cast, so that fewer bytes are sent; in 8
         bits where the plan says so for this move, bitwise equal to rounding the whole weights. One all_reduce finds all
         their largest entries."""
-        whole, narrow, moves = [*weights], [], [(getattr(row, before), getattr(row, after)) for row in rows]
-        for index, (row, (old, new), x) in enumerate(zip(rows, moves, weights, strict=True)):
-            if row.rounded_to and row.is_gathered_per_use == (after == "compute"):
-                whole[index] = row.cast(x)
-                narrow.append(index)
-            elif old != new:
-                with jax.named_scope(row.scope):
-                    whole[index] = collectives.all_gather(_pattern(old, new, x), row.cast(x), first=self.gather_first)
+        whole, moves = [*weights], [(getattr(row, before), getattr(row, after)) for row in rows]
+        narrow = [
+            index
+            for index, row in enumerate(rows)
+            if row.rounded_to and row.is_gathered_per_use == (after == "compute")
+        ]
+        wide = [index for index, (old, new) in enumerate(moves) if old != new and index not in narrow]
+        for scope, members in self.buckets_of_weights(rows, wide, before, after):
+            with jax.named_scope(scope):
+                patterns = [_pattern(*moves[index], whole[index]) for index in members]
+                gathered = gather_together(
+                    patterns, [rows[index].cast(whole[index]) for index in members], self.gather_first
+                )
+            for index, x in zip(members, gathered, strict=True):
+                whole[index] = x
         if not narrow:
             return whole
-        entries = [largest_entry(rows[index].spec, rows[index].compute, whole[index]) for index in narrow]
-        largest, shapes = pack(entries, "*")
-        for index, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
-            row, x = rows[index], whole[index]
-            with jax.named_scope(row.scope):
-                pattern, scale = _pattern(*moves[index], x), scale_of(most, row.rounded_to)
-                whole[index] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
+        for index in narrow:
+            whole[index] = rows[index].cast(whole[index])
+        largest, shapes = pack(
+            [largest_entry(rows[index].spec, rows[index].compute, whole[index]) for index in narrow], "*"
+        )
+        largest_of = dict(zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True))
+        for scope, members in self.buckets_of_weights(rows, narrow, before, after):
+            with jax.named_scope(scope):
+                patterns = tuple(_pattern(*moves[index], whole[index]) for index in members)
+                scales = [scale_of(largest_of[index], self.gather) for index in members]
+                given = [whole[index] for index in members], scales
+                gathered = gather_rounded(patterns, self.gather, self.gather_first, *given)
+            for index, x in zip(members, gathered, strict=True):
+                whole[index] = x
         return whole
+
+    def _scatter_together(self, scope: str, rows: Sequence[ParameterPlan], grads: Sequence[Array]) -> list[Array]:
+        """The shares of gradients of one layer that are scattered in one message."""
+        if len(rows) == 1:
+            return [self._scatter(rows[0], rows[0].compute, rows[0].summed, grads[0])]
+        patterns = [_pattern(row.compute, row.summed, grad) for row, grad in zip(rows, grads, strict=True)]
+        with jax.named_scope(GRADIENTS), jax.named_scope(scope):
+            if self.reduce == "float32":
+                wide = [grad.astype(jnp.float32) for grad in grads]
+                return scatter_together(collectives.reduce_scatter, patterns, wide)
+            narrow = [grad.astype(row.dtype) for row, grad in zip(rows, grads, strict=True)]
+            return scatter_together(collectives.exchange_and_add, patterns, narrow)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""

@@ -101,6 +101,13 @@ def test_each_collective_and_product_has_its_parameter_axes_and_pass():
     assert len(shown) == 5 and {*shown} <= {*notes_of(text).values()}
 
 
+def test_a_message_of_several_matrices_has_the_name_of_their_module_or_layer():
+    packed = GATE.replace("mlp/gate/all_gather", "layer/all_gather").replace("mlp/gate/reduce_s", "mlp/reduce_s")
+    notes = notes_of(annotated_text(packed, build((1, 2, 2), attention="gqa", layers=2)))
+    assert notes["gathered"] == "// all-gather over dp: matrices of a layer; forward; 2.0 KiB, once a step"
+    assert notes["d_shard"] == "// reduce-scatter over dp: gradient of matrices of mlp; backward; 2.0 KiB, once a step"
+
+
 def test_the_sum_of_a_large_gradient_names_no_small_one():
     table = """HloModule jit_train_step, is_scheduled=true
 

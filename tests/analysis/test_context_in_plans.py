@@ -6,7 +6,7 @@ import jax
 import pytest
 from support import tiny_model
 from support.plan_changes import changes_of
-from support.step_collectives import step_collectives
+from support.step_collectives import at_once, step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
@@ -246,8 +246,8 @@ def test_messages_over_cp_are_priced_between_dp_and_tp():
 
 
 def test_keys_of_a_ring_travel_while_others_are_met():
-    ring = predict(long(layout_context="ring"), FOUR)
-    gathered = predict(long(layout_context="all_gather"), FOUR)
+    ring = predict(long(layout_context="ring"), at_once(FOUR))
+    gathered = predict(long(layout_context="all_gather"), at_once(FOUR))
     assert ring.hidden_secs > gathered.hidden_secs and ring.exposed_secs["cp"] < gathered.exposed_secs["cp"]
 
 

@@ -1,5 +1,6 @@
 """What is read from the sharding plan's rows is what the traced step sends."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -14,21 +15,24 @@ from parallax.config.settings import default_settings, read_settings
 FOUR, MICROBATCHES = read_topology("v5e:2x2"), 2
 
 
-def settings(policy, tp, **data_parallel):
+def settings(policy, tp, bucket="parameter", **data_parallel):
     return read_settings(
         default_settings(),
         mesh=dict(pp=1, dp=4 // tp, tp=tp),
         model=dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, d_head=8, d_latent=16, d_rope=4, kernel="xla"),
         pipeline=dict(microbatches=MICROBATCHES, schedule="gpipe", remat="none"),
         data_parallel=dict(policy=policy, **data_parallel),
+        fsdp=dict(bucket=bucket),
         data=dict(seq=16, global_batch=8),
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_the_rows_say_what_the_traced_step_sends_for_layers(policy, tp):
-    chosen = settings(policy, tp)
+@pytest.mark.parametrize(
+    ("policy", "tp", "bucket"),
+    [*itertools.product(POLICY_NAMES, [1, 2], ["parameter"]), ("zero2", 1, "module"), ("zero3", 2, "layer")],
+)
+def test_the_rows_say_what_the_traced_step_sends_for_layers(policy, tp, bucket):
+    chosen = settings(policy, tp, bucket)
     model = model_on_topology(chosen, FOUR)
     layers = SentPerUse.of(model.plan).modules
     traced, planned = Counter(), Counter()

@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from support.plan_changes import changes_of
 from support.stand_ins import on_write
+from support.step_collectives import at_once
 
 from configs.llama2_7b_64 import get_config as llama2_7b_64
 from parallax.analysis.planned import plan as plan_module
@@ -161,7 +162,7 @@ def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     sizes = {"pp": 1, "dp": 2, "tp": 1}
     sent = collectives(model.loss_and_grad, model.shapes, batch, rank=dict.fromkeys(sizes, 0), sizes=sizes)
     bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
-    found = predict(settings, PAIR)
+    found = predict(settings, at_once(PAIR))
     # Two chips in a row have one link to each other, of 50 GB/s.
     assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 50e9)
 
@@ -188,7 +189,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
             pipeline_microbatches=microbatches,
             data_parallel_policy=policy,
         )
-        eight = read_topology("v5e:2x4")
+        eight = at_once(read_topology("v5e:2x4"))
         traced = traced_work(model_on_topology(settings, eight), settings)
         sent = messages(traced.sent, eight, settings, traced.per_use)
         return by_axes(message for message in sent if message.ticking)
@@ -200,7 +201,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
 
 
 def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
-    fast = PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15))
+    fast = at_once(PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15)))
     plain, ahead = predict(tiny(), fast), predict(tiny(fsdp_prefetch=1), fast)
     assert 0 < plain.hidden_secs < ahead.hidden_secs < ahead.work_secs
     assert ahead.secs < plain.secs
@@ -286,8 +287,43 @@ def test_a_ring_over_hosts_is_no_faster_than_their_switch():
 def test_a_step_on_two_hosts_is_priced_by_what_its_collectives_send_over_the_network():
     topology, settings = read_topology("H100:2x8"), tiny(mesh_dp=16, data_global_batch=16, model_d_model=64)
     sent = [Sent(kind, ("dp",), 10**9, 1, "forward", "attention/q", "") for kind in ("all-gather", "all-to-all")]
-    ring, exchange = messages(sent, topology, settings, SentPerUse())
+    ring, exchange = messages(sent, at_once(topology), settings, SentPerUse())
     assert (ring.secs, exchange.secs) == pytest.approx((1e9 / 400e9, 1e9 * 8 / 15 / 50e9))
+
+
+@pytest.mark.parametrize(
+    ("where", "gather", "exchange"),
+    [
+        ("H100:1x8", 8.4 + 7 * 3.4, 8.4 + 3.4),
+        ("H100:2x8", 8.4 + 14 * 3.4 + 9.6, 8.4 + 9.6),
+        ("RTX4090:1x8", 8.4 + 7 * 5.7, 8.4 + 5.7),
+        ("v5p:4x4x4", 5 + 3 * 2, 5 + 3 * 2),  # in each dim half of a ring
+        ("v5e:4x4", 5 + 2 * 3, 5 + 2 * 3),  # in each dim a line
+    ],
+)
+def test_each_message_takes_its_latency_besides_the_time_of_its_bytes(where, gather, exchange):
+    topology, kinds = read_topology(where), ("all-gather", "all-reduce", "all-to-all")
+    settings = tiny(mesh_dp=topology.devices, data_global_batch=topology.devices, model_d_model=64)
+
+    def secs(topology):
+        sent = [Sent(kind, ("dp",), 1000, 3, "forward", "attention/q", "") for kind in kinds]
+        return [message.secs for message in messages(sent, topology, settings, SentPerUse())]
+
+    added = [1e6 * (late - at) / 3 for late, at in zip(secs(topology), secs(at_once(topology)), strict=True)]
+    start = 1e6 * topology.chip.start_secs
+    assert added == pytest.approx([gather, 2 * gather - start, exchange])
+
+
+def test_a_message_for_a_layer_saves_latency_and_costs_copies():
+    """And nothing of a layer is computed before its only gather has ended, unless that was ahead."""
+    model = dict(mesh_dp=8, data_global_batch=16, model_d_model=64, model_attention="gqa", model_layers=4)
+    eight = read_topology("H100:1x8")
+    alone, layer = (predict(tiny(**model, fsdp_bucket=unit), eight) for unit in ("parameter", "layer"))
+    ahead = predict(tiny(**model, fsdp_bucket="layer", fsdp_prefetch=1), eight)
+    sent = [sum(each.exposed_secs.values()) + each.hidden_secs for each in (layer, alone)]
+    assert sent[0] < 0.5 * sent[1] and layer.work_secs > alone.work_secs
+    assert layer.hidden_secs < ahead.hidden_secs
+    assert {"fsdp.bucket": "module"} in list(single_changes(tiny(**model), eight))
 
 
 # ---- what the chips can run

@@ -299,6 +299,10 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
             "fsdp.prefetch=1 gathers a layer ahead, but with data_parallel.policy='zero1' no layer",
         ),
         (
+            {"fsdp.bucket": "layer", "data_parallel.policy": "ddp"},
+            "fsdp.bucket='layer' sends matrices of a layer together, but with data_parallel.policy='ddp' none is sent",
+        ),
+        (
             {"pipeline.remat": "some"},
             "pipeline.remat='some' is unknown; known: none, layer, stage, qkv, elementwise, attention",
         ),

@@ -257,6 +257,15 @@ def test_gradients_that_are_exchanged_send_what_their_formula_says(policy, mesh)
     assert exchanged == (mesh[1] > 1) and (("dp",), "reduce-scatter", "backward") not in measured
 
 
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("policy", ["zero3", "zero2", "lean"])
+@pytest.mark.parametrize("bucket", ["layer", "module"])
+def test_what_is_sent_in_one_message_has_the_bytes_of_its_parameters(bucket, policy):
+    changes = dict(reduce="compute", dtype="bfloat16", schedule="one_f_one_b", attention="gqa", tied=False)
+    measured, formula = both((2, 2, 2), bucket=bucket, policy=policy, **changes)
+    assert measured == formula
+
+
 # ---- as one reads it elsewhere
 
 

@@ -148,6 +148,8 @@ PARSED = {
     "python -m parallax.plan --config=configs/gpu_80gb_x8.py --topology=H100:1x8 --sweep --keep=3": LONG,
     "python -m parallax.plan --config=configs/gpu_80gb_16x8.py --topology=H100:16x8 --sweep --keep=3": LONG,
     "python -m parallax.report --config=configs/gpu_80gb_x8.py --topology=H100:1x8": LONG,
+    "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --config.model.layers=4 "
+    "--config.model.vocab=4096 --config.pipeline.remat=layer --config.fsdp.bucket=layer": LONG,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,

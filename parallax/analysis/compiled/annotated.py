@@ -32,6 +32,7 @@ from parallax.display.units import in_bytes, in_flops
 from parallax.model.loss import LOGITS
 from parallax.model.transformer import Block
 from parallax.pipeline import ShardedModel
+from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import GRADIENTS, SMALL, ParameterPlan
 
@@ -90,12 +91,19 @@ class Names:
         moved = [] if _in_layer(op_name) else list(self._of_module(path, moves=True))
         if moved:
             return of + " or ".join([name for name in moved if self.parameters[name].entries in entries] or moved)
+        if not _in_layer(op_name) and self._are_of_bucket(path):
+            return f"{of}matrices of {'a layer' if path == BY_LAYER else path}"
         if is_gradient and call.kind == "all-reduce" and not path:
             held = [name for name, param in self.parameters.items() if self._is_summed_over(param.row, call.axes)]
             alone = [name for name in held if self.parameters[name].at_rest > SMALL]
             held = [name for name in alone if self.parameters[name].at_rest in entries] or [*{*held} - {*alone}]
             return f"gradients of {', '.join(sorted(held))}" if held else "gradients"
         return f"{of}activations{f' of {path}' if path else ''}" if path or of else ""
+
+    def _are_of_bucket(self, path: str) -> bool:
+        """Whether this is the scope of a message with several parameters of a layer."""
+        of_layers = (row for row, *_ in self.parameters.values() if row.spec.stack)
+        return path == BY_LAYER or any(row.scope.startswith(f"{path}/") for row in of_layers)
 
     def _multiplied(self, op_name: str, entries: tuple[int, ...]) -> str:
         """The kernel of a product, and whether the product is the gradient of it or of the input."""

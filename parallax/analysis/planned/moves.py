@@ -74,21 +74,27 @@ def most_pieces(plan: ShardingPlan) -> int:
 
 class SentPerUse(NamedTuple):
     """What layers send at each use, not once a step: the modules whose weights, and those whose gradients, data axes
-    move then; `modules` are all of which a layer consists, as "attention"."""
+    move then; `modules` are all of which a layer consists, as "attention". Messages of the scopes in `together` have
+    several arrays."""
 
     modules: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
+    together: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, plan: ShardingPlan) -> "SentPerUse":
         """By the plan's rows."""
-        rows = [row for row, _ in _layers(plan)]
-        return cls(
-            frozenset(row.scope.split("/")[0] for row in rows),
-            frozenset(row.scope for row in rows if row.is_gathered_per_use),
-            frozenset(row.scope for row in rows if row.compute != row.summed),
-        )
+        weights, gradients = [], []
+        for rows in map(plan.rows_of, {row.spec.stack for row, _ in _layers(plan)}):
+            used = [index for index, row in enumerate(rows) if row.is_gathered_per_use]
+            summed = [index for index, row in enumerate(rows) if row.compute != row.summed and not row.spec.is_constant]
+            weights += plan.buckets_of_weights(rows, used)
+            gradients += plan.buckets_of_gradients(rows, summed)
+        scopes = [frozenset(bucket.scope for bucket in buckets) for buckets in (weights, gradients)]
+        modules = frozenset().union(*scopes, (row.scope for row, _ in _layers(plan)))
+        together = frozenset(bucket.scope for bucket in weights + gradients if len(bucket.members) > 1)
+        return cls(frozenset(scope.split("/")[0] for scope in modules), *scopes, together)
 
     def has(self, sent: Sent) -> bool:
         """Whether this is such a message, if it is one of weights or their gradients."""

@@ -256,6 +256,8 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
             yield {"fsdp.reduce": "compute"}
         elif has_gpu_hosts(topology) or hides_reduce_scatters(chip.name):
             yield {"fsdp.reduce": "float32"}
+    if settings.fsdp.bucket == "parameter" and layout.data_ranks > 1:
+        yield {"fsdp.bucket": "module"}
     now = _exchange(settings, topology)
     yield from ({"layout.exchange": exchange} for exchange in EXCHANGES if now and exchange != now)
     if chunk := settings.loss.chunk_tokens // 2:

@@ -8,10 +8,11 @@ The estimate needs no compiler and no device:
 result over its memory bandwidth. A reduction reads its operand twice, since later operations wait for its result. A
 write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these.
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
-traced collectives over the links of their axes. Gathers of single layers over data axes overlap with the work, as do
-the permutes of layout.context="ring" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on chips whose SparseCores run
-them, sums of the layers' gradients; `hidden_secs` says how much of them is hidden. All other messages are exposed. The
-*update* reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
+copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
+layout.context="ring" and, with fsdp.reduce="compute", fsdp.prefetch=1 or on chips whose SparseCores run them, sums of
+the layers' gradients; `hidden_secs` says how much of them is hidden. All other messages are exposed. The *update* reads
+and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 
 Arrays in host memory are copied over the chip's link to its host, in both directions at once: residuals during the
 passes that write and read them, states during the update. If a copy takes longer than the work, the step waits for the
@@ -65,6 +66,7 @@ from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
@@ -107,6 +109,11 @@ class TracedWork(NamedTuple):
     per_use: SentPerUse = SentPerUse()
     trained: float = 1.0  # share of the parameters that an update reads and writes
     gradients: int = 0  # bytes that it reads of them
+
+    @property
+    def packed(self) -> list[Sent]:
+        """Messages that have several arrays."""
+        return [call for call in self.sent if _is_of_parameters(call) and call.module in self.per_use.together]
 
 
 class CollectiveTime(NamedTuple):
@@ -203,6 +210,7 @@ def estimate(
     host = host or HostMemory()
     bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
     timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
+    timed += [(call.direction, copy_secs(call, settings, topology.chip)) for call in traced.packed]
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, topology, settings, traced.per_use)
     hiding = sum(message.secs for message in sent if message.hides)
@@ -259,6 +267,13 @@ def link_waits(
     return waits, (host.parameters + 2 * host.gradients) / chip.host_bandwidth + max(0.0, of_update - update)
 
 
+def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
+    """Seconds in a step in which arrays are copied behind each other, or apart, for a message with several of them:
+    the whole ones are read and written once. Pieces are much smaller."""
+    ranks = math.prod(settings.mesh.sizes[axis] for axis in call.axes)
+    return 2 * call.total_bytes * ranks / (ranks - 1) / chip.hbm_bandwidth
+
+
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
     """Times of the traced collectives, without those that send nothing."""
     sizes, times = settings.mesh.sizes, []
@@ -272,8 +287,10 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         beside = not call.module.startswith((EMBEDDING, HEAD)) and per_use.has(call)
         # In the ring, keys are sent while the previous ones are used.
         ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
-        hides = ((_is_of_parameters(call) and can_hide and beside) or ring) and not topology.shared
-        secs = links.secs(call.kind, call.total_bytes)
+        # All of a layer waits for a message with all of its weights.
+        waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
+        hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or ring) and not topology.shared
+        secs = links.secs(call.kind, call.total_bytes) + call.count * links.latency(call.kind)
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, _ticks(call, settings, per_use)))
     return times
 

@@ -217,11 +217,22 @@ def _route_on(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], axes: 
 
 class Route(NamedTuple):
     """How fast devices send to each other. `bandwidth` is the bytes a second of a ring, `spread` how much longer an
-    all-to-all takes for as many bytes, and `to_one` the bytes a second of a message to one other device."""
+    all-to-all takes for as many bytes, and `to_one` the bytes a second of a message to one other device. `start` is how
+    long a message takes to start, `around` how long its first byte takes to pass all devices, `across` to reach the
+    farthest one and `next` to reach a neighbour, in seconds."""
 
     bandwidth: float
     spread: float
     to_one: float
+    start: float = 0.0
+    around: float = 0.0
+    across: float = 0.0
+    next: float = 0.0
+
+    def latency(self, kind: str) -> float:
+        """Seconds until a collective's first byte is everywhere; an all-reduce scatters and then gathers."""
+        path = {"permute": self.next, "all-to-all": self.across, "all-reduce": 2 * self.around}
+        return self.start + path.get(kind, self.around)
 
     def secs(self, kind: str, sent: float) -> float:
         """How long a collective takes in which each device sends so many bytes."""
@@ -239,27 +250,31 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     mesh of simulated devices, each mesh axis counts as a separate, filled dim. In an all-to-all, data passes a quarter
     of each dim on average, which loads links by as much. Cores of a chip share its links: a core has its part of them,
     and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
-    slices it uses the network; between hosts of GPUs see `_between_hosts`. Latency is not modelled.
+    slices it uses the network; between hosts of GPUs see `_between_hosts`. The first byte of a message passes half of a
+    ring, and all of a line.
     """
     devices = [mesh.devices.flat[number] for number in group] if group else _members(mesh, axes)
     if not chip.torus_dims:
         return _between_hosts(_hosts(mesh, devices), chip)
     if _differ(devices, "slice_index"):
-        return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth)
+        return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth, chip.start_secs, *[chip.network_secs] * 3)
     places, extents = _places(mesh, axes, devices)
     *extents, _ = extents
-    links, hops, cores = 0.0, 0.0, len(np.unique(places[:, -1]))
+    links, hops, path, cores = 0.0, 0.0, 0, len(np.unique(places[:, -1]))
     for dim, extent in enumerate(extents):
         values = np.unique(places[:, dim])
         if len(values) > 1:
             whole = len(values) == extent
             links += (2 if whole and closes(chip, extents, extent) else 1) / int(np.diff(values).min())
             hops += len(values) / 4
+            path += len(values) // 2 if whole and closes(chip, extents, extent) else int(np.ptp(values))
     members = len(devices)
     if not links:
-        return Route(chip.ici_bandwidth * LINKS_BETWEEN_CORES, 1.0, chip.ici_bandwidth * LINKS_BETWEEN_CORES)
+        between_cores = chip.ici_bandwidth * LINKS_BETWEEN_CORES
+        return Route(between_cores, 1.0, between_cores, chip.start_secs)
     rings = chip.ici_bandwidth * links * cores / chip.cores
-    return Route(rings, max(1.0, hops * members / (members - 1)), chip.ici_bandwidth)
+    spread, secs = max(1.0, hops * members / (members - 1)), path * chip.link_secs
+    return Route(rings, spread, chip.ici_bandwidth, chip.start_secs, secs, secs, chip.link_secs)
 
 
 def _between_hosts(hosts: list[int], chip: Chip) -> Route:
@@ -270,11 +285,14 @@ def _between_hosts(hosts: list[int], chip: Chip) -> Route:
     all-to-all each GPU sends to the n - k GPUs of other hosts over its own interface.
     """
     switch, network, members = chip.ici_bandwidth * chip.ici_links, chip.dcn_bandwidth, len(hosts)
-    if len(set(hosts)) == 1:
-        return Route(switch, 1.0, switch)
+    link, count = chip.link_secs, len(set(hosts))
+    if count == 1:
+        return Route(switch, 1.0, switch, chip.start_secs, (members - 1) * link, link, link)
     local = min(Counter(hosts).values())
     rings = min(local * network, switch)
-    return Route(rings, (members - local) / (members - 1) * rings / network, network)
+    spread = (members - local) / (members - 1) * rings / network
+    around = (members - count) * link + (count - 1) * chip.network_secs
+    return Route(rings, spread, network, chip.start_secs, around, chip.network_secs, chip.network_secs)
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
