@@ -3,14 +3,13 @@
 import math
 import posixpath
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from einops import pack, unpack
 from jax import Array
 
-from parallax.sharding.collectives import all_gather
 from parallax.sharding.layout import Layout, parse_move
 
 # What FsdpConfig.bucket says goes together; BY_LAYER is also the scope, in traces, of arrays of several modules.
@@ -61,59 +60,44 @@ def buckets(unit: str, arrays: Mapping[int, Shipment], ranks: Callable[[Sequence
     return [Bucket(_common([arrays[index].scope for index in members]), (*members,)) for members in together.values()]
 
 
-def gather_together(patterns: Sequence[str], arrays: Sequence[Array], first: Callable) -> list[Array]:
-    """`all_gather` of several arrays in one message; `first` as there. They lose the same axes, each in one dim.
+class Packed(NamedTuple):
+    """Arrays that move together as one: the pattern of its move, and what `apart` needs of them."""
 
-    Communication:
-        forward   all_gather of all of them over the axes that go
-        backward  the transposes
-    """
-    if len(arrays) == 1:
-        return [all_gather(patterns[0], arrays[0], first=first)]
-    dims, axes = _dims_and_axes(map(parse_move, patterns))
-    flat, shapes = _packed(arrays, dims)
-    return _apart(all_gather(f"rows/{axes} entries -> rows entries", flat, first=first), shapes, dims)
+    pattern: str
+    array: Array
+    shapes: Sequence[Any] = ()
+    dims: Sequence[int] = ()
 
+    @classmethod
+    def of(cls, patterns: Sequence[str], arrays: Sequence[Array]) -> "Packed":
+        """Arrays with their moves, which gain or lose the same axes, each in one dim. One array is as it is; several
+        lie beside each other in one matrix, whose rows are parts of these dims. Cutting one long row apart takes TPU
+        much longer (docs/dp.md)."""
+        if len(arrays) == 1:
+            return cls(patterns[0], arrays[0])
+        moves = [parse_move(pattern) for pattern in patterns]
+        gathers = len(moves[0][0].used_axes()) > len(moves[0][1].used_axes())
+        moved = [_moved(*(move if gathers else reversed(move)))[0] for move in moves]
+        dims, cuts = zip(*moved, strict=True)
+        assert len({*cuts}) == 1, cuts
+        first = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+        rows = math.gcd(*(len(x) for x in first))
+        matrix, shapes = pack([x.reshape(rows, -1, *x.shape[1:]) for x in first], "rows *")
+        sharded, whole = f"rows/{'/'.join(cuts[0])} entries", "rows entries"
+        return cls(f"{sharded} -> {whole}" if gathers else f"{whole} -> {sharded}", matrix, shapes, dims)
 
-def scatter_together(scatter: Callable, patterns: Sequence[str], arrays: Sequence[Array]) -> list[Array]:
-    """The same for `scatter`, which is `reduce_scatter` or `exchange_and_add`: sums of several arrays in one message.
-
-    Communication:
-        forward   reduce_scatter or all_to_all of all of them over the axes that come
-        backward  the transposes
-    """
-    if len(arrays) == 1:
-        return [scatter(patterns[0], arrays[0])]
-    dims, axes = _dims_and_axes(reversed(parse_move(pattern)) for pattern in patterns)
-    flat, shapes = _packed(arrays, dims)
-    return _apart(scatter(f"rows entries -> rows/{axes} entries", flat), shapes, dims)
-
-
-def _packed(arrays: Sequence[Array], dims: Sequence[int]) -> tuple[Array, list]:
-    """Arrays beside each other in one matrix, whose rows are parts of these dims, and what `_apart` needs. Cutting one
-    long row apart takes TPU much longer (docs/dp.md)."""
-    first = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
-    rows = math.gcd(*(len(x) for x in first))
-    return pack([x.reshape(rows, -1, *x.shape[1:]) for x in first], "rows *")
-
-
-def _apart(flat: Array, shapes: list, dims: Sequence[int]) -> list[Array]:
-    """The arrays again, of which each may have more rows or fewer."""
-    first = (x.reshape(-1, *x.shape[2:]) for x in unpack(flat, shapes, "rows *"))
-    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(first, dims, strict=True)]
+    def apart(self, moved: Array) -> list[Array]:
+        """The arrays again, of which each may have more rows or fewer, from the one that was moved."""
+        if not self.dims:
+            return [moved]
+        first = (x.reshape(-1, *x.shape[2:]) for x in unpack(moved, self.shapes, "rows *"))
+        return [jnp.moveaxis(x, 0, dim) for x, dim in zip(first, self.dims, strict=True)]
 
 
 def _moved(sharded: Layout, whole: Layout) -> list[tuple[int, tuple[str, ...]]]:
     """The dims that are not sharded alike, and the last axes that only the first layout has; () if it has others."""
     pairs = enumerate(zip(sharded.axes, whole.axes, strict=True))
     return [(dim, cut[len(kept) :] if cut[: len(kept)] == kept else ()) for dim, (cut, kept) in pairs if cut != kept]
-
-
-def _dims_and_axes(moves: Iterable[Iterable[Layout]]) -> tuple[list[int], str]:
-    """The dim of each array that moves between a sharded layout and a whole one, and the axes, as in the notation."""
-    dims, axes = zip(*(_moved(*move)[0] for move in moves), strict=True)
-    assert len({*axes}) == 1, axes
-    return [*dims], "/".join(axes[0])
 
 
 def _common(scopes: Sequence[str]) -> str:

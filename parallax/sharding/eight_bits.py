@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.sharding.bucket import gather_together, scatter_together
-from parallax.sharding.collectives import reduce_scatter
+from parallax.sharding.bucket import Packed
+from parallax.sharding.collectives import all_gather, reduce_scatter
 from parallax.sharding.layout import parse_move
 
 # The largest number of each. e4m3 has no infinity: larger values would become NaN.
@@ -52,14 +52,14 @@ def gather_rounded(
     patterns: Sequence[str], kind: str, first: Callable, arrays: Sequence[Array], scales: Sequence[Array]
 ) -> list[Array]:
     """All-gather arrays rounded to 8 bits with these scales, in one message, and return them in their dtypes. Pieces
-    are rounded before they are sent. The gradient is that of `gather_together`, as if nothing were rounded.
+    are rounded before they are sent. The gradient is that of `all_gather`, as if nothing were rounded.
 
     Communication:
         forward   all_gather of x over the axes that go
         backward  reduce_scatter of the gradient over the axes that go
     """
-    narrow = [to_eight_bits(x, scale, kind) for x, scale in zip(arrays, scales, strict=True)]
-    whole = gather_together(patterns, narrow, first)
+    packed = Packed.of(patterns, [to_eight_bits(x, scale, kind) for x, scale in zip(arrays, scales, strict=True)])
+    whole = packed.apart(all_gather(packed.pattern, packed.array, first=first))
     return [from_eight_bits(x, scale, like.dtype) for x, scale, like in zip(whole, scales, arrays, strict=True)]
 
 
@@ -69,7 +69,8 @@ def _forward(patterns: Sequence[str], kind: str, first: Callable, arrays: Any, s
 
 def _backward(patterns: Sequence[str], kind: str, first: Callable, scales: Any, dy: Any) -> tuple[Any, Any]:
     back = [f"{after} -> {before}" for before, after in map(parse_move, patterns)]
-    return scatter_together(reduce_scatter, back, dy), jax.tree.map(jnp.zeros_like, scales)
+    packed = Packed.of(back, dy)
+    return packed.apart(reduce_scatter(packed.pattern, packed.array)), jax.tree.map(jnp.zeros_like, scales)
 
 
 gather_rounded.defvjp(_forward, _backward)

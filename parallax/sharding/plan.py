@@ -36,7 +36,7 @@ from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError, check_choice, nearest, quoted
 from parallax.sharding import collectives
-from parallax.sharding.bucket import BY_PARAMETER, Bucket, Shipment, buckets, gather_together, scatter_together
+from parallax.sharding.bucket import BY_PARAMETER, Bucket, Packed, Shipment, buckets
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves, with_parents
@@ -450,9 +450,9 @@ class ShardingPlan:
         given, wholes, names = structure.flatten_up_to(grads), jax.tree.leaves(entry(self.shapes, stack)), [*rows]
         there = [index for index, grad in enumerate(given) if grad is not None]
         for scope, members in self.buckets_of_gradients([*rows.values()], there):
-            shares = self._scatter_together(
-                scope, [rows[names[index]] for index in members], [given[index] for index in members]
-            )
+            used = [rows[names[index]] for index in members]
+            moves = [(row.compute, row.summed) for row in used]
+            shares = self._scatter(scope, used, moves, [given[index] for index in members])
             for index, share in zip(members, shares, strict=True):
                 sums[index] = added(names[index], rows[names[index]], sums[index], wholes[index], share)
         return jax.tree.unflatten(structure, sums)
@@ -460,7 +460,7 @@ class ShardingPlan:
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
         rows = {name: self.rows[part][name] for name in grads}
-        return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
+        return jax.tree.map(lambda row, grad: self._scatter_alone(row, row.compute, row.summed, grad), rows, grads)
 
     def store(self, summed: Mapping[str, Any]) -> tuple[Any, dict[str, Array]]:
         """Move what was added up, by stack, to the at-rest layout and reduce it over the axes that do not shard it.
@@ -474,7 +474,7 @@ class ShardingPlan:
                     target = row.at_rest if row.is_stored_at_once else row.staged
                     if row.summed == target and not row.adds_in_place:
                         continue
-                    scatter = partial(self._scatter, row, row.summed, target)
+                    scatter = partial(self._scatter_alone, row, row.summed, target)
                     if row.grads != "float32":  # no other rank has a summand of a sum that was rounded
                         scatter = partial(_scatter_whole, row.summed, target)
                     x = leaves[index]
@@ -559,9 +559,8 @@ class ShardingPlan:
         for scope, members in self.buckets_of_weights(rows, wide, before, after):
             with jax.named_scope(scope):
                 patterns = [_pattern(*moves[index], whole[index]) for index in members]
-                gathered = gather_together(
-                    patterns, [rows[index].cast(whole[index]) for index in members], self.gather_first
-                )
+                packed = Packed.of(patterns, [rows[index].cast(whole[index]) for index in members])
+                gathered = packed.apart(collectives.all_gather(packed.pattern, packed.array, first=self.gather_first))
             for index, x in zip(members, gathered, strict=True):
                 whole[index] = x
         if not narrow:
@@ -582,32 +581,31 @@ class ShardingPlan:
                 whole[index] = x
         return whole
 
-    def _scatter_together(self, scope: str, rows: Sequence[ParameterPlan], grads: Sequence[Array]) -> list[Array]:
-        """The shares of gradients of one layer that are scattered in one message."""
-        if len(rows) == 1:
-            return [self._scatter(rows[0], rows[0].compute, rows[0].summed, grads[0])]
-        patterns = [_pattern(row.compute, row.summed, grad) for row, grad in zip(rows, grads, strict=True)]
+    def _scatter(
+        self, scope: str, rows: Sequence[ParameterPlan], moves: Sequence, grads: Sequence[Array]
+    ) -> list[Array]:
+        """Sum gradients over data axes in one message, by their moves from one layout to another; each device keeps its
+        pieces. `_sum` is for whole ones."""
+        first, (before, after) = rows[0], moves[0]  # if these are several, all of them are trained and move
+        if first.spec.is_constant:
+            return [*map(empty_like, grads)]
         with jax.named_scope(GRADIENTS), jax.named_scope(scope):
-            if self.reduce == "float32":
-                wide = [grad.astype(jnp.float32) for grad in grads]
-                return scatter_together(collectives.reduce_scatter, patterns, wide)
-            narrow = [grad.astype(row.dtype) for row, grad in zip(rows, grads, strict=True)]
-            return scatter_together(collectives.exchange_and_add, patterns, narrow)
-
-    def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
-        """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
-        if row.spec.is_constant:
-            return empty_like(grad)
-        with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
-                return grad.astype(jnp.float32)
-            pattern = _pattern(before, after, grad)
+                return [grad.astype(jnp.float32) for grad in grads]
+            patterns = [_pattern(*move, grad) for move, grad in zip(moves, grads, strict=True)]
             if self.reduce == "float32":
-                return collectives.reduce_scatter(pattern, grad.astype(jnp.float32))
-            if jnp.dtype(row.dtype) == jnp.bfloat16 and row.spec.role == Role.TABLE:
+                packed = Packed.of(patterns, [grad.astype(jnp.float32) for grad in grads])
+                return packed.apart(collectives.reduce_scatter(packed.pattern, packed.array))
+            if jnp.dtype(first.dtype) == jnp.bfloat16 and first.spec.role == Role.TABLE:
                 # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
-                grad = lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
-            return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
+                grads = [lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7) for grad in grads]
+            packed = Packed.of(patterns, [grad.astype(row.dtype) for row, grad in zip(rows, grads, strict=True)])
+            return packed.apart(collectives.exchange_and_add(packed.pattern, packed.array))
+
+    def _scatter_alone(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
+        """The same for one gradient."""
+        (share,) = self._scatter(row.scope, [row], [(before, after)], [grad])
+        return share
 
     def _sum(self, grads: Any) -> Any:
         """Sum gradients of parameters that several ranks hold, once, after all microbatches.

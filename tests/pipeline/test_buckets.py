@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from support.step_collectives import step_collectives
 from support.tiny_model import AS_WRITTEN, build, make_batch, mesh_of, params_of
 
-from parallax.sharding.bucket import gather_together
+from parallax.sharding.bucket import Packed
 from parallax.sharding.collectives import all_gather, as_varying
 from parallax.sharding.rounding import rounding_key
 
@@ -96,7 +96,8 @@ def test_a_bucket_is_gathered_in_two_steps_too():
     patterns = ["seq/dp d_ff -> seq d_ff", "heads d_ff/dp -> heads d_ff"]
 
     def both(x, y):
-        together = gather_together(patterns, [x, y], lambda axes: 2)
+        packed = Packed.of(patterns, [x, y])
+        together = packed.apart(all_gather(packed.pattern, packed.array, first=lambda axes: 2))
         return jax.tree.map(lambda leaf: leaf[None], (together, [*map(all_gather, patterns, [x, y])]))
 
     specs = P("dp"), P(None, "dp")
