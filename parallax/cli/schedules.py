@@ -174,7 +174,7 @@ slots {" ".join(f"{pool} {count}" for pool, count in schedule.slots.items())}"""
 NOTES = """
 The executor runs in lockstep; papers count asynchronous.
 zero_bubble_v has ZB-V's stages in an order for lockstep. As published, F = B = W = 1 and M >= 2P-1,
-ZB-V idles 3.5(P-1) in lockstep, not P-1/2, and (P-1)/2 asynchronous, not P/2; it holds P, not (3P-1)/2.
+ZB-V idles 3.5(P-1) in lockstep, not (5P-2)/4, and (P-1)/2 asynchronous, not (3P-2)/4; it holds P, not (3P-1)/2.
 dualpipe_v has F and B of two microbatches as one pass; --hidden is what that saves. As published, with M >= 2P,
 DualPipeV idles 2.5(P-1) in lockstep, not P-1/2, and (P-1)/2 asynchronous, not P-1; it holds P+1/2, not 3P/2."""
 

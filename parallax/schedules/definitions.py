@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -72,10 +72,10 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
 
     Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which never collide. W runs where
     others are busy longer, and otherwise when more than P-1 wait on a rank. So a rank holds at most min(M, P)
-    microbatches from F to B and min(M, P/2) from B to W, and min(M, (3P-1)/2) of both. For M >= P the bubble is P-1/2
-    in lockstep, and at most P/2 asynchronous if M >= 2P, with times of 1 for F, B and W. ZB-V as published has no gap
-    between a rank's first action and its last: for M >= 2P-1 its bubble is 3.5(P-1) in lockstep and (P-1)/2
-    asynchronous, and it holds P microbatches.
+    microbatches from F to B and min(M, P/2) from B to W, and min(M, (3P-1)/2) of both. For M >= P the bubble is
+    (5P-2)/4 in lockstep if P is even, (5P-3)/4 if it is odd, and at most (3P-2)/4 asynchronous if M >= 2P, with times
+    of 1 for F, B and W. ZB-V as published has no gap between a rank's first action and its last: for M >= 2P-1 its
+    bubble is 3.5(P-1) in lockstep and (P-1)/2 asynchronous, and it holds P microbatches.
     """
     return _in_a_v("zero_bubble_v", ranks, microbatches, joint=False)
 
@@ -84,7 +84,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipeV, half of DualPipe (DeepSeek-V3, section 3.2.1): zero_bubble_v with F and B of different microbatches as
     one pass.
 
-    Each B runs one tick later than there, so that a rank's F is of its one stage when its B is of its other. So a rank
+    Each B runs one tick later than there, so that a rank's F is of its one stage when its B is of its other, and the
+    head comes after both. So a rank
     holds at most min(M, P+1/2) microbatches from F to B. For M > P the bubble is P-1/2 in lockstep, and P-1
     asynchronous, with times of 1 for F, B and W.
     """
@@ -97,7 +98,9 @@ def _in_a_v(name: str, ranks: int, microbatches: int, *, joint: bool) -> Schedul
     passes = [*itertools.product(range(2 * ranks), range(microbatches))]
     tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in passes}
     tick_of |= {Action(stage, "B", m): 2 * m + 4 * ranks - 2 + joint - stage for stage, m in passes}
-    orders, starts = _with_weights_in_gaps(tick_of, placement, most=ranks - 1)
+    last_stage = [Action(2 * ranks - 1, "F", m) for m in range(microbatches)]
+    heads = () if joint else {tick_of[action] for action in last_stage}
+    orders, starts = _with_weights_in_gaps(tick_of, placement, ranks - 1, heads)
     return Schedule(name, placement, microbatches, orders, starts=starts, joint=joint)
 
 
@@ -151,9 +154,12 @@ def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
     return (*result, *weights[max(len(weights) - lag, 0) :])
 
 
-def _with_weights_in_gaps(tick_of: Mapping[Action, int], placement: Sequence[int], most: int) -> tuple[tuple, tuple]:
+def _with_weights_in_gaps(
+    tick_of: Mapping[Action, int], placement: Sequence[int], most: int, heads: Collection[int]
+) -> tuple[tuple, tuple]:
     """The orders of the ranks, and their ticks, with each W where it makes no tick longer, or where more than `most`
-    would wait on a rank. Ticks in which all ranks run F and B are steady: there each runs W, too."""
+    would wait on a rank. Ticks in which all ranks run F and B are steady: there each runs W, too. In ticks of `heads`
+    all ranks wait for each other after F, since each has its share of the head."""
     cells: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for action in sorted(tick_of, key=lambda action: ACTION_KINDS.index(action.kind)):
         cells[tick_of[action], placement[action.stage]].append(action)
@@ -165,10 +171,11 @@ def _with_weights_in_gaps(tick_of: Mapping[Action, int], placement: Sequence[int
         row = [cells[tick, rank] for rank in ranks]
         for queue, cell in zip(waiting, row):
             queue.extend(action._replace(kind="W") for action in cell if action.kind == "B")
-        due = [len(cell) + 1 for queue, cell in zip(waiting, row) if len(queue) > most]
-        longest = max([1 + 2 * all(len(cell) == 2 for cell in row), *map(len, row), *due])
-        for queue, cell in zip(waiting, row):
-            if queue and len(cell) < longest:
+        busy = [sum(action.kind != "F" or tick not in heads for action in cell) for cell in row]
+        due = [count + 1 for queue, count in zip(waiting, busy) if len(queue) > most]
+        longest = max([1 + 2 * all(len(cell) == 2 for cell in row) - (tick in heads), *busy, *due])
+        for queue, cell, count in zip(waiting, row, busy):
+            if queue and count < longest:
                 cell.append(queue.popleft())
     placed = [
         [(action, tick) for tick in sorted(t for t, r in cells if r == rank) for action in cells[tick, rank]]

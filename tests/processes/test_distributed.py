@@ -334,8 +334,11 @@ def test_a_lost_process_ends_the_others_with_75(ended, capsys):
     job.networks[1].cut()
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}
-    message = "process 1 on host1 is gone: its connection was closed. It was at 'step 7'; this process was at 'step 7'"
-    assert message in capsys.readouterr().err
+    # What it was last heard to do: its report of the step after the barrier may be cut off.
+    message = (
+        "process 1 on host1 is gone: its connection was closed. It was at '(step 7|all)'; this process was at 'step 7'"
+    )
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_process_that_says_nothing_is_lost(ended, capsys):

@@ -110,7 +110,7 @@ class Choice(NamedTuple):
         sizes = self._asdict()
         changes += [{half: sizes[half] // 2, twice: 2 * sizes[twice]} for half, twice in moved if sizes[half] % 2 == 0]
         changes += [{"context": context} for context in CONTEXTS if self.cp > 1]
-        schedules = [("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble_v", 1)]
+        schedules = [("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1), ("dualpipe_v", 1)]
         changes += [{"schedule": schedule, "virtual": v} for schedule, v in (schedules if self.pp > 1 else ())]
         varied = (self._replace(**change) for change in changes)
         varied = (choice if choice.pp > 1 else choice._replace(schedule="gpipe", virtual=1) for choice in varied)
