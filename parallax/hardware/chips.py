@@ -45,9 +45,9 @@ class Chip(NamedTuple):
     torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
     of `ring_multiple`; with `cube` only if all dims are such multiples. `switched` is the number of chips of one host
     on a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network, `host_bandwidth` that of its
-    link to the host, and `host_bytes` its share of the host's memory. A message takes
-    `start_secs`, and its first byte `link_secs` for each link between neighbours or over a switch, and `network_secs`
-    for each of the network between hosts or slices.
+    link to the host, and `host_bytes` its share of the host's memory. A message takes `start_secs`, and its
+    first byte `link_secs` for each link between neighbours or over a switch, and `network_secs` for each of the network
+    between hosts or slices.
     """
 
     name: str

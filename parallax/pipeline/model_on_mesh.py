@@ -170,11 +170,13 @@ class ModelOnMesh:
     def _check_bucket(self) -> None:
         """Raise ConfigError if nothing is sent that could go together."""
         rows = jax.tree.leaves(self.plan.rows[BLOCKS])
+        exceptions = self.data_parallel.exceptions
+        excepted = f" and data_parallel.exceptions={exceptions!r}" if exceptions else ""
         if self.fsdp.bucket != BY_PARAMETER and all(row.resident == row.compute == row.summed for row in rows):
             raise ConfigError(
                 f"fsdp.bucket={self.fsdp.bucket!r} sends matrices of a layer together, but with data_parallel.policy="
-                f"{self.data_parallel.policy!r} none is sent when a layer runs; use fsdp.bucket={BY_PARAMETER!r}, or "
-                "data_parallel.policy='zero3'."
+                f"{self.data_parallel.policy!r}{excepted} none is sent when a layer runs; use "
+                f"fsdp.bucket={BY_PARAMETER!r}, or 'zero3' for layers."
             )
 
     def _check_shared_rows(self, global_batch: int) -> None:

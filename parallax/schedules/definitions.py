@@ -85,9 +85,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     one pass.
 
     Each B runs one tick later than there, so that a rank's F is of its one stage when its B is of its other, and the
-    head comes after both. So a rank
-    holds at most min(M, P+1/2) microbatches from F to B. For M > P the bubble is P-1/2 in lockstep, and P-1
-    asynchronous, with times of 1 for F, B and W.
+    head comes after both. So a rank holds at most min(M, P+1/2) microbatches from F to B, and min(M, P/2) from B to W.
+    For M > P the bubble is P-1/2 in lockstep, and P-1 asynchronous, with times of 1 for F, B and W.
     """
     return _in_a_v("dualpipe_v", ranks, microbatches, joint=True)
 

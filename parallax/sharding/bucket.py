@@ -17,13 +17,14 @@ BY_PARAMETER, BY_MODULE, BY_LAYER = "parameter", "module", "layer"
 
 
 class Shipment(NamedTuple):
-    """An array that moves from one layout to the other, or back: its module, as "attention/q", and the dtype in which
-    it is sent."""
+    """An array that moves from one layout to the other, or back: its module, as "attention/q", the dtype in which it is
+    sent, and that to which the message rounds it, if it does."""
 
     scope: str
     sharded: Layout
     whole: Layout
     dtype: str | None
+    rounded_to: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def buckets(unit: str, arrays: Mapping[int, Shipment], ranks: Callable[[Sequence
     for number, array in arrays.items():
         module = array.scope.split("/")[0] if unit == BY_MODULE else ""
         alone = unit == BY_PARAMETER or ranks(array.axes) == 1
-        together[(number,) if alone else (module, array.axes, array.dtype)].append(number)
+        together[(number,) if alone else (module, array.axes, array.dtype, array.rounded_to)].append(number)
     return [Bucket(_common([arrays[index].scope for index in members]), (*members,)) for members in together.values()]
 
 

@@ -530,7 +530,9 @@ class ShardingPlan:
         }
         unit = self.bucket if (before, after) == ("resident", "compute") else BY_PARAMETER
         return buckets(
-            unit, {index: Shipment(*move, rows[index].travels) for index, move in moves.items()}, self._ranks
+            unit,
+            {index: Shipment(*move, rows[index].travels, rows[index].rounded_to) for index, move in moves.items()},
+            self._ranks,
         )
 
     def buckets_of_gradients(self, rows: Sequence[ParameterPlan], which: Sequence[int]) -> list[Bucket]:

@@ -46,6 +46,17 @@ def test_the_rows_say_what_the_traced_step_sends_for_layers(policy, tp, bucket):
     assert traced == planned and (traced or policy == "ddp")
 
 
+def test_matrices_that_a_message_rounds_and_those_of_8_bit_products_have_messages_of_their_own():
+    eight_bits = dict(matmul="int8", matmul_parts="mlp"), dict(bucket="layer", gather_dtype="int8")
+    chosen = read_settings(settings("zero3", 1, "layer"), model=eight_bits[0], fsdp=eight_bits[1])
+    model = model_on_topology(chosen, FOUR)
+    per_use = SentPerUse.of(model.plan)
+    gathers = {
+        call.module for call in traced_work(model, chosen).sent if call.kind == "all-gather" and per_use.has(call)
+    }
+    assert per_use.weights == {"attention", "mlp"} == gathers == per_use.together & gathers
+
+
 def test_what_is_sent_at_each_use_follows_from_the_rows_with_their_exceptions():
     chosen = settings("zero3", 1, exceptions="blocks/attention=zero1")
     per_use = SentPerUse.of(model_on_topology(chosen, FOUR).plan)

@@ -303,6 +303,10 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
             "fsdp.bucket='layer' sends matrices of a layer together, but with data_parallel.policy='ddp' none is sent",
         ),
         (
+            {"fsdp.bucket": "module", "data_parallel.exceptions": "blocks=ddp"},
+            "but with data_parallel.policy='zero3' and data_parallel.exceptions='blocks=ddp' none is sent when a",
+        ),
+        (
             {"pipeline.remat": "some"},
             "pipeline.remat='some' is unknown; known: none, layer, stage, qkv, elementwise, attention",
         ),

@@ -53,6 +53,10 @@ CASES = {
         dict(mesh=MESH | dict(ep=2), model=EXPERTS, optimizer=dict(balance_rate=1e-2)),
     ),
     "8-bit products, whose scales follow": ("blocks/mlp/up", dict(mesh=MESH | dict(dp=2), model=dict(matmul="int8"))),
+    "messages of several matrices": (
+        "blocks/*/gate blocks/attention/k",
+        dict(mesh=MESH | dict(dp=2), fsdp=dict(bucket="layer")),
+    ),
     "muon": ("blocks/mlp/gate head", dict(mesh=MESH | dict(dp=2), optimizer=dict(name="muon"))),
     "states in float8, weights in bfloat16": (
         "blocks/mlp",

@@ -112,8 +112,9 @@ class TracedWork(NamedTuple):
 
     @property
     def packed(self) -> list[Sent]:
-        """Messages that have several arrays."""
-        return [call for call in self.sent if _is_of_parameters(call) and call.module in self.per_use.together]
+        """Messages that have several arrays; sums over all ranks have none of them."""
+        of_parameters = [call for call in self.sent if _is_of_parameters(call) and call.kind != "all-reduce"]
+        return [call for call in of_parameters if call.module in self.per_use.together]
 
 
 class CollectiveTime(NamedTuple):

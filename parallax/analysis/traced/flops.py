@@ -117,7 +117,8 @@ def flops_in_8_bits_per_token(model: ModelConfig, declared: Any, chip: Chip) -> 
 
 def products_in_8_bits(kernel: Declared, chip: Chip) -> int:
     """How many of a kernel's three products, forward and for the gradients of input and kernel, this chip computes in
-    the 8 bits to which they are rounded, and not in the compute dtype."""
+    the 8 bits to which they are rounded, and not in the compute dtype. A device's tokens are taken to be whole
+    blocks."""
     spec = kernel.spec
     if spec.role != Role.WEIGHT or spec.products == COMPUTE:
         return 0
