@@ -176,7 +176,7 @@ class ModelOnMesh:
             raise ConfigError(
                 f"fsdp.bucket={self.fsdp.bucket!r} sends matrices of a layer together, but with data_parallel.policy="
                 f"{self.data_parallel.policy!r}{excepted} none is sent when a layer runs; use "
-                f"fsdp.bucket={BY_PARAMETER!r}, or 'zero3' for layers."
+                f"fsdp.bucket={BY_PARAMETER!r}, or the policy 'zero3' for layers."
             )
 
     def _check_shared_rows(self, global_batch: int) -> None:

@@ -525,15 +525,13 @@ class ShardingPlan:
     ) -> list[Bucket]:
         """The messages in which some of these rows' weights are gathered. Only those of a layer, at a use, go
         together."""
-        moves = {
-            index: (rows[index].scope, getattr(rows[index], before), getattr(rows[index], after)) for index in which
+        sent = {
+            index: Shipment(row.scope, getattr(row, before), getattr(row, after), row.travels, row.rounded_to)
+            for index, row in enumerate(rows)
+            if index in which
         }
         unit = self.bucket if (before, after) == ("resident", "compute") else BY_PARAMETER
-        return buckets(
-            unit,
-            {index: Shipment(*move, rows[index].travels, rows[index].rounded_to) for index, move in moves.items()},
-            self._ranks,
-        )
+        return buckets(unit, sent, self._ranks)
 
     def buckets_of_gradients(self, rows: Sequence[ParameterPlan], which: Sequence[int]) -> list[Bucket]:
         """The messages in which some of these rows' gradients of one layer are scattered."""
