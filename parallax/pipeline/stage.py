@@ -54,6 +54,7 @@ class Pass(NamedTuple):
     slots: dict[str, tuple]  # for each pool, the indices of the microbatch's slot
     rounding: Array | None = None  # key of the microbatch's random bits
     work: str = ""  # set by what runs it: "run", "forward", "backward", "weight_gradients" or "observe"
+    gathered: Any = None  # the first layer's weights, if the pass before this one has gathered them
 
     @property
     def from_last(self) -> bool:
@@ -77,9 +78,11 @@ class SaveNothing:
         """Zero gradients of the layers of each kind."""
         return []
 
-    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any]:
-        """F of one microbatch: the stage's output, and `saved` with what is saved of it written."""
-        return each_layer(this._replace(work=self.work), (x, saved), [])[0]
+    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any, Any]:
+        """F of one microbatch: the stage's output, `saved` with what is saved of it written, and the last layer's
+        weights, as `each_layer` returns them."""
+        (y, saved), _, gathered = each_layer(this._replace(work=self.work), (x, saved), [])
+        return y, saved, gathered
 
 
 class SaveObservations(SaveNothing):
@@ -105,7 +108,7 @@ class SaveLayers(SaveNothing):
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
         """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads`
         plus its share."""
-        (dx, residuals), grads = each_layer(this._replace(work="backward"), (dy, residuals), grads)
+        (dx, residuals), grads, _ = each_layer(this._replace(work="backward"), (dy, residuals), grads)
         return dx, residuals, grads
 
     def both(
@@ -133,12 +136,13 @@ class SaveLayers(SaveNothing):
 class SaveStageInput(SaveLayers):
     """F saves the stage's input, and B runs the stage's layers again first."""
 
-    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any]:
+    def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any, Any]:
         saved = saved | {"FB": [write_slot(saved["FB"][0], [x], *this.slots["FB"])]}
-        return SaveNothing().forward(this, x, None)[0], saved
+        y, _, gathered = SaveNothing().forward(this, x, None)
+        return y, saved, gathered
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self._again(this, residuals)
+        here, _, recomputed = self._again(this._replace(gathered=None), residuals)
         dx, saved, grads = super().backward(here, dy, residuals | recomputed, grads)
         return dx, saved | {"FB": residuals["FB"]}, grads
 
@@ -161,7 +165,8 @@ class SaveStageInput(SaveLayers):
         kinds = enumerate(this.layers.passes)
         empty = [[zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["FB"]] for kind, passes in kinds]
         here = this._replace(slots=this.slots | {"FB": ()})  # for this pass alone: one slot
-        return here, *super().forward(here, x, {"FB": empty})
+        y, recomputed, gathered = super().forward(here, x, {"FB": empty})
+        return here._replace(gathered=gathered), y, recomputed
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         return [[_new_slots(layers, LAYER_INPUT, x, count)]] if pool == "FB" else super()._slots(layers, x, pool, count)
@@ -180,9 +185,10 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 # ---- the loop over layers
 
 
-def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list]:
+def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list, Any]:
     """Do the work of a pass for each layer of the stage. `carry` is the residual stream, or its gradient, and what is
-    saved; `read` is as in `one_layer`. Returns both after the last layer, and `grads` plus the layers' gradients.
+    saved; `read` is as in `one_layer`. Returns both after the last layer, `grads` plus the layers' gradients, and what
+    `each_place` does of the last run.
 
     Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
     theirs. So a program does not grow with the number of layers.
@@ -190,21 +196,26 @@ def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[A
     repeats, state = this.layers.model.arrangement.repeats, (carry, grads)
     for repeat in reversed(repeats) if this.from_last else repeats:
 
-        def turn(count: Array | int, state: Any, repeat: Repeat = repeat) -> Any:
-            count = repeat.times - 1 - count if this.from_last else count
+        def turn(count: Array | int, state: Any, this: Pass = this, repeat: Repeat = repeat) -> Any:
+            count, gathered = repeat.times - 1 - count if this.from_last else count, None
             for run in reversed(repeat.runs) if this.from_last else repeat.runs:
-                state = each_place(this, repeat.run_in(run, count), state, read)
-            return state
+                state, gathered = each_place(this, repeat.run_in(run, count), state, read)
+                this = this._replace(gathered=None)
+            return state, gathered
 
-        state = lax.fori_loop(0, repeat.times, turn, state) if repeat.times > 1 else turn(0, state)
-    return state
+        if repeat.times > 1:
+            state, gathered = lax.fori_loop(0, repeat.times, lambda *of: turn(*of)[0], state), None
+        else:
+            state, gathered = turn(0, state)
+        this = this._replace(gathered=None)
+    return *state, gathered
 
 
-def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> Any:
+def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> tuple[Any, Any]:
     """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
 
     With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
-    What the last turn gathers is not used.
+    The last turn gathers its own layer once more: what is returned beside the state, for a pass that begins there.
     """
     kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
 
@@ -221,8 +232,9 @@ def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> Any:
         return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
     if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
-        return lax.fori_loop(0, run.places, turn, state)
-    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered_place(this, run, 0, state[0][0])))[0]
+        return lax.fori_loop(0, run.places, turn, state), None
+    gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
+    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered))
 
 
 def one_layer(
@@ -281,10 +293,10 @@ def both_ways(
     repeats, state = ahead.layers.model.arrangement.repeats, (x, dy, saved, grads)
     if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
         with jax.named_scope(FORWARD):
-            (x, saved), _ = each_layer(ahead, (x, saved), [])
+            (x, saved), *_ = each_layer(ahead, (x, saved), [])
         dy = after(dy, x) if back.layers.model.is_simulated else dy
         with jax.named_scope(BACKWARD):
-            (dy, saved), grads = each_layer(back, (dy, saved), grads, read)
+            (dy, saved), grads, _ = each_layer(back, (dy, saved), grads, read)
         return x, dy, saved, grads
     whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
 
@@ -317,7 +329,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(ahead, run, *run.kinds, place, state, weights)
             else:
-                state = each_place(ahead, run.narrowed(place), state)
+                state, _ = each_place(ahead, run.narrowed(place), state)
             (x, saved), _ = state
         dy = after(dy, x) if simulated else dy
         with jax.named_scope(BACKWARD):
@@ -325,7 +337,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
             else:
-                state = each_place(back, run_back.narrowed(place_back), state, read)
+                state, _ = each_place(back, run_back.narrowed(place_back), state, read)
             (dy, saved), grads = state
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)

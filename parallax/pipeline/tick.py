@@ -97,23 +97,26 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, ends, outputs = pipeline.saves, pipeline.ends, {}
+    saves, ends, outputs, gathered = pipeline.saves, pipeline.ends, {}, None
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
         state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
+        # Without other stages, the layer that ends F begins B.
+        serves_backward = pipeline.schedule.stages == 1 and row.always(alone["F"])
 
-        def forward() -> tuple[Array, Any]:
+        def forward() -> tuple[Array, Any, Any]:
             x = received(pipeline, state, row, "F")
-            return vary_over_pp(saves.forward(pass_of(pipeline, row, "F"), x, state.residuals))
+            y, residuals, weights = saves.forward(pass_of(pipeline, row, "F"), x, state.residuals)
+            return vary_over_pp((y, residuals, weights if serves_backward else None))
 
-        def idle() -> tuple[Array, Any]:
-            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals))
+        def idle() -> tuple[Array, Any, Any]:
+            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals, None))
 
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals = (
+            outputs["F"], residuals, gathered = (
                 forward() if row.always(alone["F"]) else lax.cond(row.acts(alone["F"]), forward, idle)
             )
         state = state._replace(residuals=residuals)
@@ -136,7 +139,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     if "B" in kinds:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
-            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
+            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
             dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
             return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
 

@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from support.tiny_model import build, make_batch
+from support.tiny_model import MODEL, build, make_batch
 
 from parallax.analysis.traced.trace import walk
 
@@ -47,3 +47,32 @@ def test_kernels_that_stay_whole_for_a_step_are_rounded_once(policy, times):
     program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch(seq=SEQ))
     counted = walk(program, rank=dict.fromkeys(model.axis_sizes, 0), count=roundings_of_kernels)
     assert counted == {"kernels": KERNELS * times}
+
+
+def gathers_of_kernels(equation, origin):
+    """1 for a gather of a down-projection of one layer, whole."""
+    if equation.primitive.name != "all_gather":
+        return Counter()
+    return Counter({"kernels": equation.outvars[0].aval.shape == (D_FF, D_MODEL)})
+
+
+D_FF, D_MODEL = 96, MODEL["d_model"]
+# Layers that a rank runs for a microbatch, and those that are gathered again where a pass ends.
+GATHERS = {
+    "when it runs": (1, dict(prefetch=0), 2 * LAYERS),
+    "ahead": (1, dict(prefetch=1), 2 * LAYERS + 1),
+    "ahead, stage": (1, dict(prefetch=1, remat="stage"), 3 * LAYERS + 2),
+    "ahead, two ranks": (2, dict(prefetch=1, schedule="one_f_one_b"), 2 * LAYERS + 2),
+    "ahead, stage, two ranks": (2, dict(prefetch=1, schedule="one_f_one_b", remat="stage"), 3 * LAYERS + 2),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_the_last_layers_weights_serve_the_first_backward_layer(name):
+    """With one layer gathered ahead F's last turn has them for B, if it is the next pass: on one pipeline rank, and
+    where B runs the stage again."""
+    ranks, changes, times = GATHERS[name]
+    model = build((ranks, 2, 1), layers=LAYERS * ranks, microbatches=MICROBATCHES, attention="gqa", d_ff=D_FF, **changes)
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch())
+    counted = walk(program, rank=dict.fromkeys(model.axis_sizes, 0), count=gathers_of_kernels)
+    assert counted == {"kernels": MICROBATCHES * times}
