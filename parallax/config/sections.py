@@ -595,7 +595,7 @@ class FsdpConfig(Section, saved=True):
     gathered and the gradients of the previous one are scattered; two whole layers exist instead of one. The arithmetic
     is the same: the loss is bitwise equal, and gradients are, except where XLA fuses differently. With several kinds of
     layers, this holds within each run of one kind. The first layer of a run, and all layers if stages differ, are
-    gathered when they run.
+    gathered when they run. Where B is the pass after F, it begins with the last layer's weights as F has gathered them.
 
     `reduce` is the dtype in which gradients are sent to the rank that stores them: "float32", by a reduce-scatter, or
     "compute", that of the model. bfloat16 takes half the bytes; ranks exchange pieces and add them in float32, so that
