@@ -72,7 +72,8 @@ def test_the_last_layers_weights_serve_the_first_backward_layer(name):
     """With one layer gathered ahead F's last turn has them for B, if it is the next pass: on one pipeline rank, and
     where B runs the stage again."""
     ranks, changes, times = GATHERS[name]
-    model = build((ranks, 2, 1), layers=LAYERS * ranks, microbatches=MICROBATCHES, attention="gqa", d_ff=D_FF, **changes)
+    changes = changes | dict(layers=LAYERS * ranks, microbatches=MICROBATCHES, attention="gqa", d_ff=D_FF)
+    model = build((ranks, 2, 1), **changes)
     program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, make_batch())
     counted = walk(program, rank=dict.fromkeys(model.axis_sizes, 0), count=gathers_of_kernels)
     assert counted == {"kernels": MICROBATCHES * times}
