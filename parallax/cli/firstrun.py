@@ -12,7 +12,6 @@ import math
 import os
 import re
 import socket
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -42,6 +41,7 @@ with loading(__name__, sys.stderr):
     from parallax.display.units import in_bytes, percent
     from parallax.errors import ConfigError, ParallaxError, check_whole, first_line, tell
     from parallax.hardware.devices import start_devices
+    from parallax.pipeline import ShardedModel
     from parallax.processes.address import ADDRESS_FLAGS, read_address
     from parallax.processes.job import connect_devices, is_first, join, leave, limited, reporting, set_phase, several
     from parallax.sharding.compiler import compiler_options
@@ -176,9 +176,8 @@ LARGEST_ID = 251  # of tokens that count up and start again, which a model learn
 ERROR_LINES = 12  # most lines of an error in the file
 METRICS = ("loss", "grad_norm", "skipped")
 SOURCES = ("planned", "compiled", "measured")
-# Figures: bytes of a device, seconds and MFU of a step, and seconds of its compilation.
-MEMORY, STEP_TIME, MFU, COMPILATION = "memory of a device", "time of a step", "MFU", "compilation"
-UNITS = {MEMORY: in_bytes, STEP_TIME: "{:.3g} s".format, MFU: percent, COMPILATION: "{:.3g} s".format}
+MEMORY, STEP_TIME, MFU = "memory of a device", "time of a step", "MFU"
+UNITS = {MEMORY: in_bytes, STEP_TIME: "{:.3g} s".format, MFU: percent}
 
 
 @dataclasses.dataclass
@@ -218,8 +217,14 @@ def measure(run: FirstRun) -> None:
     """Plan, compile and run the step; a step that could not be planned can still be measured."""
     with contextlib.suppress(PhaseError), run.phase("plan"):
         make_plan(run)
+    data, mesh = run.settings.data, make_mesh(run.settings.mesh)
+    with run.phase("trace"):
+        connect_devices(mesh)
+        step = step_of(run.settings, mesh)
+        lowered = step.lower(data.global_batch, data.seq)
     with run.phase("compile"):
-        step, program = compile_step(run)
+        program = lowered.compile()
+    read_program(run, step.model, program)
     with run.phase("first state"):  # the first scales of 8-bit products come from a batch
         batch = counting_batch(run.settings, step)
         state = jax.block_until_ready(step.init(batch if run.settings.model.first_scales_are_measured else None))
@@ -242,23 +247,15 @@ def make_plan(run: FirstRun) -> None:
         run.note(str(planned))
 
 
-def compile_step(run: FirstRun) -> tuple[TrainStep, Any]:
-    """The step, compiled; the compiler's memory and, on accelerators, its time are read from it."""
-    settings, mesh = run.settings, make_mesh(run.settings.mesh)
-    connect_devices(mesh)
-    step = step_of(settings, mesh)
-    lowered, begun = step.lower(settings.data.global_batch, settings.data.seq), time.perf_counter()
-    program = lowered.compile()
-    run.figures[COMPILATION, "measured"] = time.perf_counter() - begun
+def read_program(run: FirstRun, model: ShardedModel, program: Any) -> None:
+    """Note the compiler's memory and, on accelerators, its time."""
     try:
-        made = read_figures(program, step.model, settings, run.topology)
+        made = read_figures(program, model, run.settings, run.topology)
         run.figures[MEMORY, "compiled"] = made.peak_bytes or math.nan
-        if made.time:
-            run.figures[STEP_TIME, "compiled"] = made.time.total_secs
+        run.figures[STEP_TIME, "compiled"] = made.time.total_secs if made.time else math.nan
     except Exception as error:  # the program still runs
         run.note(f"the compiled program cannot be read: {type(error).__name__}: {error}")
-    run.note(f"compiler options of Parallax: {compiler_options(mesh, settings.model.matmul) or 'none'}")
-    return step, program
+    run.note(f"compiler options of Parallax: {compiler_options(model.mesh, run.settings.model.matmul) or 'none'}")
 
 
 def take_steps(run: FirstRun, program: Any, state: TrainState, batch: Mapping[str, Any]) -> None:
@@ -274,7 +271,7 @@ def take_steps(run: FirstRun, program: Any, state: TrainState, batch: Mapping[st
         if jax.default_backend() != "cpu":  # there it is the process's
             figures[MEMORY, "measured"] = most_memory() or math.nan
         if number > WARM_UP:
-            figures[STEP_TIME, "measured"] = secs = statistics.median(taken["secs"] for taken in run.steps[WARM_UP:])
+            figures[STEP_TIME, "measured"] = secs = float(np.median([each["secs"] for each in run.steps[WARM_UP:]]))
             figures[MFU, "measured"] = figures[MFU, "planned"] * figures[STEP_TIME, "planned"] / secs
 
 
@@ -332,7 +329,7 @@ def warnings(run: FirstRun) -> Iterator[str]:
 # ---- the machine, without names of hosts, users or folders
 
 # What JAX does not say of itself: packages, and settings of libraries in the environment, by how their names begin.
-REPORTED = ("flax", "jax", "libtpu", "nvidia-cudnn", "nvidia-nccl", "optax", "orbax")
+REPORTED = ("flax", "jax", "libtpu", "nvidia-cudnn", "nvidia-nccl", "optax", "orbax", "parallax")
 SETTINGS = ("LIBTPU_INIT_ARGS", "NCCL_", "CUDA_DEVICE_")
 # Addresses of private networks, or with a port: versions may have four numbers, too.
 ADDRESS = re.compile(r"\b(?:\d{1,3}(?:\.\d{1,3}){3}:\d+|(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3})\b")
@@ -353,8 +350,8 @@ def machine() -> list[str]:
 
 def software() -> list[str]:
     """Versions of the packages, and the environment's settings of libraries."""
-    packages = {package.name: package.version for package in distributions()} | {"parallax": code_version()}
-    there = [(packages, (*REPORTED, "parallax")), (os.environ, SETTINGS)]
+    packages = {package.name: package.version for package in distributions() if package.name}  # it may be broken
+    there = [(packages | {"parallax": code_version()}, REPORTED), (os.environ, SETTINGS)]
     return [f"{name}: {of[name]}" for of, names in there for name in sorted(of) if name.startswith(names)]
 
 

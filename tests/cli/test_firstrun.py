@@ -28,13 +28,13 @@ from parallax.cli.firstrun import (
     FirstRun,
     choose,
     compared,
-    compile_step,
     flags_for,
     make_plan,
     measure,
     nameless,
     notes_in,
     planned_memory,
+    read_program,
     warnings,
 )
 from parallax.step.resolve import Devices, resolve
@@ -48,7 +48,7 @@ TINY = [
     "--config.model.d_model=32",
     "--config.model.d_ff=32",
 ]
-PHASES = ["plan", "compile", "first state", "steps"]
+PHASES = ["plan", "trace", "compile", "first state", "steps"]
 
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -82,7 +82,7 @@ def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys, m
     assert 50 < float(share.split()[0]) < 150
     planned, _, measured, share, _ = figures["time of a step"]
     assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
-    assert figures["MFU"][2].endswith("%") and figures["compilation"][2].endswith(" s")
+    assert figures["MFU"][2].endswith("%")
     assert all(f"{name}  " in text for name in figures) and "work of the model" in text
 
     losses = [float(loss) for loss in re.findall(r"step \d/5 .* loss ([\d.]+)", text)]
@@ -135,7 +135,7 @@ def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("phase", "where"),
-    [("compile", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
+    [("trace", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
 )
 def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_path, monkeypatch, capsys, phase, where):
     def fails(*_, **__):
@@ -162,11 +162,11 @@ def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch, tmp_pa
         pass
 
     def killed(*_):
-        assert out.read_text().endswith("compile …\n```\n")
+        assert out.read_text().endswith("trace …\n```\n")
         raise Killed
 
     monkeypatch.setattr(firstrun, "make_plan", lambda found: None)
-    monkeypatch.setattr(firstrun, "compile_step", killed)
+    monkeypatch.setattr(firstrun, "step_of", killed)
     with pytest.raises(Killed):
         measure(found_of(note=notes_in(str(out))))
 
@@ -302,7 +302,6 @@ class Program:
     """A compiled program of this text."""
 
     def __init__(self, text):
-        self.compile = lambda: self
         self.as_text = lambda: text
         sizes = ("argument", "temp", "output", "alias", "host_argument", "host_output", "host_temp")
         self.memory_analysis = lambda: SimpleNamespace(
@@ -318,11 +317,9 @@ class Program:
         ("no program", None, "the compiled program cannot be read: KeyError"),
     ],
 )
-def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys, monkeypatch):
+def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys):
     found = found_of({(MEMORY, "compiled"): math.nan})
-    step = SimpleNamespace(model=build((2, 4, 1)), lower=lambda *shape: Program(text))
-    monkeypatch.setattr(firstrun, "step_of", lambda *_: step)
-    compile_step(found)
+    read_program(found, build((2, 4, 1)), Program(text))
     assert said in capsys.readouterr().err
     assert found.figures[STEP_TIME, "compiled"] == pytest.approx(math.nan if secs is None else secs, nan_ok=True)
 
