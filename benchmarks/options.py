@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     import jax
 
     import parallax as px
-    from parallax.cli.firstrun import FirstRun, PhaseError, say, shortened
+    from parallax.cli.firstrun import MEMORY, STEP_TIME, FirstRun, PhaseError, shortened
     from parallax.cli.firstrun import measure as measure_run
     from parallax.errors import ConfigError
 
@@ -198,19 +198,13 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         return {"why": f"no: {error}"}
     why = "not reported"
     try:
-        measure_run(found, say)
+        measure_run(found)
     except PhaseError as error:
         why = f"no: {error}"
-
-    def known(*figures: float | None) -> list[float]:
-        return [math.nan if figure is None else figure for figure in figures]
-
-    return {
-        "predicted": known(found.planned_bytes and found.planned_bytes / 2**30, found.plan and found.plan.secs),
-        "made": known(found.most_bytes and found.most_bytes / 2**30, found.median_secs),
-        "why": why,
-        "losses": [step.loss for step in found.steps],
-    }
+    predicted, made = (
+        [found.figures[MEMORY, source] / 2**30, found.figures[STEP_TIME, source]] for source in ("planned", "measured")
+    )
+    return {"predicted": predicted, "made": made, "why": why, "losses": [step["loss"] for step in found.steps]}
 
 
 if __name__ == "__main__":

@@ -196,14 +196,15 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
-    from parallax.analysis.traced.flops import matmul_flops
+    from parallax.analysis.traced.flops import flops_by_direction
     from parallax.model.batch import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))
     ranks = (dict(pp=pp, dp=0, tp=0) for pp in range(sizes["pp"]))
     alike = sizes["dp"] * sizes["tp"]
-    return [alike * matmul_flops(model.loss_and_grad, model.shapes, batch, rank=rank) for rank in ranks]
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    return [alike * sum(flops_by_direction(program, rank=rank).values()) for rank in ranks]
 
 
 # ---- compile time

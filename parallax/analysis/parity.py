@@ -59,15 +59,10 @@ def parity(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO
     """
     check_settings(settings)
     settings = resolve(with_code(settings, code))
-    if settings.model.dtype != "float32":
-        raise ConfigError(
-            f"model.dtype={settings.model.dtype!r} rounds more than a mesh differs; use model.dtype='float32'."
-        )
-    if settings.pipeline.grads_dtype != "float32":
-        raise ConfigError(
-            f"pipeline.grads_dtype={settings.pipeline.grads_dtype!r} rounds more than a mesh differs; use "
-            "pipeline.grads_dtype='float32'."
-        )
+    dtypes = {"model.dtype": settings.model.dtype, "pipeline.grads_dtype": settings.pipeline.grads_dtype}
+    for key, dtype in dtypes.items():
+        if dtype != "float32":
+            raise ConfigError(f"{key}={dtype!r} rounds more than a mesh differs; use {key}='float32'.")
     model = model_of(settings, mesh)
     on_one = read_settings(
         settings,

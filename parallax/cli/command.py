@@ -70,15 +70,20 @@ def run_command(
 
     `about` is the program's docstring, `usage` an example of a call, and `program_flags` are its flags.
     """
+    words = set(dashed(argv, HELP))
+    if words & {"-h", "-help", "--help"}:
+        return run_quietly(lambda: print(help_text(about, usage, program_flags)))
+    if words & {"-help-config", "--help-config"}:
+        return run_quietly(lambda: print(config_keys()))
+    return run_quietly(lambda: act(argv), one_line=True)
+
+
+def run_quietly(act: Callable[[], int | None], *, one_line: bool = False) -> int:
+    """`errors.exit_status` of a command, without what libraries say at their start."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
     leave_out_absent_tpu()
-    words = set(dashed(argv, HELP))
-    if words & {"-h", "-help", "--help"}:
-        return errors.exit_status(lambda: print(help_text(about, usage, program_flags)))
-    if words & {"-help-config", "--help-config"}:
-        return errors.exit_status(lambda: print(config_keys()))
-    return errors.exit_status(lambda: act(argv), one_line=True)
+    return errors.exit_status(act, one_line=one_line)
 
 
 def read_command(argv: Sequence[str], program_flags: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:

@@ -16,14 +16,11 @@ from pathlib import Path
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    import absl.logging
-
     from parallax.cli.arguments import Parser, add_command, local_path, positive
-    from parallax.cli.command import HELP, config_keys, key_default, read_line
+    from parallax.cli.command import HELP, config_keys, key_default, read_line, run_quietly
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
-    from parallax.errors import ConfigError, exit_status
-    from parallax.hardware.devices import leave_out_absent_tpu
+    from parallax.errors import ConfigError
     from parallax.interop.export import export_params, import_params
     from parallax.interop.hf_config import check_own_keys
     from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
@@ -34,9 +31,7 @@ SHARD_MBYTES = 4096
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns the exit status. User errors are one line on stderr."""
-    absl.logging.set_verbosity(absl.logging.ERROR)
-    leave_out_absent_tpu()
-    return exit_status(lambda: run(parse(arguments)), one_line=True)
+    return run_quietly(lambda: run(parse(arguments)), one_line=True)
 
 
 def run(flags: argparse.Namespace) -> None:

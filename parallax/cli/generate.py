@@ -18,14 +18,11 @@ from typing import Any
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    import absl.logging
-
     from parallax.cli.arguments import Parser, local_path
-    from parallax.cli.command import Flag, read_line_of_run, unknown_flag, written_mesh
+    from parallax.cli.command import Flag, read_line_of_run, run_quietly, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
-    from parallax.errors import ConfigError, exit_status, nearest, printable, tell
-    from parallax.hardware.devices import leave_out_absent_tpu
+    from parallax.errors import ConfigError, nearest, printable, tell
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
 
@@ -36,9 +33,7 @@ MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name i
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. User errors are one line on stderr."""
-    absl.logging.set_verbosity(absl.logging.ERROR)
-    leave_out_absent_tpu()
-    return exit_status(lambda: show(run(parse(arguments))))
+    return run_quietly(lambda: show(run(parse(arguments))))
 
 
 def show(texts: Sequence[str]) -> None:

@@ -16,23 +16,25 @@ from support.hlo_examples import CHAIN, with_cycles
 from support.stand_ins import Chip
 from support.tiny_model import build
 
-from parallax.analysis.planned.step_time import CompiledStep
 from parallax.analysis.planned.topology import read_topology
 from parallax.cli import firstrun
 from parallax.cli.command import read_command
 from parallax.cli.firstrun import (
     CANDIDATES,
+    MEMORY,
+    MFU,
+    STEP_TIME,
     WARM_UP,
     FirstRun,
-    Taken,
     choose,
     compared,
-    compile_step,
+    flags_for,
     make_plan,
     measure,
     nameless,
     notes_in,
     planned_memory,
+    read_program,
     warnings,
 )
 from parallax.step.resolve import Devices, resolve
@@ -46,7 +48,7 @@ TINY = [
     "--config.model.d_model=32",
     "--config.model.d_ff=32",
 ]
-PHASES = ["plan", "compile", "first state", "steps"]
+PHASES = ["plan", "trace", "compile", "first state", "steps"]
 
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -75,12 +77,12 @@ def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys, m
 
     (figures,) = tables
     planned, compiled, measured, share, of_compiled = figures["memory of a device"]
-    assert measured == of_compiled == "not known"
+    assert measured == of_compiled == "-"
     assert re.fullmatch(r"[\d.]+ [KM]iB", planned) and re.fullmatch(r"[\d.]+ [KM]iB", compiled)
     assert 50 < float(share.split()[0]) < 150
     planned, _, measured, share, _ = figures["time of a step"]
     assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
-    assert figures["MFU"][1].endswith("%") and figures["compilation"][0].endswith(" s")
+    assert figures["MFU"][2].endswith("%")
     assert all(f"{name}  " in text for name in figures) and "work of the model" in text
 
     losses = [float(loss) for loss in re.findall(r"step \d/5 .* loss ([\d.]+)", text)]
@@ -102,10 +104,14 @@ def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_
     monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "node3.cluster:8476")
     out = tmp_path / "first-run.md"
-    notes_in(str(out), [*firstrun.machine(), *firstrun.software()])(f"path: {Path.home()}/corpus")
+    notes_in(str(out))("\n".join([*firstrun.machine(), *firstrun.software(), f"path: {Path.home()}/corpus"]))
     text = out.read_text()
     assert f"jax:    {jax.__version__}\n" in text and "python: {}.{}.{} ".format(*sys.version_info[:3]) in text
-    assert "cpu-8, 8 local devices" in text and "\ntopology: none" in text and "\nflax: " in text
+    assert (
+        "cpu-8, 8 local devices" in text
+        and "\ndevices: CpuDevice(id=0) to CpuDevice(id=7)\n" in text
+        and "\nflax: " in text
+    )
     assert "XLA_FLAGS_OF_A_TEST=--xla_dump_to=~/dump/<host>" in text
     assert "NCCL_SOCKET_OF_A_TEST: <address>" in text and "node=<host>" in text and "path: ~/corpus" in text
     assert not [name for name in (str(Path.home()), "node17", "node3", str(ROOT)) if name in text]
@@ -129,13 +135,13 @@ def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("phase", "where"),
-    [("compile", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
+    [("trace", "step_of"), ("plan", "planned_memory"), ("first state", "counting_batch"), ("steps", "take_steps")],
 )
 def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_path, monkeypatch, capsys, phase, where):
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: out of memory, {Path.home()}/x\nmore of it")
 
-    monkeypatch.setattr(firstrun, "plan", lambda settings, topology: found_of().plan)
+    monkeypatch.setattr(firstrun, "plan", lambda settings, topology: SimpleNamespace(secs=1.0, mfu=0.55))
     monkeypatch.setattr(firstrun, where, fails)
     status, text = run_of(tmp_path)
     done = re.findall(r"(?m)^(.+): done in ", text)
@@ -156,13 +162,13 @@ def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch, tmp_pa
         pass
 
     def killed(*_):
-        assert out.read_text().endswith("compile …\n```\n")
+        assert out.read_text().endswith("trace …\n```\n")
         raise Killed
 
     monkeypatch.setattr(firstrun, "make_plan", lambda found: None)
-    monkeypatch.setattr(firstrun, "compile_step", killed)
+    monkeypatch.setattr(firstrun, "step_of", killed)
     with pytest.raises(Killed):
-        measure(found_of(), notes_in(str(out), []))
+        measure(found_of(note=notes_in(str(out))))
 
 
 def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
@@ -218,25 +224,26 @@ def test_the_largest_config_that_fits_is_taken(platform, room_gib, taken, monkey
     assert len(capsys.readouterr().err.splitlines()) == len(asked) - (taken != "tiny_gqa")
 
 
-@pytest.mark.parametrize("candidate", [one for some in CANDIDATES.values() for one in some], ids="-".join)
+@pytest.mark.parametrize("candidate", [one for some in CANDIDATES.values() for one in some], ids=str)
 def test_every_config_that_may_be_taken_is_right(candidate):
-    name, *changes = candidate
-    settings, _ = read_command(["firstrun", f"--config={ROOT / 'configs' / name}.py", *changes], {})
+    settings, _ = read_command(["firstrun", *flags_for(candidate)], {})
     assert settings.mesh.sizes["dp"] == -1 and settings.model.kernel in ("cudnn", "splash")
 
 
 # ---- what is warned of
 
 
-def found_of(**changes):
+def taken(secs, loss, grad_norm=1.0, skipped=0.0):
+    return {"secs": secs, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+
+
+def found_of(figures=(), **changes):
     """A first run that went well, and what is changed of it."""
-    settings = resolve(read_command(["firstrun", *TINY], {})[0])
-    found = FirstRun(settings)
-    found.planned_bytes = 1000
+    found = FirstRun(resolve(read_command(["firstrun", *TINY], {})[0]))
     found.topology = read_topology("v5e:2x4")
-    found.plan = SimpleNamespace(secs=1.0, mfu=0.55)
-    found.made, found.most_bytes = CompiledStep("", peak_bytes=1000), 1050
-    found.steps = [Taken(9.0, 5.9, 1.0, False), Taken(1.0, 5.5, 1.0, False), *[Taken(1.1, 5.0, 1.0, False)] * 3]
+    found.figures |= {(MEMORY, "planned"): 1000, (MEMORY, "compiled"): 1000, (MEMORY, "measured"): 1050}
+    found.figures |= {(STEP_TIME, "planned"): 1.0, (STEP_TIME, "measured"): 1.1, **dict(figures)}
+    found.steps = [taken(9.0, 5.9), taken(1.0, 5.5), taken(1.1, 5.0), taken(1.1, 5.0), taken(1.1, 5.0)]
     for name, value in changes.items():
         setattr(found, name, value)
     return found
@@ -244,22 +251,26 @@ def found_of(**changes):
 
 def step(**changes):
     good = found_of().steps
-    return [*good[:-1], good[-1]._replace(**changes)]
+    return [*good[:-1], good[-1] | changes]
 
 
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
         ({}, None),
-        ({"most_bytes": 1200}, "memory is 120.0 % of what was planned"),
-        ({"most_bytes": None, "made": CompiledStep("", peak_bytes=1200)}, "memory is 120.0 % of what was planned"),
-        ({"plan": SimpleNamespace(secs=0.8, mfu=0.5)}, "the time of a step is 137.5 % of what was planned"),
+        ({"figures": {(MEMORY, "measured"): 1200}}, "the memory of a device is 120.0 % of what was planned"),
+        (
+            {"figures": {(MEMORY, "measured"): math.nan, (MEMORY, "compiled"): 1200}},
+            "the memory of a device is 120.0 % of what was planned",
+        ),
+        ({"figures": {(STEP_TIME, "planned"): 0.8}}, "the time of a step is 137.5 % of what was planned"),
+        ({"figures": {(STEP_TIME, "planned"): math.nan, (MEMORY, "planned"): math.nan}}, None),
         ({"steps": step(secs=2.0)}, "the slowest step takes 1.8 times the median"),
         ({"steps": step(loss=math.nan)}, "loss or gradient is not finite in step 5"),
         ({"steps": step(loss=5.9)}, "the loss does not fall: 5.9000 in the first step, 5.9000 in the last"),
-        ({"steps": step(skipped=True)}, "the guard skipped 1 of 5 steps"),
-        ({"steps": [Taken(1.0, 9.0, 1.0, False), *step()[1:]]}, "near ln(vocab) = 5.951"),
-        ({"unplanned": "chip 'x' is unknown", "plan": None}, "no time was planned: chip 'x' is unknown"),
+        ({"steps": step(skipped=1.0)}, "the guard skipped 1 of 5 steps"),
+        ({"steps": [taken(1.0, 9.0), *step()[1:]]}, "near ln(vocab) = 5.951"),
+        ({"steps": []}, None),
     ],
 )
 def test_what_somebody_should_look_at_is_a_warning(changes, warning):
@@ -267,25 +278,30 @@ def test_what_somebody_should_look_at_is_a_warning(changes, warning):
     assert said == [] if warning is None else any(warning in line for line in said)
 
 
-def test_times_leave_the_warm_up_out():
-    found = found_of()
-    assert WARM_UP == 2 and found.median_secs == 1.1 and rows(found)["MFU"] == ["55.0 %", "50.0 %"]
+def test_times_leave_the_warm_up_out(monkeypatch):
+    found, clock = found_of({(MFU, "planned"): 0.55}, steps=[]), iter([0, 9, 10, 11, 20, 21.1, 30, 31.1, 40, 42])
+    monkeypatch.setattr(firstrun, "time", SimpleNamespace(perf_counter=clock.__next__))
+    found.settings = dataclasses.replace(found.settings, train=dataclasses.replace(found.settings.train, steps=5))
+    metrics = {"loss": 5.0, "grad_norm": 1.0, "skipped": False}
+    firstrun.take_steps(found, lambda state, batch: (state, metrics), None, {})
+    assert WARM_UP == 2 and rows(found)["time of a step"][:3] == ["1 s", "-", "1.1 s"]
+    assert rows(found)["MFU"] == ["55.0 %", "-", "50.0 %", "90.9 %", "-"]
 
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
-    found = found_of(plan=None, topology=None)
-    found.settings = resolve(found.settings, Devices.here())
+    notes = []
+    found = FirstRun(resolve(found_of().settings, Devices.here()), notes.append)
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
-    assert found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
-    assert found.planned_bytes > 1000 and rows(found)["MFU"] == ["not known", "not known"]
+    (note,) = notes
+    assert note.startswith("warning: no time was planned: chip 'NVIDIA X1' is unknown")
+    assert found.figures[MEMORY, "planned"] > 1000 and rows(found)["MFU"] == ["-"] * 5
 
 
 class Program:
     """A compiled program of this text."""
 
     def __init__(self, text):
-        self.compile = lambda: self
         self.as_text = lambda: text
         sizes = ("argument", "temp", "output", "alias", "host_argument", "host_output", "host_temp")
         self.memory_analysis = lambda: SimpleNamespace(
@@ -301,13 +317,11 @@ class Program:
         ("no program", None, "the compiled program cannot be read: KeyError"),
     ],
 )
-def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys, monkeypatch):
-    found = found_of(made=None)
-    step = SimpleNamespace(model=build((2, 4, 1)), lower=lambda *shape: Program(text))
-    monkeypatch.setattr(firstrun, "step_of", lambda *_: step)
-    compile_step(found, firstrun.say)
-    assert said in capsys.readouterr().err and (found.made is None) == bool(said)
-    assert secs is None or found.made.time.total_secs == pytest.approx(secs)
+def test_a_program_that_cannot_be_read_is_run_all_the_same(text, secs, said, capsys):
+    found = found_of({(MEMORY, "compiled"): math.nan})
+    read_program(found, build((2, 4, 1)), Program(text))
+    assert said in capsys.readouterr().err
+    assert found.figures[STEP_TIME, "compiled"] == pytest.approx(math.nan if secs is None else secs, nan_ok=True)
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():

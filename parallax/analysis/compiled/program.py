@@ -515,26 +515,15 @@ def read_compiled(
     the more expensive branch. `load` is the share of their rows that a mixture's products use.
     """
     sizes = compiled.memory_analysis()
-    return read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
+    read = read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
         aliased=sizes.alias_size_in_bytes,
-        peak=device_peak(sizes),
     )
-
-
-def device_peak(sizes: Any) -> int:
-    """The compiler's peak of a device. It counts arrays in host memory, too: if there are any, this is the sum of what
-    is on the device, which may be more than its peak."""
+    # The compiler's peak counts arrays in host memory, too. What is on the device may be more than its peak.
     on_host = any(getattr(sizes, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
-    return bytes_together(sizes) if on_host else sizes.peak_memory_in_bytes
-
-
-def bytes_together(sizes: Any) -> int:
-    """Arguments, results that do not reuse their buffers, and temporaries, from the compiler's figures for a device."""
-    new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
+    return read._replace(peak=read.together if on_host else sizes.peak_memory_in_bytes)
 
 
 def gpu_of(mesh: Mesh | None) -> Chip | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -145,22 +145,18 @@ KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the paramet
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def matmul_flops(function: Callable, *args: Any, rank: Mapping[str, int], load: float = 1.0) -> int:
-    """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add. Grouped
-    products count rows in use, the share `load` of all.
+def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
+    """FLOPs of the matrix products of a traced program that the device at these mesh coordinates executes, 2 for each
+    multiply-add, separately for "forward", "backward" and "recompute". Grouped products count rows in use, the share
+    `load` of all.
 
     Raises ValueError if the taken side of a branch depends on data and the sides have different costs.
 
     >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
     >>> square = lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4])
-    >>> matmul_flops(square, x, rank={})
-    256
+    >>> flops_by_direction(jax.make_jaxpr(square)(x), rank={})
+    {'forward': 256}
     """
-    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), rank=rank, load=load).values())
-
-
-def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
-    """`matmul_flops` of a traced program, separately for "forward", "backward" and "recompute"."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         flops = product_flops(equation, load, origin.stack)
