@@ -121,8 +121,9 @@ TPUS = {
     "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
 # TPU: the book How to Scale Your Model has about 1 us for a link, and 8 us for a gather over three, measured. GPUs:
-# what NCCL assumes when it chooses algorithms (src/graph/tuning.cc: rings, protocol Simple, that of large messages).
-# Between slices of TPUs there is no figure; the network of GPUs stands in for it.
+# what NCCL 2.7.5 (commit 01afd20a) assumes when it chooses algorithms (src/graph/tuning.cc: rings, protocol Simple,
+# that of large messages). Up to 2.30.7 the others are the same; the network has 14 us since 2.18.1. Between slices of
+# TPUs there is no figure; the network of GPUs stands in for it.
 START_AND_LINK_SECS, NETWORK_SECS = {"ICI": (5e-6, 1e-6), "NVLink": (8.4e-6, 3.4e-6), "PCIe": (8.4e-6, 5.7e-6)}, 9.6e-6
 CORES = {"TPU v7x": 2}  # that are devices
 # Between the two cores of a chip, over one of its links to another chip: the same page.
