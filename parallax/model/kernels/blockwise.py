@@ -6,7 +6,8 @@ hides by the tokens' places alone are skipped; which ones is known at trace time
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
 
     Groups of H / G query heads share a key head. If the keys are fewer than the tokens of a row, too, they are those of
     this context rank, and the others come in a ring. Statistics and sums are float32. A ring of cp ranks makes cp - 1
-    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank.
+    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank. With a window, a hop
+    goes on to the next rank whose keys some rank's queries see.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -77,6 +79,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Array, Any]:
+    out, logsumexp = mask.of_window(partial(_forward_in_window, q, k, v, scale))
+    out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
+    return out, (q, k, v, mask, out, logsumexp)
+
+
+def _forward_in_window(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> tuple[Array, Array]:
     blocks = _Blocks(q, k, mask, scale)
     q_blocks = blocks.of_queries(q)
     sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
@@ -95,13 +103,17 @@ def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Ar
 
     (out, top, total), _ = _run_hops(blocks.pairs(), step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
-    logsumexp = top + jnp.log(total)
-    out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
-    return out, (q, k, v, mask, out, logsumexp)
+    return out, top + jnp.log(total)
 
 
 def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, logsumexp = saved
+    q, k, v, mask, *outputs = saved
+    return *mask.of_window(partial(_backward_in_window, scale, q, k, v, *outputs, dy)), None
+
+
+def _backward_in_window(
+    scale: float, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dy: Array, mask: Mask
+) -> tuple[Array, Array, Array]:
     blocks = _Blocks(q, k, mask, scale)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
@@ -123,7 +135,7 @@ def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array,
     start, *sums = (_zeros(q_blocks, x.shape) for x in (q_blocks, *kv))
     dq, (dk, dv) = _run_hops(blocks.pairs(), step, start, kv, tuple(sums))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
-    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
+    return blocks.of_tokens(dq).astype(q.dtype), dk, dv
 
 
 _attention.defvjp(_forward, _backward)
@@ -138,7 +150,7 @@ class _Blocks:
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
         self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
 
-    def pairs(self) -> list[np.ndarray]:
+    def pairs(self) -> dict[int, np.ndarray]:
         """The pairs of blocks to compute: see `_pairs`."""
         return _pairs(*self.counts, context_ranks(), self.size, self.mask.window)
 
@@ -161,18 +173,19 @@ class _Blocks:
         return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
 
 
-def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
+def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> Any:
     """Run `step(state, sums, kv, pair)`, which returns the next state and sums, for all pairs. Between two hops keys
-    and values move to the next rank, and after them the sums over them, which start as `zeros` and are back on
-    their rank at the end. A hop does not send what it computes: its sums are added to those that arrive."""
+    and values move on, to the next rank if no hop is left out, and after them the sums over them, which start as
+    `zeros` and are back on their rank at the end. A hop does not send what it computes: its sums are added to those
+    that arrive."""
     rank = lax.axis_index(CONTEXT_AXIS) if len(pairs[0]) > 1 else 0
-    tables = [jnp.asarray(of_hop) for of_hop in pairs]
+    distances, tables = [*pairs], [jnp.asarray(of_hop) for of_hop in pairs.values()]
 
     def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
         return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
-    def send(arrays: Any) -> Any:
-        return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
+    def send(arrays: Any, by: int = 1) -> Any:
+        return to_next_rank(arrays, CONTEXT_AXIS, by=by, apart=_others_wait())
 
     def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
@@ -183,30 +196,42 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
     last = len(tables) - 1
     if not last:
         return hop(state, kv, tables[0][rank])
-    sent = send(kv)
+    moves = np.diff([*distances, len(pairs[0])]).tolist()  # the last one is the way back
+    sent = send(kv, moves[0])
     state, sums = hop(state, kv, tables[0][rank])
+    if distances != [*range(len(distances))]:
+        for turn in range(1, last + 1):
+            kv, arrived = sent, send(sums, moves[turn - 1])
+            sent = send(kv, moves[turn]) if turn < last else None
+            state, of_hop = hop(state, kv, tables[turn][rank])
+            sums = jax.tree.map(jnp.add, arrived, of_hop)
+        return state, send(sums, moves[last])
     carry = state, sent, sums
     if last > 1:
         carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
     state, kv, sums = carry
     arrived = send(sums)
     state, of_hop = hop(state, kv, tables[last][rank])
-    return state, send(jax.tree.map(jnp.add, arrived, of_hop))
+    return state, send(jax.tree.map(jnp.add, arrived, of_hop), moves[last])
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: int) -> list[np.ndarray]:
+def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: int) -> dict[int, np.ndarray]:
     """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
     queries and of the block of keys, then their indices in the whole row. `queries` and `keys` are the numbers of local
-    blocks, `whole` is that of a row."""
+    blocks, `whole` is that of a row. A hop is named by how many ranks before are those whose keys it has; those of
+    which no rank sees any are left out."""
     is_ring = keys < whole
     of_ranks = np.arange(whole)[None] if queries == whole else order_of(ranks, whole)
     hops = []
     for hop in range(ranks if is_ring else 1):
         of_keys = np.roll(of_ranks, hop, axis=0) if is_ring else np.tile(np.arange(keys), (len(of_ranks), 1))
         hops.append([_seen_pairs(*blocks, size, window) for blocks in zip(of_ranks, of_keys)])
-    most = max((len(pairs) for of_hop in hops[1:] for pairs in of_hop), default=0)
-    return [_alike(of_hop, most if hop else max(map(len, of_hop))) for hop, of_hop in enumerate(hops)]
+    counts = {hop: max(map(len, of_hop)) for hop, of_hop in enumerate(hops)}
+    counts = {hop: count for hop, count in counts.items() if count or not hop}
+    if len(counts) == len(hops):  # the hops after the first are one loop
+        counts |= dict.fromkeys(range(1, len(hops)), max([*counts.values()][1:], default=0))
+    return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 
 
 def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int) -> np.ndarray:
