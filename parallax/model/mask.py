@@ -1,15 +1,19 @@
 """The mask of attention: which tokens a token attends to, as one value that every kernel reads."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
 from parallax.sharding.activations import TOKENS
 from parallax.sharding.zigzag import own_tokens, places
+
+WINDOW = "window_of_"  # begins the scope of a kernel whose layer has a window
 
 
 class Mask(struct.PyTreeNode):
@@ -33,9 +37,14 @@ class Mask(struct.PyTreeNode):
         windows = list(dict.fromkeys(map(self._that_cuts, self.windows or (self.window,))))
         masks = [self.replace(window=window, windows=(), which=None) for window in windows]
         if len(masks) == 1:
-            return act(masks[0])
+            return _in_scope(act, masks[0])
         number = jnp.asarray([windows.index(self._that_cuts(window)) for window in self.windows])[self.which]
-        return lax.switch(number, [partial(act, mask) for mask in masks])
+        return lax.switch(number, [partial(_in_scope, act, mask) for mask in masks])
+
+    @property
+    def hides_earlier(self) -> bool:
+        """Whether a window may hide earlier tokens of a row."""
+        return any(map(self._that_cuts, self.windows or (self.window,)))
 
     def _that_cuts(self, window: int) -> int:
         """The window, 0 if it is no shorter than a row."""
@@ -65,6 +74,23 @@ class Mask(struct.PyTreeNode):
     def same_segment(self) -> Array:
         """Whether tokens are of one segment, [B, 1, N, N]; for kernels that are causal themselves."""
         return (self.segments_BN[:, :, None] == self.segments_BN[:, None, :])[:, None]
+
+
+def _in_scope(act: Callable[[Mask], Any], mask: Mask) -> Any:
+    if not mask.window:
+        return act(mask)
+    with jax.named_scope(f"{WINDOW}{mask.window}"):
+        return act(mask)
+
+
+def window_of(stack: str) -> int:
+    """The window of a layer whose kernel has this stack of names in a trace or a compiled program.
+
+    >>> window_of("B/attention/window_of_1024/splash"), window_of("B/attention")
+    (1024, 0)
+    """
+    named = re.findall(rf"\b{WINDOW}(\d+)\b", stack)
+    return int(named[-1]) if named else 0
 
 
 def sees(query: Any, key: Any, window: Any) -> Any:

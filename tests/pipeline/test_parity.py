@@ -194,7 +194,7 @@ LAYERS_OF_KINDS = [
     dict(mesh=(2, 1, 2, 1, 2), context="all_gather", attention="gqa", kernel="splash", seq=512, remat="attention"),
     dict(mesh=(4, 2, 1), attention="mla", schedule="zero_bubble_v", prefetch=1),
     dict(mesh=(2, 4, 1), attention="gqa", schedule="dualpipe_v", microbatches=8, remat="attention"),
-    dict(mesh=(3, 2, 1), attention="gqa", schedule="gpipe", remat="layer"),
+    dict(mesh=(4, 2, 1), attention="gqa", layers=6, layers_of="(local*2 global)*2", schedule="gpipe", remat="layer"),
 ]
 
 

@@ -50,7 +50,7 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
     size = tokens_of_block(chunk)
     q, k, v = (_filled(x, x.shape[1] // chunk, size) for x in (q_BSHJ, k_BTGJ, v_BTGK))
     segments = _filled(mask.segments_BN, mask.segments_BN.shape[1] // chunk, size, of=FILLING)
-    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale)
+    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale, chunk)
     return out if chunk % size == 0 else _without_filling(out, _chunks(q_BSHJ, mask), chunk)
 
 
@@ -73,19 +73,20 @@ def tokens_of_block(tokens: int) -> int:
     return -(-tokens // -(-tokens // longest))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Array:
-    return _forward(q, k, v, mask, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> Array:
+    return _forward(q, k, v, mask, scale, chunk)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Array, Any]:
-    out, logsumexp = mask.of_window(partial(_forward_in_window, q, k, v, scale))
+def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> tuple[Array, Any]:
+    """`chunk` is the number of tokens of a chunk that are no padding."""
+    out, logsumexp = mask.of_window(partial(_forward_in_window, q, k, v, scale, chunk))
     out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
     return out, (q, k, v, mask, out, logsumexp)
 
 
-def _forward_in_window(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> tuple[Array, Array]:
-    blocks = _Blocks(q, k, mask, scale)
+def _forward_in_window(q: Array, k: Array, v: Array, scale: float, chunk: int, mask: Mask) -> tuple[Array, Array]:
+    blocks = _Blocks(q, k, mask, scale, chunk)
     q_blocks = blocks.of_queries(q)
     sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
     start = sums, top, _zeros(q_blocks, q_blocks.shape[:-1])
@@ -106,15 +107,15 @@ def _forward_in_window(q: Array, k: Array, v: Array, scale: float, mask: Mask) -
     return out, top + jnp.log(total)
 
 
-def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+def _backward(scale: float, chunk: int, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, *outputs = saved
-    return *mask.of_window(partial(_backward_in_window, scale, q, k, v, *outputs, dy)), None
+    return *mask.of_window(partial(_backward_in_window, scale, chunk, q, k, v, *outputs, dy)), None
 
 
 def _backward_in_window(
-    scale: float, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dy: Array, mask: Mask
+    scale: float, chunk: int, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dy: Array, mask: Mask
 ) -> tuple[Array, Array, Array]:
-    blocks = _Blocks(q, k, mask, scale)
+    blocks = _Blocks(q, k, mask, scale, chunk)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -144,7 +145,8 @@ _attention.defvjp(_forward, _backward)
 class _Blocks:
     """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
-    def __init__(self, q: Array, k: Array, mask: Mask, scale: float):
+    def __init__(self, q: Array, k: Array, mask: Mask, scale: float, chunk: int):
+        self.chunk = chunk
         self.size, self.scale, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), scale, mask
         self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
@@ -152,7 +154,7 @@ class _Blocks:
 
     def pairs(self) -> dict[int, np.ndarray]:
         """The pairs of blocks to compute: see `_pairs`."""
-        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window)
+        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window, self.chunk)
 
     def of_queries(self, x: Array) -> Array:
         return rearrange(x, "B (n b) (G H) W -> n B G (H b) W", b=self.size, G=self.groups)
@@ -168,7 +170,8 @@ class _Blocks:
         first_query, first_key = pair[2], pair[3]  # indices of blocks in the whole row
         segments = [_read(self.segments, first) for first in (first_query, first_key)]
         within = jnp.arange(self.size)
-        places = (first_query * self.size + within)[:, None], (first_key * self.size + within)[None, :]
+        first_place = partial(_first_place, size=self.size, chunk=self.chunk if self.mask.window else self.size)
+        places = (first_place(first_query) + within)[:, None], (first_place(first_key) + within)[None, :]
         seen = jnp.tile(self.mask.allows(*places, *segments), (1, self.heads, 1))[:, None]
         return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
 
@@ -216,7 +219,9 @@ def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: A
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: int) -> dict[int, np.ndarray]:
+def _pairs(
+    queries: int, keys: int, whole: int, ranks: int, size: int, window: int, chunk: int
+) -> dict[int, np.ndarray]:
     """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
     queries and of the block of keys, then their indices in the whole row. `queries` and `keys` are the numbers of local
     blocks, `whole` is that of a row. A hop is named by how many ranks before are those whose keys it has; those of
@@ -226,7 +231,7 @@ def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: i
     hops = []
     for hop in range(ranks if is_ring else 1):
         of_keys = np.roll(of_ranks, hop, axis=0) if is_ring else np.tile(np.arange(keys), (len(of_ranks), 1))
-        hops.append([_seen_pairs(*blocks, size, window) for blocks in zip(of_ranks, of_keys)])
+        hops.append([_seen_pairs(*blocks, size, window, chunk) for blocks in zip(of_ranks, of_keys)])
     counts = {hop: max(map(len, of_hop)) for hop, of_hop in enumerate(hops)}
     counts = {hop: count for hop, count in counts.items() if count or not hop}
     if len(counts) == len(hops):  # the hops after the first are one loop
@@ -234,9 +239,26 @@ def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: i
     return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 
 
-def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int) -> np.ndarray:
+def pairs_in_window(seq: int, ranks: int, window: int, ring: bool) -> int:
+    """Pairs of blocks that each rank computes of a row of `seq` tokens in a layer with a window."""
+    chunks = 1 if ranks == 1 else 2 * ranks
+    chunk = seq // chunks
+    size = tokens_of_block(chunk)
+    whole = chunks * -(-chunk // size)
+    keys = whole // ranks if ring else whole
+    return sum(pairs.shape[1] for pairs in _pairs(whole // ranks, keys, whole, ranks, size, window, chunk).values())
+
+
+def _first_place(block: Any, size: int, chunk: int) -> Any:
+    """The place in its row of a block's first token, if the padding at the end of a chunk has no places."""
+    per_chunk = -(-chunk // size)
+    return block * size if chunk % size == 0 else block // per_chunk * chunk + block % per_chunk * size
+
+
+def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int, chunk: int) -> np.ndarray:
     """The pairs, of block indices in the row, in which some query attends to some key."""
-    edges = [(first * size, first * size + size - 1) for first in (queries[:, None], keys[None, :])]
+    firsts = (_first_place(blocks, size, chunk) for blocks in (queries[:, None], keys[None, :]))
+    edges = [(first, first + size - 1) for first in firsts]
     query, key = np.nonzero(blocks_seen(*edges, window)[0])
     return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
 
