@@ -30,8 +30,11 @@ def get_config() -> ConfigDict:
     config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
     config.model.norm = "rms"  # "rms" | code: norms of the residual stream: two in a block, one in the head
     config.model.dense = "dense"  # "dense" | code: projections, but for experts' and mla's up-projections of latents
-    config.model.kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
-    # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
+    # what differs in kinds of layers: settings, as "local=(sliding_window=1024) global=(rope_theta=1e6)", and classes
+    # of blocks, as "wide=my_module:WideBlock(width=4)"
+    config.model.kinds = ""
+    # kinds of layers, "dense", "moe" or those of model.kinds, in order: "moe*32", "dense*1 moe*26", "(local*5
+    # global)*8"; empty: all dense
     config.model.layers_of = ""
     config.model.experts = 8  # moe: number of experts in a layer
     config.model.experts_per_token = 2  # moe: number of experts for each token
@@ -51,6 +54,7 @@ def get_config() -> ConfigDict:
     config.model.d_latent = 64  # mla: width of the compressed keys and values
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
+    config.model.rope = True  # rotary position embeddings; False: none (NoPE)
     config.model.rope_theta = 10000.0  # base of the wavelengths of rotary position embeddings
     # "none" | "linear" | "yarn" | "llama3": extends the context beyond the length in training
     config.model.rope_scaling = "none"
@@ -65,8 +69,7 @@ def get_config() -> ConfigDict:
     config.model.rope_magnitude = 1.0  # factor on the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: q, k and v; in mla only q
     config.model.qk_norm = False  # gqa: RMSNorm over d_head of each query and key head, before rotation
-    # tokens that a query attends to, including itself; data.seq must not be longer. 0: all
-    config.model.sliding_window = 0
+    config.model.sliding_window = 0  # the last tokens that a query attends to, including itself; 0: all
     config.model.norm_eps = 1e-06  # added to the mean square in RMSNorm
     config.model.tied = True  # the head uses the embedding's table
     # "scaled" | "zeros": initial values of attention's output projection and of the down-projections of MLPs and

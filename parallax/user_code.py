@@ -25,11 +25,15 @@ from parallax.version import PACKAGE, version_of
 WRITTEN = re.compile(r"\s*([^\W\d][\w.]*):([^\W\d][\w.]*\s*(?:\(.*\))?)\s*", re.DOTALL)
 # A name with its code; a parenthesis in quotes does not end the settings.
 WRITTEN_SETTINGS = r"""\((?:[^()'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*\)"""
-BY_NAME = re.compile(rf"([^\W\d]\w*)=([^\W\d][\w.]*:[^\W\d][\w.]*(?:{WRITTEN_SETTINGS})?)(?:\s+|$)", re.DOTALL)
+# Or with settings alone.
+BY_NAME = re.compile(
+    rf"([^\W\d]\w*)=([^\W\d][\w.]*:[^\W\d][\w.]*(?:{WRITTEN_SETTINGS})?|{WRITTEN_SETTINGS})(?:\s+|$)", re.DOTALL
+)
 ALL_BY_NAME = re.compile(rf"\s*(?:{BY_NAME.pattern})+", re.DOTALL)
 CODE_FORM = '"module:name" or "module:name(setting=1)"'
 INSTALLED = {"site-packages", "dist-packages"}
 LITERALS = (bool, int, float, str)
+BLOCK = "block"  # the entry of an object of settings that is code
 IMPORT_ERROR_LETTERS = 400  # most characters of another program's error
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -97,8 +101,51 @@ def codes_by_name(value: str) -> dict[str, str]:
     """
     if isinstance(value, UserCode) and isinstance(value.target, Mapping):
         return dict(value.target)
+    return _by_name(value)[0]
+
+
+def settings_by_name(key: str, value: Any) -> dict[str, dict[str, Any]]:
+    """The settings of each name in such a text "name=(setting=value)", or in an object of objects.
+
+    >>> settings_by_name("model.kinds", "near=(sliding_window=16, rope=False) wide=blocks:Wide(width=4)")
+    {'near': {'sliding_window': 16, 'rope': False}}
+    """
+    if isinstance(value, Mapping):
+        given = {name: each for name, each in value.items() if isinstance(each, Mapping)}
+        return {name: {k: v for k, v in each.items() if k != BLOCK} for name, each in given.items()}
+    return {name: _parsed(key, value, f"settings{text}")[1] for name, text in _by_name(value)[1].items()}
+
+
+def settings_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """The canonical text of settings by name.
+
+    >>> settings_text({"near": {"sliding_window": 16}, "far": {}})
+    'far=() near=(sliding_window=16)'
+    """
+    return " ".join(f"{name}={_text('', each) or '()'}" for name, each in sorted(settings.items()))
+
+
+def with_settings(key: str, value: Any, changes: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Code and settings by name, a text or an object, with other settings of some names; code of a saved config is as
+    before not imported.
+
+    >>> with_settings("model.kinds", "near=(rope=False) wide=blocks:Wide", {"near": {"sliding_window": 4}})
+    'wide=blocks:Wide near=(rope=False, sliding_window=4)'
+    """
+    settings = settings_by_name(key, value)
+    settings |= {name: settings.get(name, {}) | each for name, each in changes.items()}
+    if isinstance(value, Mapping):
+        return settings | {name: {**settings.get(name, {}), BLOCK: code} for name, code in _codes_of(value).items()}
+    text = " ".join([*(f"{name}={code}" for name, code in _by_name(value)[0].items()), settings_text(settings)])
+    return UserCode(text) if isinstance(value, UserCode) else text
+
+
+def _by_name(value: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The texts by name of code and of settings alone; empty if some name has two of a sort, or it is another text."""
     pairs = BY_NAME.findall(value) if ALL_BY_NAME.fullmatch(value) else []
-    return dict(pairs) if len(dict(pairs)) == len(pairs) else {}
+    codes, settings = ([pair for pair in pairs if pair[1].startswith("(") == alone] for alone in (False, True))
+    alike = len(dict(codes)) == len(codes) and len(dict(settings)) == len(settings)
+    return (dict(codes), dict(settings)) if alike else ({}, {})
 
 
 def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
@@ -111,16 +158,31 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
     """
     if isinstance(value, UserCode):
         return value
-    by_name = value if isinstance(value, Mapping) else codes_by_name(value) if isinstance(value, str) else {}
-    if wrong := [name for name in by_name if not (isinstance(name, str) and name.isidentifier())]:
-        raise ConfigError(f"{key}: {quoted(wrong[0])} is not a name; use letters, digits and _")
-    codes = {name: imported_code(f"{key}: {name}", code, given) for name, code in by_name.items()}
-    if codes and all(isinstance(code, UserCode) for code in codes.values()):
-        text = " ".join(f"{name}={code}" for name, code in codes.items())
-        return UserCode(text, codes, source=_hash(*(code.source for code in codes.values())))
+    if isinstance(value, Mapping) or (isinstance(value, str) and (named := _by_name(value)) != ({}, {})):
+        codes = _codes_of(value) if isinstance(value, Mapping) else named[0]
+        return _of_names(key, value, codes, given)
     if isinstance(value, str):
         return _of_text(key, value, given) if names_code(value) else value
     return _of_object(key, value, given) if callable(value) else value
+
+
+def _codes_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """The code of each name in an object, or in the objects of settings in it."""
+    codes = {name: each.get(BLOCK) if isinstance(each, Mapping) else each for name, each in by_name.items()}
+    return {name: code for name, code in codes.items() if code is not None or not isinstance(by_name[name], Mapping)}
+
+
+def _of_names(key: str, value: Any, codes: Mapping[str, Any], given: Sequence[str]) -> Any:
+    settings = settings_by_name(key, value)
+    if wrong := [name for name in (*codes, *settings) if not (isinstance(name, str) and name.isidentifier())]:
+        raise ConfigError(f"{key}: {quoted(wrong[0])} is not a name; use letters, digits and _")
+    imported = {name: imported_code(f"{key}: {name}", code, given) for name, code in codes.items()}
+    if not all(isinstance(code, UserCode) for code in imported.values()):
+        return value
+    texts = [*(f"{name}={code}" for name, code in imported.items()), *filter(None, [settings_text(settings)])]
+    if not imported:
+        return " ".join(texts)
+    return UserCode(" ".join(texts), imported, source=_hash(*(code.source for code in imported.values())))
 
 
 def saved_code(key: str, value: Any) -> Any:

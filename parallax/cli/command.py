@@ -28,11 +28,12 @@ from parallax.cli.arguments import dashed
 from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
-from parallax.config.sections import SECTIONS, MeshConfig
+from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
 from parallax.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
 from parallax.storage.run_files import RunFiles
+from parallax.user_code import with_settings
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # most characters of an error that a config file raises
@@ -128,9 +129,14 @@ def read_line(
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
     config_dict, left_out = load_config(values.config)
     with config_dict.unlocked(), config_dict.ignore_type():  # read_settings reports wrong types
-        for name in overrides:
+        for name in sorted(overrides, key=is_of_a_kind):  # which change model.kinds, as the line says it
             section, _, key = name.partition(".")
             value = values[f"config.{name}"].value
+            if is_of_a_kind(name):
+                key, kind, setting = key.split(".")
+                kinds = config_dict.to_dict()[section][key]
+                config_dict[section][key] = with_settings(f"{section}.{key}", kinds, {kind: {setting: value}})
+                continue
             config_dict.update({section: {key: _literal(value) if name in RENAMED else value}})
     sections, said = renamed(config_dict.to_dict(), chosen=overrides)
     if is_saved(values.config):
@@ -243,11 +249,19 @@ def key_default(name: str) -> int | float | str | bool:
     if section not in SECTIONS:
         raise ConfigError(f"unknown key --config.{shown(name)}; did you mean --config.{nearest_key(name)}?")
     known = {field.name: field.default for field in dataclasses.fields(SECTIONS[section])}
+    if is_of_a_kind(name):
+        key = key.split(".")[2]
+        known |= {BASE: LAYER_KINDS[0]}
     if not key:
         raise ConfigError(f"--config.{section} is a section; write --config.{section}.<key>, one of {', '.join(known)}")
     if key not in known:
         raise ConfigError(f"unknown key --config.{shown(name)}; {nearest(key, known)}")
     return known[key]
+
+
+def is_of_a_kind(name: str) -> bool:
+    """Whether a key is a setting of one kind of layers, as model.kinds.local.sliding_window."""
+    return bool(re.fullmatch(r"model\.kinds\.[^\W\d]\w*\.\w+", name))
 
 
 def nearest_key(word: str) -> str:

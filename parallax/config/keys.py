@@ -7,13 +7,13 @@ import re
 from typing import Any, ClassVar
 
 from parallax.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
-from parallax.user_code import CODE_FORM, check_call, codes_by_name, names_code
+from parallax.user_code import CODE_FORM, check_call, codes_by_name, names_code, settings_by_name
 
 LARGEST_FLOAT32 = 3.4028234e38
 ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
 # Limits of POSIX file systems. With a longer name, even checking whether the file exists is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
-BY_NAME_FORM = '"NAME=module:name" or "NAME=module:name(setting=1)", each name once'
+BY_NAME_FORM = '"NAME=module:name" or "NAME=module:name(setting=1)", each name once, or settings as "NAME=(key=1)"'
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -75,6 +75,8 @@ class Key:
             wrong = "holds a zero byte or half a surrogate pair, which is not text; leave it out"
             raise ConfigError(f"{name}={quoted(value)} {wrong}")
         if self.code and names_code(value):
+            return
+        if self.by_name and settings_by_name(name, value):
             return
         if self.by_name and value.strip():
             raise ConfigError(f"{name}={quoted(value)} must be {BY_NAME_FORM}.")

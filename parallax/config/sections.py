@@ -3,15 +3,18 @@
 `python docs/config_keys.py` writes configs/base.py and docs/configs.md from it, and --help-config prints it.
 """
 
+import copy
+import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted, words_of
 from parallax.schedules import SCHEDULES, check_schedule
-from parallax.user_code import UserCode, codes_by_name, names_code
+from parallax.user_code import UserCode, codes_by_name, names_code, settings_by_name
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")
@@ -33,6 +36,7 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
+BASE = "base"  # of a kind of layers: the one of which it is a variant
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -114,14 +118,16 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     kinds: str = key(
         "",
-        'classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"',
+        'what differs in kinds of layers: settings, as "local=(sliding_window=1024) global=(rope_theta=1e6)", and '
+        'classes of blocks, as "wide=my_module:WideBlock(width=4)"',
         saved=True,
         code=BLOCK_ARGS,
         by_name=True,
     )
     layers_of: str = key(
         "",
-        'kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
+        'kinds of layers, "dense", "moe" or those of model.kinds, in order: "moe*32", "dense*1 moe*26", '
+        '"(local*5 global)*8"; empty: all dense',
         saved=True,
     )
     experts: int = key(8, "moe: number of experts in a layer", least=1, most=2**12)
@@ -148,6 +154,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     d_latent: int = key(64, "mla: width of the compressed keys and values")
     d_latent_q: int = key(0, "mla: width of the compressed queries; 0 projects queries directly")
     d_rope: int = key(16, "mla: width of the decoupled, rotated part of q and k")
+    rope: bool = key(True, "rotary position embeddings; False: none (NoPE)")
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary position embeddings", least=1 + 1e-6)
     rope_scaling: str = key(
         "none", "extends the context beyond the length in training", choices=("none", "linear", "yarn", "llama3")
@@ -166,9 +173,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     rope_magnitude: float = key(1.0, "factor on the rotated parts of queries and of keys", least=1e-6)
     qkv_bias: bool = key(False, "biases on the projections to heads: q, k and v; in mla only q")
     qk_norm: bool = key(False, "gqa: RMSNorm over d_head of each query and key head, before rotation")
-    sliding_window: int = key(
-        0, "tokens that a query attends to, including itself; data.seq must not be longer. 0: all"
-    )
+    sliding_window: int = key(0, "the last tokens that a query attends to, including itself; 0: all")
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
     init_out: str = key(
@@ -229,18 +234,10 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
 
     def check(self) -> None:
+        self._check_kinds()
         self._check_matmul()
         self._check_matmul_scales()
-        if self.rope_slow_turns >= self.rope_fast_turns:
-            raise ConfigError(
-                f"model.rope_slow_turns={self.rope_slow_turns} must be below "
-                f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
-            )
-        if self.rope_scaling == "none" and self.rope_factor != 1:
-            raise ConfigError(
-                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
-                "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
-            )
+        self._check_rope()
         rotated = "d_rope" if self.attention == "mla" else "d_head"
         if self.attention == "mla":
             for name in ("d_latent", "d_rope"):
@@ -264,11 +261,44 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.mlp={quoted(self.mlp)} does nothing with model.layers_of={quoted(self.layers_of)}, which has "
                 "only mixtures; use mlp='gated', or some dense layers."
             )
-        if unused := [kind for kind in codes_by_name(self.kinds) if kind not in self.layer_kinds]:
+
+    def _check_kinds(self) -> None:
+        codes, written, there = codes_by_name(self.kinds), settings_by_name("model.kinds", self.kinds), self.named_kinds
+        if unused := [kind for kind in (*codes, *written) if kind not in there]:
+            what = "a class" if unused[0] in codes else "settings"
             raise ConfigError(
-                f"model.kinds={quoted(self.kinds)} has a class for {unused[0]!r}, but "
+                f"model.kinds={quoted(self.kinds)} has {what} for {unused[0]!r}, but "
                 f"model.layers_of={quoted(self.layers_of)} has no such layer; its kinds are "
-                f"{', '.join(dict.fromkeys(self.layer_kinds))}."
+                f"{', '.join(dict.fromkeys(there))}."
+            )
+        for kind, settings in written.items():
+            for name in settings:
+                if name not in (BASE, *OF_A_KIND):
+                    raise ConfigError(
+                        f"model.kinds.{kind}.{name} is not a setting in which kinds of layers differ; "
+                        f"{nearest(name, (BASE, *OF_A_KIND))}"
+                    )
+            if kind in (*LAYER_KINDS, *codes) and BASE in settings:
+                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])}: {kind!r} has its own blocks.")
+            if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
+                known = nearest(str(settings[BASE]), LAYER_KINDS)
+                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
+            changed = self.of_kind(kind)
+            try:
+                changed._check_rope()
+            except ConfigError as error:
+                raise ConfigError(f"model.kinds.{kind}: {error}") from None
+
+    def _check_rope(self) -> None:
+        if self.rope_slow_turns >= self.rope_fast_turns:
+            raise ConfigError(
+                f"model.rope_slow_turns={self.rope_slow_turns} must be below "
+                f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
+            )
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise ConfigError(
+                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
+                "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
             )
 
     def _check_matmul(self) -> None:
@@ -401,9 +431,47 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of the block of each layer, in order: kinds that differ only in OF_A_KIND share their base's.
+
+        >>> kinds = dict(kinds="near=(sliding_window=4)", layers_of="dense (near moe)*2")
+        >>> ModelConfig(layers=5, **kinds).layer_kinds
+        ('dense', 'dense', 'moe', 'dense', 'moe')
+        """
+        if not self.kinds:
+            return self.named_kinds
+        settings, codes = settings_by_name("model.kinds", self.kinds), codes_by_name(self.kinds)
+        bases = {kind: each.get(BASE, LAYER_KINDS[0]) for kind, each in settings.items()}
+        return tuple(kind if kind in (*LAYER_KINDS, *codes) else bases[kind] for kind in self.named_kinds)
+
+    def of_kind(self, kind: str) -> "ModelConfig":
+        """The settings of layers of this kind; ConfigError if one is out of range.
+
+        >>> ModelConfig(kinds="near=(sliding_window=4)", layers_of="dense*3 near").of_kind("near").sliding_window
+        4
+        """
+        changed, settings = copy.copy(self), settings_by_name("model.kinds", self.kinds).get(kind, {})
+        for field in fields(self):
+            if field.name in settings and field.name != BASE:
+                name, value = f"model.kinds.{kind}.{field.name}", settings[field.name]
+                value = field.metadata["key"].checked(name, value, field.type, type(self))
+                object.__setattr__(changed, field.name, value)
+        return changed
+
+    @property
+    def settings_of_layers(self) -> "SettingsOfLayers":
+        """What differs between layers with blocks of one kind."""
+        return _settings_of_layers(self)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding window of each layer, 0 for none."""
+        return tuple(settings.sliding_window for settings in self.settings_of_layers.of_each)
+
+    @property
+    def named_kinds(self) -> tuple[str, ...]:
         """The kind of each layer, in order; ConfigError if `layers_of` is invalid or its length is not `layers`.
 
-        >>> ModelConfig(layers=5, layers_of="dense (dense moe)*2").layer_kinds
+        >>> ModelConfig(layers=5, layers_of="dense (dense moe)*2").named_kinds
         ('dense', 'dense', 'moe', 'dense', 'moe')
         """
         if not self.layers_of.strip():
@@ -416,7 +484,8 @@ class ModelConfig(Section, most=2**24, saved=True):
             kinds += run * (int(times or 1) if len(run) <= self.layers else 1)
             if len(kinds) > self.layers:
                 break
-        known = (*LAYER_KINDS, *(name for name in codes_by_name(self.kinds) if name not in LAYER_KINDS))
+        named = {**codes_by_name(self.kinds), **settings_by_name("model.kinds", self.kinds)}
+        known = (*LAYER_KINDS, *(name for name in named if name not in LAYER_KINDS))
         wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(known)
         if wrong or left_over.strip():
             raise ConfigError(
@@ -470,6 +539,34 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
+
+
+# Settings of attention that are data of a layer: layers that differ in them alone have one block.
+OF_A_KIND = tuple(f.name for f in fields(ModelConfig) if f.name.startswith("rope") or f.name == "sliding_window")
+
+
+class SettingsOfLayers(NamedTuple):
+    """The settings with which some layer runs, and for each layer the number of its own."""
+
+    settings: tuple[ModelConfig, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def differ(self) -> bool:
+        """Whether there are several."""
+        return len(self.settings) > 1
+
+    @property
+    def of_each(self) -> list[ModelConfig]:
+        """The settings of each layer."""
+        return [self.settings[number] for number in self.numbers]
+
+
+@functools.lru_cache(maxsize=32)
+def _settings_of_layers(model: ModelConfig) -> SettingsOfLayers:
+    kinds = {kind: model.of_kind(kind) for kind in dict.fromkeys(model.named_kinds)}
+    different = list(dict.fromkeys(kinds.values()))
+    return SettingsOfLayers(tuple(different), tuple(different.index(kinds[kind]) for kind in model.named_kinds))
 
 
 @dataclass(frozen=True)

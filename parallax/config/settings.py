@@ -14,7 +14,7 @@ from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.display.html import facts_html
 from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, errors_as, nearest, quoted, shown, tell
 from parallax.storage.files import OBJECT_BYTES, read_object
-from parallax.user_code import UserCode, imported_code, saved_code
+from parallax.user_code import UserCode, imported_code, saved_code, settings_by_name, with_settings
 
 PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
@@ -107,7 +107,10 @@ def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:
     for name in code:
         if name not in CODE:
             raise ConfigError(f"code={{{name!r}: ...}} is not a key that may be code; {nearest(name, CODE)}")
-    return read_settings(_replaced(settings.to_dict(), code)) if code else settings
+    there = settings.to_dict()
+    for name, value in key_values(there, [name for name in code if isinstance(code[name], Mapping)]):
+        code = {**code, name: with_settings(name, code[name], settings_by_name(name, value))}
+    return read_settings(_replaced(there, code)) if code else settings
 
 
 def code_of(settings: Settings) -> dict[str, UserCode]:

@@ -17,12 +17,9 @@ from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
-from parallax.model.checks import check_window
 from parallax.model.context import Context
 from parallax.model.embedding import logits
 from parallax.model.loss import cross_entropy
-from parallax.model.mask import Mask
-from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline import Arrangement, ShardedModel
 from parallax.sharding.activations import ROWS, activation
@@ -78,7 +75,6 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
     config = model if isinstance(model, ModelConfig) else model.config
     config = dataclasses.replace(config, kernel="xla")  # other kernels never store the attention weights
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
-    check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))
     losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
     return Activations(
@@ -91,14 +87,15 @@ def _run(model: ModelConfig):
 
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
-        context = Context(Rope(model).tables(batch["positions"]), rows, None, Mask(batch["segments"]))
+        context = Context.of_model(model, batch["positions"], rows, None, batch["segments"])
         x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
-        def layer(block: Block, weights: Any, x: Array, _: None) -> tuple[Array, dict]:
+        def layer(block: Block, weights: Any, x: Array, context: Context, _: None) -> tuple[Array, dict]:
             x, sown = block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
             return x, sown[INTERMEDIATES]["attention"]["seen"]
 
-        x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
+        order = Arrangement((0,), model.layer_kinds)
+        x, seen = parts.scan(layer, x, params[BLOCKS], context, None, order.kinds_in_places[:, 0], order.numbers[0])
         hidden = parts.head.apply({"params": params[HEAD]}, x)
         table = params[EMBEDDING if model.tied else HEAD]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]

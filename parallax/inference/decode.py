@@ -23,8 +23,6 @@ from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
-from parallax.model.mask import Mask
-from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, arrangements
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
@@ -133,12 +131,13 @@ class Decoder:
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         # A padding layer has zero weights and adds nothing to the residual stream.
-        def layer(block, weights, x, cache):
+        def layer(block, weights, x, context, cache):
             x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
             return as_varying(x), jax.tree.map(as_varying, cache)
 
         def through(x, caches):
-            return self.parts.scan(layer, x, weights[BLOCKS], caches, self.arrangement.own_kinds())
+            numbers = self.arrangement.own_layers() if self.model.settings_of_layers.differ else None
+            return self.parts.scan(layer, x, weights[BLOCKS], context, caches, self.arrangement.own_kinds(), numbers)
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -157,11 +156,12 @@ class Decoder:
         segment, which no token reads."""
         slot_S = cursor + jnp.arange(new.ids_BS.shape[1])
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables, rows_B = Rope(self.model).tables(positions_BS), jnp.arange(len(new.ids_BS))
+        rows_B = jnp.arange(len(new.ids_BS))
         is_prompt = isinstance(cursor, int) and cursor == 0
         slot_T = slot_S if is_prompt else jnp.arange(slots)
         filled_BT = (slot_T[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
-        return Context(tables, rows_B, None, Mask(filled_BT, None if is_prompt else cursor))
+        cursor = None if is_prompt else cursor
+        return Context.of_model(self.model, positions_BS, rows_B, None, filled_BT, cursor=cursor)
 
     def caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""

@@ -14,12 +14,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import ModelConfig, SampleConfig
+from parallax.config.sections import SampleConfig
 from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.errors import ConfigError, check_utf8, quoted
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
-from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import TOKEN_AXES
 from parallax.sharding.parameter import in_32_bits
@@ -103,19 +102,11 @@ def generate(
     Compiled once for each length of the longest prompt, number of prompts, and config except its seed.
     """
     _check_ids(prompts, model.config.vocab)
-    check_length(model.config, prompts, config)
     sampling = dataclasses.replace(config, prompt="", seed=0)
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
     written = np.asarray(_write_ids(params, batch, key, model=model, config=sampling, ends=tuple(ends), vocab=vocab))
     return [_before_end(ids, ends) for ids in written[: len(prompts)]]
-
-
-def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
-    """Raise ConfigError if a text would be longer than the model's attention supports."""
-    longest = max(map(len, prompts), default=0)  # that there are none is refused elsewhere
-    key = f"a prompt of {longest} tokens and sample.tokens={config.tokens} make a text whose length"
-    check_window(model, longest + config.tokens, key)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:

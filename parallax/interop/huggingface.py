@@ -22,7 +22,6 @@ from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_t
 from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
-from parallax.model.checks import check_window
 from parallax.sharding.parameter import Role
 from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
@@ -67,7 +66,6 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | config.model})
     model = settings.model
-    check_window(model, settings.data.seq)
     tokenizer = load_tokenizer(source)
     if tokenizer.needed > model.vocab:
         raise DataError(

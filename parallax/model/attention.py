@@ -177,7 +177,7 @@ class GQA(nn.Module):
         x = self.q.input(x, part="norm", before=self.residual)
         q, k = self.q(x), self.k(x)
         q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
-        q = checkpoint_name(rotate(q, context.rope), "q")
+        q = checkpoint_name(context.tempered(rotate(q, context.rope)), "q")
         return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
 
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:

@@ -249,15 +249,6 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
         )
 
 
-def check_window(model: ModelConfig, seq: int, key: str = "data.seq") -> None:
-    """Raise ConfigError if `seq` exceeds the model's sliding window, since sliding windows are not implemented."""
-    if 0 < model.sliding_window < seq:
-        raise ConfigError(
-            f"{key}={seq} is longer than model.sliding_window={model.sliding_window}, and windows are not implemented; "
-            f"use {model.sliding_window} or less, or model.sliding_window=0 for another model, which sees all tokens."
-        )
-
-
 def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> None:
     """Raise ConfigError if the attention kernel does not support rows of `seq` tokens with this many context ranks."""
     chunks = 2 * ranks if ranks > 1 and CONTEXTS[context].meets == GATHERED else 1  # no block crosses their borders
@@ -274,6 +265,12 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
         raise ConfigError(
             f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
+        )
+    window = min((w for w in model.windows if w), default=seq)
+    if model.kernel == "triton" and window < seq:
+        raise ConfigError(
+            f"data.seq={seq} is longer than a sliding window of {window} tokens, and JAX's kernels of "
+            "model.kernel='triton' have no windows; use kernel='xla' or 'cudnn'."
         )
     if model.kernel == "cudnn" and seq % 2:
         raise ConfigError(f"data.seq={seq} is odd, which model.kernel='cudnn' does not take; use seq={seq + 1}.")

@@ -2,16 +2,74 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from parallax.config.sections import ModelConfig
 from parallax.model.mask import Mask
+from parallax.model.rope import Rope
+from parallax.sharding.collectives import as_varying
 
 
 class Context(NamedTuple):
-    """Shared inputs of one microbatch; every tensor-parallel rank holds all positions of its context rank."""
+    """Shared inputs of one microbatch; every tensor-parallel rank holds all positions of its context rank.
+
+    If layers differ in their settings, it is that of all layers, with a leading dim of settings where these count,
+    until `of_layer` makes it that of one.
+    """
 
     rope: tuple[Array, Array]  # `Rope.tables` of its tokens' positions: cosines and sines, [B, S, rotated / 2]
     rows_B: Array  # index of each row in the global batch
     key: Array | None  # of dropout; None disables it
     mask: Mask
     row_weight: Array | None = None  # weight of a row in the auxiliary losses of mixtures: 1 / rows of the batch
+    temperature: Array | None = None  # factor on queries; None if it is the same in all layers
+
+    @staticmethod
+    def of_model(
+        model: ModelConfig,
+        positions_BS: Array,
+        rows_B: Array,
+        key: Array | None,
+        segments_BN: Array,
+        *,
+        cursor: Array | int | None = None,
+        row_weight: Array | None = None,
+    ) -> "Context":
+        """The context of these tokens for all layers of a model."""
+        ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
+        if any(rope.rotation != ropes[0].rotation for rope in ropes):
+            tables = jax.tree.map(lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS) for rope in ropes))
+        else:
+            tables = ropes[0].tables(positions_BS)
+        windows = [settings.sliding_window for settings in model.settings_of_layers.settings]
+        mask = Mask(segments_BN, cursor, windows[0])
+        if len(set(windows)) > 1:
+            mask = mask.replace(window=0, windows=tuple(windows))
+        return Context(tables, rows_B, key, mask, row_weight)
+
+    def of_layer(self, model: ModelConfig, layer: Array) -> "Context":
+        """The context of one of the model's layers, by its number."""
+        if not model.settings_of_layers.differ:
+            return self
+        number = as_varying(jnp.asarray(np.array(model.settings_of_layers.numbers, np.int32))[layer])
+        context = self
+        if self.rope[0].ndim > 3:
+            context = context._replace(rope=jax.tree.map(lambda tables: tables[number], self.rope))
+        if self.mask.windows:
+            context = context._replace(mask=self.mask.replace(which=number))
+        if temperatures := temperatures_of(model):
+            context = context._replace(temperature=jnp.asarray(temperatures, jnp.float32)[number])
+        return context
+
+    def tempered(self, q: Array) -> Array:
+        """Queries times the layer's temperature, if that is not the same in all layers."""
+        return q if self.temperature is None else (q * self.temperature).astype(q.dtype)
+
+
+def temperatures_of(model: ModelConfig) -> list[float]:
+    """The factor on attention's logits for each of the settings of a model's layers; empty if all are the same."""
+    temperatures = [Rope(settings).temperature() for settings in model.settings_of_layers.settings]
+    return temperatures if len(set(temperatures)) > 1 else []

@@ -1,7 +1,11 @@
 """The mask of attention: which tokens a token attends to, as one value that every kernel reads."""
 
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
@@ -9,23 +13,50 @@ from jax import Array, lax
 from parallax.sharding.activations import TOKENS
 from parallax.sharding.zigzag import own_tokens, places
 
+WINDOW = "window_of_"  # begins the scope of a kernel whose layer has a window
+
 
 class Mask(struct.PyTreeNode):
     """A token attends to itself and to the tokens before it in its own segment.
 
     Keys are those of whole rows, in order. Queries are, too, unless there are fewer: then they are those of this
     context rank, see parallax/sharding/zigzag.py; or, with a `cursor`, new tokens from this place of the row on. With a
-    `window` over 0 a token attends only to the last `window` of those tokens, itself included; no model sets it yet,
-    so `check_window` refuses rows that a window would cut.
+    `window` over 0 a token attends only to the last `window` of those tokens, itself included (Beltagy et al. 2020,
+    section 3.1). If layers have different `windows`, `which` is the number of this layer's.
     """
 
     segments_BN: Array  # the document of each token of whole rows, in order
     cursor: Array | int | None = None  # cached decoding: the number of tokens in the cache before the new ones
     window: int = struct.field(pytree_node=False, default=0)
+    windows: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    which: Array | None = None
+
+    def of_window(self, act: Callable[["Mask"], Any]) -> Any:
+        """`act(mask)` for a mask with the window of this layer: a branch for each window, whose results are alike, so
+        that what a branch skips is known when it is traced."""
+        windows = list(dict.fromkeys(map(self._that_cuts, self.windows or (self.window,))))
+        masks = [self.replace(window=window, windows=(), which=None) for window in windows]
+        if len(masks) == 1:
+            return _in_scope(act, masks[0])
+        number = jnp.asarray([windows.index(self._that_cuts(window)) for window in self.windows])[self.which]
+        return lax.switch(number, [partial(_in_scope, act, mask) for mask in masks])
+
+    @property
+    def hides_earlier(self) -> bool:
+        """Whether a window may hide earlier tokens of a row."""
+        return any(map(self._that_cuts, self.windows or (self.window,)))
+
+    def _that_cuts(self, window: int) -> int:
+        """The window, 0 if it is no shorter than a row."""
+        return window if window < self.segments_BN.shape[1] else 0
 
     def allows(self, query_places_S1: Array, key_places_1T: Array, query_segments: Array, key_segments: Array) -> Array:
         """Whether queries attend to keys, [B, S, T], of these places in their rows and these segments [B, ...]."""
-        in_reach_ST = sees(query_places_S1, key_places_1T, self.window)
+        window = self.window
+        if self.which is not None:
+            seq = self.segments_BN.shape[1]
+            window = jnp.asarray([self._that_cuts(each) or seq for each in self.windows])[self.which]
+        in_reach_ST = sees(query_places_S1, key_places_1T, window)
         return (query_segments[:, :, None] == key_segments[:, None, :]) & in_reach_ST[None]
 
     def dense(self, queries: int) -> Array:
@@ -45,9 +76,26 @@ class Mask(struct.PyTreeNode):
         return (self.segments_BN[:, :, None] == self.segments_BN[:, None, :])[:, None]
 
 
-def sees(query: Any, key: Any, window: int) -> Any:
+def _in_scope(act: Callable[[Mask], Any], mask: Mask) -> Any:
+    if not mask.window:
+        return act(mask)
+    with jax.named_scope(f"{WINDOW}{mask.window}"):
+        return act(mask)
+
+
+def window_of(stack: str) -> int:
+    """The window of a layer whose kernel has this stack of names in a trace or a compiled program.
+
+    >>> window_of("B/attention/window_of_1024/splash"), window_of("B/attention")
+    (1024, 0)
+    """
+    named = re.findall(rf"\b{WINDOW}(\d+)\b", stack)
+    return int(named[-1]) if named else 0
+
+
+def sees(query: Any, key: Any, window: Any) -> Any:
     """Whether a token at place `query` of a row may attend to one at `key`, if only places count."""
-    return (query >= key) & (query - key < window) if window else query >= key
+    return query >= key if isinstance(window, int) and not window else (query >= key) & (query - key < window)
 
 
 def blocks_seen(queries: tuple[Any, Any], keys: tuple[Any, Any], window: int) -> tuple[Any, Any]:

@@ -165,7 +165,7 @@ class MLA(nn.Module):
         for layer in self.queries:
             part = "q" if layer is self.queries[-1] else "latent"
             q = checkpoint_name(layer(q), part) if isinstance(layer, Dense) else layer(q)
-        q = checkpoint_name(self._rotated(q, context), "q")
+        q = checkpoint_name(context.tempered(self._rotated(q, context)), "q")
         latent = self.norm(checkpoint_name(self.down(of_tokens), "latent"))
         latent = reshard(f"{activation('d_latent/tp')} -> {self.family.input('d_latent')}", latent)
         k_rope = rotate(checkpoint_name(self.k_rope(x), "latent")[:, :, None], context.rope)[:, :, 0]

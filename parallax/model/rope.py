@@ -33,7 +33,9 @@ class Rope(NamedTuple):
         return self.model.d_rope if self.model.attention == "mla" else self.model.d_head
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of dims, shape [width / 2]."""
+        """Radians per position of each pair of dims, shape [width / 2]; 0 if nothing is rotated."""
+        if not self.model.rope:
+            return np.zeros(self.width // 2)
         plain = self.model.rope_theta ** (-np.arange(0, self.width, 2) / self.width)
         stretched = {
             "none": np.zeros_like,
@@ -47,15 +49,25 @@ class Rope(NamedTuple):
         """Factor on attention logits; (0.1 ln factor + 1)^2 in YaRN's paper (section 3.3), 1 for other scalings."""
         if self.model.rope_temperature != AS_IN_PAPER:
             return self.model.rope_temperature
-        return (0.1 * math.log(self.model.rope_factor) + 1) ** 2 if self.model.rope_scaling == "yarn" else 1.0
+        is_yarn = self.model.rope and self.model.rope_scaling == "yarn"
+        return (0.1 * math.log(self.model.rope_factor) + 1) ** 2 if is_yarn else 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on the rotated parts of queries and of keys."""
+        return self.model.rope_magnitude if self.model.rope else 1.0
+
+    @property
+    def rotation(self) -> tuple[float, ...]:
+        """What the tables follow from besides positions."""
+        return (*self.frequencies().tolist(), self.magnitude)
 
     def tables(self, positions_BS: Array) -> tuple[Array, Array]:
         """Cosines and sines in float32, both [B, S, width / 2]."""
         frequencies = jnp.asarray(self.frequencies(), jnp.float32)[None, None]
         angles = positions_BS[..., None].astype(jnp.float32) * frequencies
         tables = jnp.cos(angles), jnp.sin(angles)
-        magnitude = self.model.rope_magnitude
-        return tables if magnitude == 1 else tuple(magnitude * table for table in tables)
+        return tables if self.magnitude == 1 else tuple(self.magnitude * table for table in tables)
 
     def _stretched_by_dim(self, plain: np.ndarray) -> np.ndarray:
         low, high = map(self._dim_that_turns, (self.model.rope_fast_turns, self.model.rope_slow_turns))

@@ -31,7 +31,7 @@ from parallax.config.sections import (
 from parallax.errors import ConfigError, quoted
 from parallax.jaxprs import needed, part
 from parallax.model.attention import GQA
-from parallax.model.context import Context
+from parallax.model.context import Context, temperatures_of
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
@@ -140,7 +140,8 @@ class Block(nn.Module):
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
-        shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
+        temperature = 1.0 if temperatures_of(m) else Rope(m.settings_of_layers.settings[0]).temperature()
+        shared |= {"temperature": temperature, "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
         if m.attention == "mla":
@@ -206,27 +207,38 @@ class Parts(NamedTuple):
         """The same, with other layouts of the batch dim in embedding and head."""
         return self._replace(embedding=self.embedding.clone(rows=embedding), head=self.head.clone(rows=head))
 
-    def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, kinds: Any) -> tuple[Array, Any]:
-        """Run `x, out = layer(block, weights, x, other)` for each layer in order; return the last x and all `out`,
-        stacked.
+    def scan(
+        self, layer: Callable, x: Array, blocks: Any, context: Context, others: Any, kinds: Any, numbers: Any
+    ) -> tuple[Array, Any]:
+        """Run `x, out = layer(block, weights, x, context, other)` for each layer in order; return the last x and all
+        `out`, stacked.
 
-        `blocks` are resident weights, `others` have an entry for each layer. `kinds` is Arrangement.kinds_in_places of
-        one rank. A place without a layer leaves x unchanged and returns `other` as `out`.
+        `blocks` are resident weights, `context` is that of all layers, `others` have an entry for each. `kinds` is
+        Arrangement.kinds_in_places of one rank, and `numbers` has the model's layer in each place, None if layers do
+        not differ in their settings. A place without a layer leaves x unchanged and returns `other` as `out`.
         """
         stacks, modules = self.by_kind(blocks), list(self.blocks.values())
+        model = modules[0].model
+
         if len(stacks) == 1:
-            return jax.lax.scan(lambda x, given: layer(modules[0], given[0], x, given[1]), x, (stacks[0], others))
+
+            def run_only(x: Array, given: Any) -> tuple[Array, Any]:
+                weights, number, other = given
+                return layer(modules[0], weights, x, context.of_layer(model, number), other)
+
+            return jax.lax.scan(run_only, x, (stacks[0], numbers, others))
 
         def run_layer(x: Array, given: Any) -> tuple[Array, Any]:
-            kind, index, other = given
+            kind, index, number, other = given
+            here = context.of_layer(model, number)
 
             def of_kind(block: Block, stack: Any, x: Array, other: Any) -> tuple[Array, Any]:
-                return layer(block, jax.tree.map(lambda w: w[index], stack), x, other)
+                return layer(block, jax.tree.map(lambda w: w[index], stack), x, here, other)
 
             runs = [partial(of_kind, *pair) for pair in zip(modules, stacks, strict=True)]
             return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
 
-        return jax.lax.scan(run_layer, x, (*kinds, others))
+        return jax.lax.scan(run_layer, x, (*kinds, numbers, others))
 
     def declared(self) -> dict[str, Any]:
         """The shapes of `declare`."""

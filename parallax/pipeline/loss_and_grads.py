@@ -161,7 +161,7 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     """The passes of each kind of layers."""
     model = layers.model
     x = jax.eval_shape(lambda: zeros(ends.first_stage_input(ends.start(model.schedule.exit_slots), jnp.int32(0))))
-    context = jax.eval_shape(lambda: model.context(ends.tokens, jnp.int32(0)))
+    context = jax.eval_shape(lambda: model.context(ends.tokens, jnp.int32(0)).of_layer(model.config, jnp.int32(0)))
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
     settings |= dict(plan=model.plan, x=x, context=context)
     gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])

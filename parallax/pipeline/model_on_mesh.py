@@ -22,9 +22,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
-from parallax.model.mask import Mask
 from parallax.model.products import product_of, scales_of
-from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
 from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
@@ -134,7 +132,6 @@ class ModelOnMesh:
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
         checks.check_products_of_tokens(self.config, seq, cp, global_batch * seq // pieces // cp)
-        checks.check_window(self.config, seq)
         checks.check_kernel_seq(self.config, seq, self.layout.context, cp)
         # If the head runs inside the ticks, pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
@@ -234,7 +231,7 @@ class ModelOnMesh:
         if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        return Context(Rope(self.config).tables(positions), rows, tokens.key, Mask(segments), weight)
+        return Context.of_model(self.config, positions, rows, tokens.key, segments, row_weight=weight)
 
     @property
     def rounds_kernels(self) -> bool:

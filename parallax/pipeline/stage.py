@@ -253,6 +253,7 @@ def one_layer(
     on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
+        context = context.of_layer(layers.model.config, numbers[on_rank])
         if context.key is not None:  # 0 is the embedding's
             context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
     match this.work:

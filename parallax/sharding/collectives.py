@@ -317,8 +317,8 @@ def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
     return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
 
 
-def to_next_rank(tree: Any, axis: str, *, apart: bool = False) -> Any:
-    """Send each rank's values to the next rank along `axis`; the last rank sends to the first.
+def to_next_rank(tree: Any, axis: str, *, by: int = 1, apart: bool = False) -> Any:
+    """Send each rank's values to the next rank along `axis`, or to the one `by` ranks on; the last sends to the first.
 
     Pass `apart` where other ranks may not reach this call, as in a branch that only some stages take. Permutes of
     simulated devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
@@ -332,8 +332,8 @@ def to_next_rank(tree: Any, axis: str, *, apart: bool = False) -> Any:
     def sent(x: Array) -> Array:
         x = as_varying(x, [axis])
         if apart:
-            return jnp.take(lax.all_gather(x, axis), (lax.axis_index(axis) - 1) % size, axis=0)
-        return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+            return jnp.take(lax.all_gather(x, axis), (lax.axis_index(axis) - by) % size, axis=0)
+        return lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
 
     return jax.tree.map(sent, tree)
 

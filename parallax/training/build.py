@@ -14,7 +14,7 @@ from parallax.data import Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.display.progress import waiting
 from parallax.errors import ConfigError
-from parallax.inference.generate import check_length, encode
+from parallax.inference.generate import encode
 from parallax.pipeline import ShardedModel
 from parallax.processes import job
 from parallax.processes.compile_cache import use_compile_cache
@@ -58,8 +58,8 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
         model = model_of(settings, mesh)
         tx = optimizer_of(model)
         check_fits(abstract_state(model, tx))
-    if settings.sample.prompt:  # report a prompt that cannot be read or is too long now, not at the end
-        check_length(settings.model, [encode_sample(settings, train_data.tokenizer)], settings.sample)
+    if settings.sample.prompt:  # report a prompt that cannot be read now, not at the end
+        encode_sample(settings, train_data.tokenizer)
     shape = (settings.data.global_batch, settings.data.seq)
     rows, columns = own_part(model.batch_sharding, shape)
     if (len(rows), len(columns)) != shape:

@@ -91,7 +91,7 @@ def one_update(tx, params, grads):
     return optax.apply_updates(params, updates)
 
 
-OF_MODEL = ("attention", "tied", *MODEL, *IMPORTED)
+OF_MODEL = ("attention", "tied", "sliding_window", "kinds", "layers_of", *MODEL, *IMPORTED)
 
 
 @functools.cache
@@ -177,3 +177,29 @@ def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case,
 )
 def test_replicas_give_the_plain_models_gradients(mesh, policy, record_property):
     check_parity(dict(mesh=mesh, policy=policy, attention="gqa", tied=False), record_property)
+
+
+# The window is shorter than a chunk of a context rank, and layers that differ in all that is data share a stack.
+KINDS = dict(
+    layers_of="(local*2 global)*2 local*2",
+    kinds="local=(sliding_window=3, rope_theta=100.0, rope_scaling='yarn', rope_factor=4.0, rope_original_seq=8) "
+    "global=(rope=False)",
+)
+LAYERS_OF_KINDS = [
+    dict(mesh=(2, 1, 1, 1, 4), context="ring", attention="gqa", schedule="one_f_one_b", remat="elementwise"),
+    dict(mesh=(1, 1, 2, 1, 4), context="ring", attention="mla", remat="none", tensor_parallel="scatter"),
+    dict(mesh=(2, 2, 1, 1, 2), context="all_gather", attention="mla", schedule="zero_bubble", remat="none"),
+    dict(mesh=(2, 2, 2), attention="gqa", schedule="interleaved", virtual=2, remat="stage", residual=SEQ_CUT),
+    dict(mesh=(1, 2, 1, 1, 4), context="ulysses", attention="gqa", kv_heads=1, remat="layer", policy="zero1"),
+    dict(mesh=(2, 1, 2, 1, 2), context="all_gather", attention="gqa", kernel="splash", seq=512, remat="attention"),
+    dict(mesh=(4, 2, 1), attention="mla", schedule="zero_bubble_v", prefetch=1),
+    dict(mesh=(2, 4, 1), attention="gqa", schedule="dualpipe_v", microbatches=8, remat="attention"),
+    dict(mesh=(4, 2, 1), attention="gqa", layers=6, layers_of="(local*2 global)*2", schedule="gpipe", remat="layer"),
+]
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("case", LAYERS_OF_KINDS, ids=lambda case: "-".join(map(str, case.values())))
+def test_layers_with_windows_and_positions_of_their_own_are_the_same_on_meshes(case, record_property):
+    seq = case.get("seq", SEQ)
+    check_parity(KINDS | {key: value for key, value in case.items() if key != "seq"}, record_property, seq)

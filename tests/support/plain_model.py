@@ -16,8 +16,6 @@ from parallax.model.batch import IGNORED
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
-from parallax.model.mask import Mask
-from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline import Arrangement
 from parallax.sharding.activations import ROWS, activation
@@ -116,15 +114,16 @@ def plain_forward(model, params, batch, loss=None):
     """(logits, the Notes of all layers)."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
     # With a cursor attention is jax.nn.dot_product_attention, which knows no blocks.
-    context = Context(Rope(model).tables(batch["positions"]), rows, None, Mask(batch["segments"], cursor=0))
+    context = Context.of_model(model, batch["positions"], rows, None, batch["segments"], cursor=0)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
-    def layer(block, weights, x, _):
+    def layer(block, weights, x, context, _):
         x, notes = block.apply({"params": weights}, x, context, mutable="notes")
         none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
         return x, notes["notes"]["mlp"]["mixture"][0] if block.kind == "moe" else none
 
-    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
+    order = Arrangement((0,), model.layer_kinds)
+    x, notes = parts.scan(layer, x, params["blocks"], context, None, order.kinds_in_places[:, 0], order.numbers[0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32), notes

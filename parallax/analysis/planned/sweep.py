@@ -63,6 +63,7 @@ from parallax.display.units import in_bytes, percent
 from parallax.errors import ConfigError, errors_as
 from parallax.hardware.chips import Chip
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
+from parallax.model.kernels.flops import tokens_read_twice
 from parallax.pipeline import ShardedModel
 from parallax.schedules.pricing import least_bubble, least_held
 from parallax.sharding.activations import EXPERT_AXIS
@@ -151,7 +152,7 @@ class LeastWork:
         head, gradients = self.head_flops, self.weight_gradient_flops
         weights = self.flops - attention - head - gradients
         if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
-            pairs = model.layers * model.heads * self.settings.data.seq / 2
+            pairs = model.heads * sum(tokens_read_twice(model.windows, self.settings.data.seq)) / 2
             attention += 2 * pairs * qk_width(model)
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
         remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same

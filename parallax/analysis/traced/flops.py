@@ -27,8 +27,9 @@ from parallax.config.sections import (
 from parallax.hardware.chips import Chip
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
-from parallax.model.families import CONTEXTS, WHOLE
-from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops
+from parallax.model.families import CONTEXTS, RING, WHOLE
+from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops, tokens_read_twice
+from parallax.model.mask import window_of
 from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -101,7 +102,8 @@ def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     """Model FLOPs for one token, forward and backward, without recomputation.
 
     6 for each active parameter of a matmul, 4 if it is not trained. In causal attention a token reads seq / 2 others on
-    average, in each head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    average, fewer in a window, in each head with 2 FLOPs for every entry of q and of v, times 3 for forward and
+    backward.
     """
     layers, head = sum(weight_flops_by_stack(model, declared).values()), model.vocab * model.d_model
     return layers + flops_per_head_weight(declared) * head + scores_flops(model, seq)
@@ -137,7 +139,13 @@ def products_in_8_bits(kernel: Declared, chip: Chip) -> int:
 
 def scores_flops(model: ModelConfig, seq: int) -> int:
     """FLOPs of causal attention's two products for one token, forward and backward, in all layers."""
-    return 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
+    return sum(scores_flops_of_layers(model, seq))
+
+
+def scores_flops_of_layers(model: ModelConfig, seq: int) -> list[int]:
+    """The same for each layer."""
+    widths = model.heads * (qk_width(model) + model.d_head)
+    return [3 * twice * widths for twice in tokens_read_twice(model.windows, seq)]
 
 
 GROUPED = ("ragged_dot", "ragged_dot_general")
@@ -183,7 +191,7 @@ def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int
         return 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if name in KERNEL_CALLS:
         floats = [var.aval.shape for var in equation.invars if _is_float(var)]
-        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats)
+        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats, window_of(stack))
     return None if name in UNCOUNTED else 0
 
 
@@ -292,15 +300,21 @@ def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str,
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs of attention's core on all devices, minus those of the model."""
     config, widths = model.config, (qk_width(model.config), model.config.d_head)
-    causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
+    causal = scores_flops(config, seq) * rows * seq
     # If all tokens of a row are on one rank, context ranks shard heads instead of queries.
-    shared = CONTEXTS[model.layout.context].meets != WHOLE
+    meets = CONTEXTS[model.layout.context].meets
+    shared = meets != WHOLE
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
-    products = ranks * sum(attention_flops(config.kernel, part, **sizes) for part in KERNEL_PRODUCTS[config.kernel])
+    sizes |= dict(ring=meets == RING and ranks > 1)
+    products = sum(
+        layers * ranks * attention_flops(config.kernel, part, **sizes, window=window)
+        for window, layers in Counter(config.windows).items()
+        for part in KERNEL_PRODUCTS[config.kernel]
+    )
     if config.kernel == "splash":  # of each output with its gradient, before both kernels
-        products += 2 * rows * config.heads * seq * config.d_head
-    return config.layers * products - causal
+        products += config.layers * 2 * rows * config.heads * seq * config.d_head
+    return products - causal
 
 
 def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str, float]:
@@ -328,9 +342,8 @@ def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
 
 def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     """Number of layers of each stage, where each layer counts by its FLOPs relative to an average layer."""
-    scores = scores_flops(model.config, seq) / model.config.layers
+    scores = np.array_split(scores_flops_of_layers(model.config, seq), model.schedule.stages)
     stacks = weight_flops_by_stack(model.config, model.plan.declared)
-    flops = {name: stacks[name] + scores * order.layers for name, order in model.orders.items()}
-    average = sum(flops.values()) / model.config.layers
-    of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
-    return sum(of_kind).tolist()
+    weights = [np.array(order.sizes) * (stacks[name] / order.layers) for name, order in model.orders.items()]
+    flops = sum(weights) + [of_stage.sum() for of_stage in scores]
+    return (flops / (flops.sum() / model.config.layers)).tolist()

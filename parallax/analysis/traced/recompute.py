@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
 from parallax.config.sections import ModelConfig
+from parallax.model.kernels.flops import tokens_read_twice
 from parallax.sharding.plan import FLOAT32_BYTES
 
 # Least distance in memory between sets, as a share of the most memory: for each layout of a sweep, for one layout.
@@ -30,7 +31,8 @@ class PartCost(NamedTuple):
 
 @functools.cache
 def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
-    """Costs of the parts that the model has. In causal attention a token reads seq / 2 others on average.
+    """Costs of the parts that the model has. In causal attention a token reads seq / 2 others on average, fewer in a
+    window.
 
     >>> costs = part_costs(ModelConfig(layers=1, d_model=8, d_ff=16, attention="gqa", heads=2, kv_heads=1), seq=4)
     >>> costs["ffn"], costs["swiglu"]
@@ -53,7 +55,8 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
         # Recomputing normed queries and keys alone takes no product.
         attention["q"] = heads, d * heads * (not model.qk_norm)
         attention["kv"] = 2 * values, d * (values if model.qk_norm else 2 * values)
-    scores = seq * model.heads * ((sizes["d_qk"] if model.attention == "mla" else model.d_head) + model.d_head)
+    scores = model.heads * ((sizes["d_qk"] if model.attention == "mla" else model.d_head) + model.d_head)
+    scores *= sum(tokens_read_twice(model.windows, seq))
     experts = model.experts_per_token * model.d_expert
     weights_and_ids = 2 * model.experts_per_token * of_float32
     mixture = {"router": (model.experts * of_float32, d * model.experts), "dispatch": (d + weights_and_ids, 0)}
@@ -71,7 +74,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     layers["norm"] = 1, d * (model.layers * of_heads + kinds["dense"] * of_mlp + kinds["moe"]), 0
     layers["swiglu"] = 1, kinds["dense"] * model.d_ff * of_mlp + kinds["moe"] * sizes["d_shared"], 0
     costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
-    costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(model.layers * scores))
+    costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(scores))
     return {part: costs[part] for part in model.remat_parts}
 
 

@@ -6,7 +6,8 @@ hides by the tokens' places alone are skipped; which ones is known at trace time
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
 
     Groups of H / G query heads share a key head. If the keys are fewer than the tokens of a row, too, they are those of
     this context rank, and the others come in a ring. Statistics and sums are float32. A ring of cp ranks makes cp - 1
-    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank.
+    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank. With a window, a hop
+    goes on to the next rank whose keys some rank's queries see.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -48,7 +50,7 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
     size = tokens_of_block(chunk)
     q, k, v = (_filled(x, x.shape[1] // chunk, size) for x in (q_BSHJ, k_BTGJ, v_BTGK))
     segments = _filled(mask.segments_BN, mask.segments_BN.shape[1] // chunk, size, of=FILLING)
-    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale)
+    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale, chunk)
     return out if chunk % size == 0 else _without_filling(out, _chunks(q_BSHJ, mask), chunk)
 
 
@@ -71,13 +73,20 @@ def tokens_of_block(tokens: int) -> int:
     return -(-tokens // -(-tokens // longest))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Array:
-    return _forward(q, k, v, mask, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> Array:
+    return _forward(q, k, v, mask, scale, chunk)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Array, Any]:
-    blocks = _Blocks(q, k, mask, scale)
+def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> tuple[Array, Any]:
+    """`chunk` is the number of tokens of a chunk that are no padding."""
+    out, logsumexp = mask.of_window(partial(_forward_in_window, q, k, v, scale, chunk))
+    out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
+    return out, (q, k, v, mask, out, logsumexp)
+
+
+def _forward_in_window(q: Array, k: Array, v: Array, scale: float, chunk: int, mask: Mask) -> tuple[Array, Array]:
+    blocks = _Blocks(q, k, mask, scale, chunk)
     q_blocks = blocks.of_queries(q)
     sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
     start = sums, top, _zeros(q_blocks, q_blocks.shape[:-1])
@@ -95,14 +104,18 @@ def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Ar
 
     (out, top, total), _ = _run_hops(blocks.pairs(), step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
-    logsumexp = top + jnp.log(total)
-    out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
-    return out, (q, k, v, mask, out, logsumexp)
+    return out, top + jnp.log(total)
 
 
-def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, logsumexp = saved
-    blocks = _Blocks(q, k, mask, scale)
+def _backward(scale: float, chunk: int, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, *outputs = saved
+    return *mask.of_window(partial(_backward_in_window, scale, chunk, q, k, v, *outputs, dy)), None
+
+
+def _backward_in_window(
+    scale: float, chunk: int, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dy: Array, mask: Mask
+) -> tuple[Array, Array, Array]:
+    blocks = _Blocks(q, k, mask, scale, chunk)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -123,7 +136,7 @@ def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array,
     start, *sums = (_zeros(q_blocks, x.shape) for x in (q_blocks, *kv))
     dq, (dk, dv) = _run_hops(blocks.pairs(), step, start, kv, tuple(sums))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
-    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
+    return blocks.of_tokens(dq).astype(q.dtype), dk, dv
 
 
 _attention.defvjp(_forward, _backward)
@@ -132,15 +145,16 @@ _attention.defvjp(_forward, _backward)
 class _Blocks:
     """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
-    def __init__(self, q: Array, k: Array, mask: Mask, scale: float):
+    def __init__(self, q: Array, k: Array, mask: Mask, scale: float, chunk: int):
+        self.chunk = chunk
         self.size, self.scale, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), scale, mask
         self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
         self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
 
-    def pairs(self) -> list[np.ndarray]:
+    def pairs(self) -> dict[int, np.ndarray]:
         """The pairs of blocks to compute: see `_pairs`."""
-        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window)
+        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window, self.chunk)
 
     def of_queries(self, x: Array) -> Array:
         return rearrange(x, "B (n b) (G H) W -> n B G (H b) W", b=self.size, G=self.groups)
@@ -156,23 +170,25 @@ class _Blocks:
         first_query, first_key = pair[2], pair[3]  # indices of blocks in the whole row
         segments = [_read(self.segments, first) for first in (first_query, first_key)]
         within = jnp.arange(self.size)
-        places = (first_query * self.size + within)[:, None], (first_key * self.size + within)[None, :]
+        first_place = partial(_first_place, size=self.size, chunk=self.chunk if self.mask.window else self.size)
+        places = (first_place(first_query) + within)[:, None], (first_place(first_key) + within)[None, :]
         seen = jnp.tile(self.mask.allows(*places, *segments), (1, self.heads, 1))[:, None]
         return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
 
 
-def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
+def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> Any:
     """Run `step(state, sums, kv, pair)`, which returns the next state and sums, for all pairs. Between two hops keys
-    and values move to the next rank, and after them the sums over them, which start as `zeros` and are back on
-    their rank at the end. A hop does not send what it computes: its sums are added to those that arrive."""
+    and values move on, to the next rank if no hop is left out, and after them the sums over them, which start as
+    `zeros` and are back on their rank at the end. A hop does not send what it computes: its sums are added to those
+    that arrive."""
     rank = lax.axis_index(CONTEXT_AXIS) if len(pairs[0]) > 1 else 0
-    tables = [jnp.asarray(of_hop) for of_hop in pairs]
+    distances, tables = [*pairs], [jnp.asarray(of_hop) for of_hop in pairs.values()]
 
     def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
         return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
-    def send(arrays: Any) -> Any:
-        return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
+    def send(arrays: Any, by: int = 1) -> Any:
+        return to_next_rank(arrays, CONTEXT_AXIS, by=by, apart=_others_wait())
 
     def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
@@ -183,35 +199,66 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
     last = len(tables) - 1
     if not last:
         return hop(state, kv, tables[0][rank])
-    sent = send(kv)
+    moves = np.diff([*distances, len(pairs[0])]).tolist()  # the last one is the way back
+    sent = send(kv, moves[0])
     state, sums = hop(state, kv, tables[0][rank])
+    if distances != [*range(len(distances))]:
+        for turn in range(1, last + 1):
+            kv, arrived = sent, send(sums, moves[turn - 1])
+            sent = send(kv, moves[turn]) if turn < last else None
+            state, of_hop = hop(state, kv, tables[turn][rank])
+            sums = jax.tree.map(jnp.add, arrived, of_hop)
+        return state, send(sums, moves[last])
     carry = state, sent, sums
     if last > 1:
         carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
     state, kv, sums = carry
     arrived = send(sums)
     state, of_hop = hop(state, kv, tables[last][rank])
-    return state, send(jax.tree.map(jnp.add, arrived, of_hop))
+    return state, send(jax.tree.map(jnp.add, arrived, of_hop), moves[last])
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, whole: int, ranks: int, size: int, window: int) -> list[np.ndarray]:
+def _pairs(
+    queries: int, keys: int, whole: int, ranks: int, size: int, window: int, chunk: int
+) -> dict[int, np.ndarray]:
     """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
     queries and of the block of keys, then their indices in the whole row. `queries` and `keys` are the numbers of local
-    blocks, `whole` is that of a row."""
+    blocks, `whole` is that of a row. A hop is named by how many ranks before are those whose keys it has; those of
+    which no rank sees any are left out."""
     is_ring = keys < whole
     of_ranks = np.arange(whole)[None] if queries == whole else order_of(ranks, whole)
     hops = []
     for hop in range(ranks if is_ring else 1):
         of_keys = np.roll(of_ranks, hop, axis=0) if is_ring else np.tile(np.arange(keys), (len(of_ranks), 1))
-        hops.append([_seen_pairs(*blocks, size, window) for blocks in zip(of_ranks, of_keys)])
-    most = max((len(pairs) for of_hop in hops[1:] for pairs in of_hop), default=0)
-    return [_alike(of_hop, most if hop else max(map(len, of_hop))) for hop, of_hop in enumerate(hops)]
+        hops.append([_seen_pairs(*blocks, size, window, chunk) for blocks in zip(of_ranks, of_keys)])
+    counts = {hop: max(map(len, of_hop)) for hop, of_hop in enumerate(hops)}
+    counts = {hop: count for hop, count in counts.items() if count or not hop}
+    if len(counts) == len(hops):  # the hops after the first are one loop
+        counts |= dict.fromkeys(range(1, len(hops)), max([*counts.values()][1:], default=0))
+    return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 
 
-def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int) -> np.ndarray:
+def pairs_in_window(seq: int, ranks: int, window: int, ring: bool) -> int:
+    """Pairs of blocks that each rank computes of a row of `seq` tokens in a layer with a window."""
+    chunks = 1 if ranks == 1 else 2 * ranks
+    chunk = seq // chunks
+    size = tokens_of_block(chunk)
+    whole = chunks * -(-chunk // size)
+    keys = whole // ranks if ring else whole
+    return sum(pairs.shape[1] for pairs in _pairs(whole // ranks, keys, whole, ranks, size, window, chunk).values())
+
+
+def _first_place(block: Any, size: int, chunk: int) -> Any:
+    """The place in its row of a block's first token, if the padding at the end of a chunk has no places."""
+    per_chunk = -(-chunk // size)
+    return block * size if chunk % size == 0 else block // per_chunk * chunk + block % per_chunk * size
+
+
+def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int, chunk: int) -> np.ndarray:
     """The pairs, of block indices in the row, in which some query attends to some key."""
-    edges = [(first * size, first * size + size - 1) for first in (queries[:, None], keys[None, :])]
+    firsts = (_first_place(blocks, size, chunk) for blocks in (queries[:, None], keys[None, :]))
+    edges = [(first, first + size - 1) for first in firsts]
     query, key = np.nonzero(blocks_seen(*edges, window)[0])
     return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
 

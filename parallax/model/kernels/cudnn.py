@@ -26,13 +26,14 @@ CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, 
 def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
-    Of whole rows blocks after the diagonal are skipped. What else the mask hides cuDNN takes as a bias, and computes
-    these scores, too. JAX looks for a GPU when it traces the call. If there is none, a call with the same operands and
-    results takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
+    Of whole rows blocks after the diagonal are skipped. What else the mask hides, as other documents and tokens before
+    a window, cuDNN takes as a bias, and computes these scores, too: only since its version 9.10.2 may a call have both
+    a bias and a window of its own. JAX looks for a GPU when it traces the call. If there is none, a call with the same
+    operands and results takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
-    shown_B1ST = mask.same_segment() if is_causal and not mask.window else mask.dense(queries)
+    shown_B1ST = mask.same_segment() if is_causal and not mask.hides_earlier else mask.dense(queries)
     arrays = q_BSHJ, k_BTGJ, v_BTGJ, shown_B1ST
     if platform_traced() and not is_for_absent_gpus():
         by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=scale)

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from parallax.model.kernels.blockwise import tokens_of_block
+from parallax.model.kernels.blockwise import pairs_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.splash import splash_block_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
@@ -21,11 +21,22 @@ KERNEL_PRODUCTS = {
 
 
 def attention_flops(
-    kernel: str, part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1
+    kernel: str,
+    part: str,
+    *,
+    rows: int,
+    heads: int,
+    seq: int,
+    d_qk: int,
+    d_v: int,
+    ranks: int = 1,
+    window: int = 0,
+    ring: bool = False,
 ) -> int:
     """FLOPs of the matrix products of an attention kernel in a pass, a key of KERNEL_PRODUCTS, 2 for each multiply-add.
 
-    `ranks` context ranks share the queries of `seq` tokens, and each computes the same number of blocks.
+    `ranks` context ranks share the queries of `seq` tokens, and each computes the same number of blocks; if keys move
+    in a `ring`, that of the rank with the most, hop by hop. A `window` is as in Mask.
 
     >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
@@ -33,12 +44,23 @@ def attention_flops(
     if kernel == "triton":
         d_qk = d_v = triton_width(max(d_qk, d_v))
     of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
-    return 2 * rows * heads * computed_scores(kernel, part, seq, d_qk, ranks) * (of_qk * d_qk + of_v * d_v)
+    window = window if window < seq else 0
+    scores = computed_scores(kernel, part, seq, d_qk, ranks, window, ring)
+    return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 
 
-def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int) -> int:
-    """Scores of a head that a rank computes: those of blocks that are not behind the diagonal. cuDNN skips no block if
-    context ranks share the queries."""
+def tokens_read_twice(windows: Iterable[int], seq: int) -> list[int]:
+    """Twice the number of tokens that a token reads on average, in layers with these windows.
+
+    >>> tokens_read_twice([0, 1024, 8192], 8192)
+    [8192, 1920, 8192]
+    """
+    return [window * (2 * seq - window) // seq if 0 < window < seq else seq for window in windows]
+
+
+def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int, window: int, ring: bool) -> int:
+    """Scores of a head that a rank computes: those of blocks of which the mask shows some by the tokens' places. cuDNN
+    skips those behind the diagonal, and none if context ranks share the queries."""
     if kernel == "cudnn":
         blocks = -(-seq // CUDNN_BLOCK)
         return seq * seq * (blocks + 1) // (2 * blocks) if ranks == 1 else seq * seq // ranks
@@ -48,18 +70,22 @@ def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int) ->
         "splash": lambda: splash_block_tokens(seq, ranks),
         "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
     }[kernel]()
+    if window and kernel == "xla":
+        return pairs_in_window(seq, ranks, window, ring) * size**2
     blocks = chunks * -(-seq // chunks // size)
-    return blocks * (blocks + 1) // 2 // ranks * size**2
+    reach = min(blocks, (window + size - 2) // size + 1) if window else blocks  # blocks that one sees, and itself
+    return (reach * (reach + 1) // 2 + (blocks - reach) * reach) // ranks * size**2
 
 
-def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
+def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int = 0) -> int | None:
     """FLOPs of a traced or compiled Pallas call of this name; None if it is not one of this project's.
 
-    `float_shapes` are the shapes of its floating point operands, in order; a batch dim of size 1 may be missing.
+    `window` is as in Mask. `float_shapes` are the shapes of its floating point operands, in order; a batch dim of size
+    1 may be missing.
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
-        sizes = dict(rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
+        sizes = dict(rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries, window=window)
         return attention_flops("cudnn", part[1], **sizes)
     if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
         (*rows_and_heads, seq, heads, width), *_ = float_shapes
@@ -71,5 +97,5 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     q, _, v, *_ = float_shapes
     *rows, heads, queries, d_qk = q
     seq, d_v = v[-2:]
-    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
+    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries, window=window)
     return attention_flops("splash", part[1], **sizes)

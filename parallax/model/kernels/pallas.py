@@ -61,7 +61,11 @@ KernelOf = Callable[[Array, Array, Mask], Any]  # of queries and keys
 def pallas_attention(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> Array:
     """`kernel_of(q, k, mask)(q, k, v)`, with a gradient that saves what the kernel's own does, by name. Operands
     vary over the same axes."""
-    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, mask))
+
+    def run(mask: Mask) -> Array:
+        return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, mask))
+
+    return mask.of_window(run)
 
 
 def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Any]:
@@ -74,20 +78,31 @@ def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> t
         sources = (next(index for index, x in enumerate(arrays) if x is leaf) for leaf in leaves)
         return out, others, Pull(structure, tuple(sources))
 
-    out, others, pull = unchecked(run, q, k, v, kernel_of(q, k, mask))
+    pulls = {}  # by window, since branches have arrays alone as results
+
+    def in_window(mask: Mask) -> tuple[Array, list[Array]]:
+        out, others, pulls[mask.window] = unchecked(run, q, k, v, kernel_of(q, k, mask))
+        return out, others
+
+    out, others = mask.of_window(in_window)
     out, others = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, others))
-    return out, (q, k, v, mask, out, others, pull)
+    return out, (q, k, v, mask, out, others, pulls)
 
 
 def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, others, pull = saved
+    q, k, v, mask, out, others, pulls = saved
 
-    def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
-        leaves = jax.tree.leaves(arrays)
-        return jax.tree.unflatten(pull.structure, [leaves[index] for index in pull.sources])(dy)
+    def in_window(mask: Mask) -> tuple[Array, ...]:
+        pull = pulls[mask.window]
 
-    # The kernel's tables are recomputed, so that a layer saves none.
-    return *unchecked(run, dy, q, k, v, kernel_of(q, k, mask), out, others), None
+        def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
+            leaves = jax.tree.leaves(arrays)
+            return jax.tree.unflatten(pull.structure, [leaves[index] for index in pull.sources])(dy)
+
+        # The kernel's tables are recomputed, so that a layer saves none.
+        return unchecked(run, dy, q, k, v, kernel_of(q, k, mask), out, others)
+
+    return *mask.of_window(in_window), None
 
 
 pallas_attention.defvjp(_forward, _backward)

@@ -27,7 +27,7 @@ def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, mask: Mask, *,
     The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
     are summed over that dim. `S` is a multiple of 32.
     """
-    assert not mask.window, "model.kernel='triton' has no windows"
+    assert not mask.hides_earlier, "model.kernel='triton' has no windows"
     q_MBSGJ = rearrange(q_BSHJ * scale, "B S (G M) J -> M B S G J", G=k_BSGJ.shape[2])
     out = pallas_attention(_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, mask)))
     return rearrange(out, "M B S G J -> B S (G M) J")
