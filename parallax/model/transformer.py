@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from parallax.config.sections import (
     ATTENTION,
+    ATTENTION_CHOICES,
     BLOCKS,
     COMPUTE,
     DELAYED,
@@ -37,6 +38,7 @@ from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
+from parallax.model.logits import LogitForm, scaled
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
@@ -94,15 +96,18 @@ class Block(nn.Module):
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key = context.rows_B, context.key
         normed = checkpoint_name(self.attention_norm(x), "norm")
-        x = checkpoint_name(x + self.drop_attention(self.attention(normed, context), rows, key), "out")
+        branch = self.drop_attention(self.attention(normed, context), rows, key)
+        x = checkpoint_name(x + scaled(branch, self.model.residual_scale), "out")
         normed = checkpoint_name(self.mlp_norm(x), "norm")
-        return x + self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
+        branch = self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
+        return x + scaled(branch, self.model.residual_scale)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens after cached ones; without dropout."""
         out, cache = self.attention.decode(self.attention_norm(x), context, cache)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), cache
+        x = x + scaled(out, self.model.residual_scale)
+        branch = self.mlp(self.mlp_norm(x), *self._for_mixtures(context))
+        return x + scaled(branch, self.model.residual_scale), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that `decode` caches."""
@@ -140,13 +145,14 @@ class Block(nn.Module):
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
-        shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
+        shared |= {"temperature": m.score_factor * Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
+        choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared)
+            return MLA(**shared, score_cap=m.score_cap, sinks=m.sinks)
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
-        return _made("model.attention", m.attention, {"gqa": GQA}, **shared)
+        return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 
     @property
     def _dense(self) -> Callable[..., Dense] | None:
@@ -187,9 +193,11 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments and `options` see
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
-        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
+        scale = model.embedding_scale
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
         norm = named("model.norm", model.norm, {"rms": RMSNorm})
-        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
+        shared = (form, rows, residual, sizes, model.vocab)
+        head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
         code = codes_by_name(model.kinds)
         block = dict(model=model, residual=residual, family=family, kv=kv, **options)
         blocks = {
