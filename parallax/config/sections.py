@@ -32,6 +32,7 @@ LEAST_TEMPERATURE = 1e-6  # below it, float32 cannot distinguish scaled logits; 
 STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
+NORM_SCALES = DIRECT, ONE_PLUS, UNSCALED = ("direct", "one_plus", "none")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
@@ -102,10 +103,16 @@ class ModelConfig(Section, most=2**24, saved=True):
     mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
     norm: str = key(
         "rms",
-        "norms of the residual stream: two in a block, one in the head",
-        choices=("rms",),
+        "norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm",
+        choices=("rms", "layer"),
         code=("layout", "sizes", "eps", "part"),
     )
+    norm_scale: str = key(
+        DIRECT,
+        "these norms' factor: the parameter itself, 1 + the parameter, or none, and no parameter",
+        choices=NORM_SCALES,
+    )
+    norm_bias: bool = key(False, "biases of these norms")
     dense: str = key(
         "dense",
         "projections, but for experts' and mla's up-projections of latents",
@@ -169,7 +176,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     sliding_window: int = key(
         0, "tokens that a query attends to, including itself; data.seq must not be longer. 0: all"
     )
-    norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
+    norm_eps: float = key(1e-6, "added to the mean square in norms", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
     init_out: str = key(
         "scaled",
@@ -259,6 +266,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         if "moe" in self.layer_kinds:
             self._check_experts()
+        self._check_norms()
         if names_code(self.mlp) and not self.has_dense and not self.kinds:
             raise ConfigError(
                 f"model.mlp={quoted(self.mlp)} does nothing with model.layers_of={quoted(self.layers_of)}, which has "
@@ -269,6 +277,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.kinds={quoted(self.kinds)} has a class for {unused[0]!r}, but "
                 f"model.layers_of={quoted(self.layers_of)} has no such layer; its kinds are "
                 f"{', '.join(dict.fromkeys(self.layer_kinds))}."
+            )
+
+    def _check_norms(self) -> None:
+        if names_code(self.norm) and (self.norm_scale, self.norm_bias) != (DIRECT, False):
+            raise ConfigError(
+                f"model.norm_scale={self.norm_scale!r} and norm_bias={self.norm_bias} do nothing with model.norm="
+                f"{quoted(self.norm)}, which has parameters of its own; use norm_scale={DIRECT!r} and norm_bias=False."
             )
 
     def _check_matmul(self) -> None:
