@@ -28,7 +28,12 @@ def get_config() -> ConfigDict:
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the MLP
     config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
-    config.model.norm = "rms"  # "rms" | code: norms of the residual stream: two in a block, one in the head
+    # "rms" | "layer" | code: norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm
+    config.model.norm = "rms"
+    # "direct" | "one_plus" | "none": these norms' factor: the parameter itself, 1 + the parameter, or none, and no
+    # parameter
+    config.model.norm_scale = "direct"
+    config.model.norm_bias = False  # biases of these norms
     config.model.dense = "dense"  # "dense" | code: projections, but for experts' and mla's up-projections of latents
     config.model.kinds = ""  # classes of blocks by kind of layer, as "wide=my_module:WideBlock(width=4)"
     # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
@@ -82,7 +87,7 @@ def get_config() -> ConfigDict:
     config.model.qk_norm_after_rope = False  # qk_norm: after rotation
     # tokens that a query attends to, including itself; data.seq must not be longer. 0: all
     config.model.sliding_window = 0
-    config.model.norm_eps = 1e-06  # added to the mean square in RMSNorm
+    config.model.norm_eps = 1e-06  # added to the mean square in norms
     config.model.tied = True  # the head uses the embedding's table
     config.model.embedding_scale = 1.0  # factor on the embedding's output
     config.model.residual_scale = 1.0  # factor on residual branches, of attention and of the MLP

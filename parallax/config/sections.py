@@ -32,6 +32,7 @@ LEAST_TEMPERATURE = 1e-6  # below it, float32 cannot distinguish scaled logits; 
 STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
+NORM_SCALES = DIRECT, ONE_PLUS, UNSCALED = ("direct", "one_plus", "none")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
@@ -105,10 +106,16 @@ class ModelConfig(Section, most=2**24, saved=True):
     mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
     norm: str = key(
         "rms",
-        "norms of the residual stream: two in a block, one in the head",
-        choices=("rms",),
+        "norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm",
+        choices=("rms", "layer"),
         code=("layout", "sizes", "eps", "part"),
     )
+    norm_scale: str = key(
+        DIRECT,
+        "these norms' factor: the parameter itself, 1 + the parameter, or none, and no parameter",
+        choices=NORM_SCALES,
+    )
+    norm_bias: bool = key(False, "biases of these norms")
     dense: str = key(
         "dense",
         "projections, but for experts' and mla's up-projections of latents",
@@ -195,7 +202,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     sliding_window: int = key(
         0, "tokens that a query attends to, including itself; data.seq must not be longer. 0: all"
     )
-    norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
+    norm_eps: float = key(1e-6, "added to the mean square in norms", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
     embedding_scale: float = key(1.0, "factor on the embedding's output", least=1e-6)
     residual_scale: float = key(1.0, "factor on residual branches, of attention and of the MLP", least=1e-6)
@@ -297,6 +304,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             self._check_reads_no(ATTENTION_CHOICES, f"model.attention={quoted(self.attention)}, which computes scores")
         if "moe" in self.layer_kinds:
             self._check_experts()
+        self._check_norms()
         if names_code(self.mlp) and not self.has_dense and not self.kinds:
             raise ConfigError(
                 f"model.mlp={quoted(self.mlp)} does nothing with model.layers_of={quoted(self.layers_of)}, which has "
@@ -315,6 +323,13 @@ class ModelConfig(Section, most=2**24, saved=True):
             default = getattr(type(self), name)
             if getattr(self, name) != default:
                 raise ConfigError(f"model.{name}={getattr(self, name)!r} does nothing with {reader}; use {default!r}.")
+
+    def _check_norms(self) -> None:
+        if names_code(self.norm) and (self.norm_scale, self.norm_bias) != (DIRECT, False):
+            raise ConfigError(
+                f"model.norm_scale={self.norm_scale!r} and norm_bias={self.norm_bias} do nothing with model.norm="
+                f"{quoted(self.norm)}, which has parameters of its own; use norm_scale={DIRECT!r} and norm_bias=False."
+            )
 
     def _check_matmul(self) -> None:
         parts = words_of("model.matmul_parts", self.matmul_parts, MATMUL_PARTS)

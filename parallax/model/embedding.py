@@ -106,7 +106,8 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm, and logits from a table: the embedding's if tied, otherwise a separate one.
+    """The final norm, and logits from a table: the embedding's if tied, otherwise a separate one. With LayerNorm, what
+    the norm sends is sent twice.
 
     Communication, vocab_parallel:
         forward   all_reduce of the squares over tp if the residual is cut over d_model; all_gather of x over tp

@@ -42,7 +42,7 @@ from parallax.model.logits import LogitForm, scaled
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
-from parallax.model.norm import RMSNorm
+from parallax.model.norm import norms_of
 from parallax.model.products import MEASURED
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
@@ -69,7 +69,9 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        norm = partial(_made, "model.norm", self.model.norm, {"rms": RMSNorm}, layout=residual, sizes=sizes, eps=eps)
+        norm = partial(
+            _made, "model.norm", self.model.norm, norms_of(self.model), layout=residual, sizes=sizes, eps=eps
+        )
         self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
         self.mlp_norm = norm(part=MLP)
@@ -195,7 +197,7 @@ class Parts(NamedTuple):
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         scale = model.embedding_scale
         embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
-        norm = named("model.norm", model.norm, {"rms": RMSNorm})
+        norm = named("model.norm", model.norm, norms_of(model))
         shared = (form, rows, residual, sizes, model.vocab)
         head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
         code = codes_by_name(model.kinds)
@@ -266,7 +268,7 @@ class Parts(NamedTuple):
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
             BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
-            HEAD: self.head.init(head, x)["params"],
+            HEAD: self.head.init(head, x).get("params", {}),  # a tied head may have none
         }
 
 

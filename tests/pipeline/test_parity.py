@@ -1,5 +1,6 @@
 """The same parameters and batch give the same loss, gradients and update on every mesh, however a model is cut."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,9 +10,9 @@ import optax
 import pytest
 from support.pairwise import few_fast, pairs_of, pairwise_cases
 from support.plain_model import plain_losses_and_grad
-from support.tiny_model import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support.tiny_model import HIDDEN_CUT, MESHES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
-from parallax.config.sections import POLICY_NAMES
+from parallax.config.sections import POLICY_NAMES, ModelConfig
 from parallax.step.optimizer import make_optimizer
 
 CUTS = {
@@ -91,7 +92,7 @@ def one_update(tx, params, grads):
     return optax.apply_updates(params, updates)
 
 
-OF_MODEL = ("attention", "tied", *MODEL, *IMPORTED)
+OF_MODEL = [key.name for key in dataclasses.fields(ModelConfig)]
 
 
 @functools.cache
