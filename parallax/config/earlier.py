@@ -19,7 +19,10 @@ ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
-    "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out rope",
+    "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out rope "
+    "attention_scale score_cap sinks embedding_scale residual_scale logit_scale logit_cap rope_fraction qk_norm_over "
+    "qk_norm_after_rope shared_gate router_shift expert_activation expert_limit "
+    "norm_scale norm_bias",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",

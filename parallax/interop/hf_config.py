@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from parallax.config.sections import ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
+from parallax.interop.hf_architectures import ABSENT_FIELDS, ARCHITECTURES, DIFFERING, Architecture, Mixture
 from parallax.model.rope import Rope
 
 NEEDED: Any = object()  # the default of a required field
@@ -20,27 +21,6 @@ LARGEST_NUMBER = 1e30  # far beyond any model; values computed from it are still
 # Keys about how a model is computed, which are not in a config.json.
 OWN_KEYS = ("dtype", "kernel", "dropout", "vocab_multiple")
 TYPES = {key.name: key.type for key in dataclasses.fields(ModelConfig)}
-# Fields that are keys of the section. If several fields are the same key, they must have the same value.
-FIELDS = {
-    "vocab_size": "vocab",
-    "num_hidden_layers": "layers",
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_attention_heads": "heads",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied",
-}
-ATTENTION_FIELDS = {
-    "gqa": {"num_key_value_heads": "kv_heads", "head_dim": "d_head"},
-    "mla": {
-        "num_key_value_heads": "heads",
-        "qk_nope_head_dim": "d_head",
-        "qk_rope_head_dim": "d_rope",
-        "v_head_dim": "d_head",
-        "kv_lora_rank": "d_latent",
-        "q_lora_rank": "d_latent_q",
-    },
-}
 # Fields of rope_scaling by its type, besides the factor.
 ORIGINAL_CONTEXT = {"original_max_position_embeddings": "rope_original_seq"}
 ROPE_FIELDS = {
@@ -197,108 +177,6 @@ class HfConfig(NamedTuple):
     notes: tuple[str, ...]  # for the user
 
 
-class Architecture(NamedTuple):
-    """A model class of `transformers`."""
-
-    model_type: str
-    context: int  # tokens, if max_position_embeddings is absent
-    keys: Mapping[str, Any]  # keys of the section that all its models have
-    false: tuple[str, ...] = ()  # fields that must be false
-    absent: Mapping[str, Any] = {}  # defaults of absent fields; a text is the key with the value
-    windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
-    mixture: "Mixture | None" = None
-
-
-class Mixture(NamedTuple):
-    """How an architecture describes its layers of experts."""
-
-    fields: Mapping[str, str]  # and their keys
-    absent: Mapping[str, Any]
-    keys: Mapping[str, Any]  # keys that all its layers of experts have
-    only: Mapping[str, Any] = {}  # fields that must have a value
-    dense: str = ""  # which layers have no experts: "first", "some", or "" for none
-    other_name: str = ""  # of the first field
-
-
-GQA_KEYS = {"attention": "gqa", "qkv_bias": False, "qk_norm": False}
-QWEN3_KEYS = GQA_KEYS | {"qk_norm": True}
-# rms_norm_eps does not apply to the norms inside DeepSeek's attention.
-MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps": 1e-6}
-ALL_HEADS = {"num_key_value_heads": "heads"}
-SOFTMAX = {"router_score": "softmax"}
-PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
-MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
-# A softmax over the chosen experts equals a normalised softmax over all.
-MIXTRAL = Mixture(
-    {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert"},
-    {"num_local_experts": 8, "num_experts_per_tok": 2},
-    PLAIN_ROUTER | {"router_normalized": True},
-    {"router_jitter_noise": 0.0},
-    other_name="num_experts",
-)
-QWEN3_MOE = Mixture(
-    {"num_experts": "experts", "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "d_expert"}
-    | {"norm_topk_prob": "router_normalized"},
-    {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
-    PLAIN_ROUTER,
-    dense="some",
-    other_name="num_local_experts",
-)
-DEEPSEEK_FIELDS = {
-    "n_routed_experts": "experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "d_expert",
-    "n_shared_experts": "shared_experts",
-    "routed_scaling_factor": "router_scale",
-}
-# transformers ignores moe_layer_freq, and V2's norm_topk_prob, which the models' own code uses.
-DEEPSEEK_V2 = Mixture(
-    DEEPSEEK_FIELDS,
-    {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
-    | {"first_k_dense_replace": 0},
-    SOFTMAX | {"router_normalized": False},
-    {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
-    dense="first",
-    other_name="num_experts",
-)
-DEEPSEEK_V3 = Mixture(
-    DEEPSEEK_FIELDS
-    | {"norm_topk_prob": "router_normalized", "n_group": "router_groups", "topk_group": "router_groups_chosen"},
-    {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
-    | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4}
-    | {"first_k_dense_replace": 3},
-    {"router_score": "sigmoid"},
-    {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    dense="first",
-    other_name="num_local_experts",
-)
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS),
-    "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows="all"),
-    "Qwen2ForCausalLM": Architecture(
-        "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, ("use_mrope",), windows="some, if used"
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        "qwen3", 32_768, QWEN3_KEYS, ("attention_bias",), {"head_dim": 128}, "some, if used"
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3", 4096, MLA_KEYS, ("attention_bias",), ALL_HEADS, mixture=DEEPSEEK_V3
-    ),
-    "DeepseekV2ForCausalLM": Architecture(
-        "deepseek_v2", 2048, MLA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS, mixture=DEEPSEEK_V2
-    ),
-    "MixtralForCausalLM": Architecture(
-        "mixtral", 131_072, GQA_KEYS, absent=MIXTRAL_ABSENT, windows="all", mixture=MIXTRAL
-    ),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", 32_768, QWEN3_KEYS, ("attention_bias",), windows="all, if used", mixture=QWEN3_MOE
-    ),
-}
-
-# Architectures that differ in one aspect from what is supported.
-DIFFERING = {"Qwen2MoeForCausalLM": "its shared expert has a gate, a sigmoid for each token, which is not supported"}
-
-
 # ---- read
 
 
@@ -318,13 +196,10 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     fields.only("model_type", kind.model_type)
     block = _read_quantization(fields)
     model = {**kind.keys, "sliding_window": 0, "layers_of": ""}
-    _read_keys(fields, FIELDS, model, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | kind.absent)
-    absent = {name: model[key] if isinstance(key, str) else key for name, key in kind.absent.items()}
-    if model["d_model"] % model["heads"] == 0:
-        absent = {"head_dim": model["d_model"] // model["heads"]} | absent
+    absent = {**ABSENT_FIELDS, **kind.absent}
     if "q_lora_rank" in fields.left:  # null is none
         absent |= {"q_lora_rank": 0}
-    _read_keys(fields, ATTENTION_FIELDS[model["attention"]], model, absent)
+    _read_keys(fields, kind.fields, model, absent)
     if model["attention"] == "mla":
         model["kv_heads"] = model["heads"]
         fields.ignore(["head_dim", "qk_head_dim"])  # derived from other fields
@@ -334,11 +209,11 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         model["sliding_window"] = _read_window(fields, kind, model["layers"])
     context = fields.read("max_position_embeddings", int, kind.context)
     model |= _read_rope(fields, context, model["attention"], kind.absent.get("rope_theta", DEFAULT_THETA))
-    interleaved = kind.model_type == "deepseek_v2"
-    if kind.model_type == "deepseek_v3":
-        interleaved = fields.read("rope_interleave", bool, True)
+    interleaved = kind.interleaved == "always"
+    if kind.interleaved not in ("always", "never"):
+        interleaved = fields.read(kind.interleaved, bool, True)
     further = max(fields.read(name, int, 0, least=0) for name in FURTHER_LAYERS)
-    for name, values in (AT_DEFAULT | dict.fromkeys(kind.false, (False,))).items():
+    for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
     fields.ignore(HARMLESS.split())
     fields.end()
@@ -347,9 +222,12 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
 
 
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
-    """Add keys to a model from the fields in `names`."""
+    """Add keys to a model from the fields in `names`, in this order; a default that is a text is the key with it."""
     for name, key in names.items():
-        value = fields.read(name, TYPES[key], absent.get(name, NEEDED))
+        default = absent.get(name, NEEDED)
+        if name == "head_dim" and default is NEEDED and model["d_model"] % model["heads"] == 0:
+            default = model["d_model"] // model["heads"]
+        value = fields.read(name, TYPES[key], model[default] if isinstance(default, str) else default)
         if model.setdefault(key, value) != value:
             fields.refuse(name, value, _in_json(model[key]))
 
@@ -369,7 +247,7 @@ def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) ->
     keys = dict(mixture.keys)
     for name, value in mixture.only.items():
         fields.only(name, value)
-    if mixture is DEEPSEEK_V2:
+    if mixture.methods:
         keys |= _read_method(fields)
     known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
     known["intermediate_size"] = model["d_ff"]  # which was taken
@@ -584,7 +462,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
     return {
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
-        **{field: getattr(model, key) for field, key in (FIELDS | ATTENTION_FIELDS[model.attention]).items()},
+        **{field: getattr(model, key) for field, key in ARCHITECTURES[name].fields.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
@@ -592,7 +470,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         **_window_fields(name, model.sliding_window),
         **_mixture_fields(ARCHITECTURES[name].mixture, model),
         **(of_latents if model.attention == "mla" else {}),
-        **({"rope_interleave": True} if name == "DeepseekV3ForCausalLM" else {}),
+        **({"rope_interleave": True} if ARCHITECTURES[name].interleaved == "rope_interleave" else {}),
     }
 
 
@@ -631,7 +509,7 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
     if mixture.dense == "some":
         dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-    if mixture is DEEPSEEK_V2:
+    if mixture.methods:
         method = "group_limited_greedy" if model.router_groups > 1 else "greedy"
         content |= {"topk_method": method, "n_group": model.router_groups, "topk_group": model.router_groups_chosen}
     return content

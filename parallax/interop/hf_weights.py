@@ -18,15 +18,12 @@ from einops import rearrange
 
 from parallax.config.sections import ModelConfig
 from parallax.interop.export import TensorSource, stack_names
+from parallax.interop.hf_architectures import ARCHITECTURES, Architecture
 from parallax.interop.hf_config import ScaleBlock
 from parallax.interop.safetensors import Tensor
 
-LAYER = "model.layers.{layer}."
-EXPERT = "{expert}"
 # Names after the layer, in files that have all experts of a layer in one tensor.
-FUSED_GATES_AND_UPS, FUSED_DOWNS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-LM_HEAD = "lm_head.weight"
-TABLE = "model.embed_tokens.weight"
+FUSED_GATES_AND_UPS, FUSED_DOWNS, FUSED_ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate"
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 SCALES = "_scale_inv"  # after a weight's name; the weight is multiplied by it
@@ -66,26 +63,6 @@ class WeightView(NamedTuple):
         rows[..., slice(None) if self.order is None else self.order] = values
 
 
-class MixtureNames(NamedTuple):
-    """Names of an architecture's mixture tensors, after the layer."""
-
-    prefix: str
-    gate: str
-    up: str
-    down: str
-    bias: str = ""  # of the router, if it has one
-
-    def expert(self, name: str) -> str:
-        return f"{self.prefix}.experts.{EXPERT}.{name}"
-
-
-USUAL_NAMES = MixtureNames("mlp", "gate_proj", "up_proj", "down_proj")
-MIXTURES = {
-    "MixtralForCausalLM": MixtureNames("block_sparse_moe", "w1", "w3", "w2"),
-    "DeepseekV3ForCausalLM": USUAL_NAMES._replace(bias="e_score_correction_bias"),
-}
-
-
 def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) -> dict[str, WeightView | None]:
     """The view of every array; `interleaved` says that rotated pairs are neighbours in the tensors.
 
@@ -95,102 +72,102 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     >>> WeightView("model.embed_tokens.weight", tuple(table.values())).ours(np.zeros((64, 8))).shape
     (64, 8)
     """
-    d_model, heads, width = model.d_model, model.heads, model.d_head
+    kind, d_model, heads, width = ARCHITECTURES[architecture], model.d_model, model.heads, model.d_head
     table = model.vocab, d_model
-    views: dict[str, WeightView | None] = {"embedding.table": WeightView(TABLE, table)}
-    views["head.norm.scale"] = _scale_view("model.norm", d_model)
+    views: dict[str, WeightView | None] = {"embedding.table": WeightView(f"{kind.tensor('embedding')}.weight", table)}
+    views["head.norm.scale"] = _scale_view(kind, "head.norm", d_model)
     if not model.tied:
-        views["head.table"] = WeightView(LM_HEAD, table)
-    names = MIXTURES.get(architecture, USUAL_NAMES)
-    of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
+        views["head.table"] = WeightView(f"{kind.tensor('head')}.weight", table)
+    back = "d_model (heads d_head) -> heads d_head d_model"
     layer = {
-        "attention_norm.scale": _scale_view(f"{LAYER}input_layernorm", d_model),
-        "mlp_norm.scale": _scale_view(f"{LAYER}post_attention_layernorm", d_model),
-        "attention.out.kernel": _kernel_view(
-            "self_attn.o_proj", "d_model (heads d_head) -> heads d_head d_model", d_model, heads * width, heads=heads
-        ),
-        **{f"attention.{name}": view for name, view in of_attention.items()},
+        "attention_norm.scale": _scale_view(kind, "attention_norm", d_model),
+        "mlp_norm.scale": _scale_view(kind, "mlp_norm", d_model),
+        "attention.out.kernel": _kernel_view(kind, "attention.out", back, d_model, heads * width, heads=heads),
+        **(_mla(kind, model, interleaved) if model.attention == "mla" else _gqa(kind, model)),
     }
-    for kind, stack in stack_names(model.layer_kinds).items():
-        mlp = _mixture(model, names) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
-        views |= {f"{stack}{name}": view for name, view in layer.items()}
-        views |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
+    for of_stack, stack in stack_names(model.layer_kinds).items():
+        mlp = _mixture(kind, model) if of_stack == "moe" else _mlp(kind, "mlp", d_model, model.d_ff)
+        views |= {f"{stack}{name}": view for name, view in (layer | mlp).items()}
     return views
 
 
-def _mlp(prefix: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
+def _mlp(kind: Architecture, module: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
     into, back = "d_ff d_model -> d_model d_ff", "d_model d_ff -> d_ff d_model"
+    gate, up, down = (f"{module}.{name}" for name in ("gate", "up", "down"))
     return {
-        "gate.kernel": _kernel_view(f"{prefix}.gate_proj", into, d_ff, d_model),
-        "up.kernel": _kernel_view(f"{prefix}.up_proj", into, d_ff, d_model),
-        "down.kernel": _kernel_view(f"{prefix}.down_proj", back, d_model, d_ff),
+        f"{gate}.kernel": _kernel_view(kind, gate, into, d_ff, d_model),
+        f"{up}.kernel": _kernel_view(kind, up, into, d_ff, d_model),
+        f"{down}.kernel": _kernel_view(kind, down, back, d_model, d_ff),
     }
 
 
-def _mixture(model: ModelConfig, names: MixtureNames) -> dict[str, WeightView | None]:
+def _mixture(kind: Architecture, model: ModelConfig) -> dict[str, WeightView | None]:
     d_model, d_expert, count = model.d_model, model.d_expert, model.experts
     into, back = "d_expert d_model -> d_model d_expert", "d_model d_expert -> d_expert d_model"
-    shared = _mlp(f"{names.prefix}.shared_experts", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
-    bias = WeightView(f"{LAYER}{names.prefix}.gate.{names.bias}", (count,)) if names.bias else None
+    gate, up, down = (f"mlp.experts.{name}" for name in ("gate", "up", "down"))
+    bias = WeightView(kind.tensor("mlp.router.bias"), (count,)) if "mlp.router.bias" in kind.names else None
     return {
-        "router.kernel": _kernel_view(f"{names.prefix}.gate", "experts d_model -> d_model experts", count, d_model),
-        "router.bias": bias,
-        "experts.gate": _kernel_view(names.expert(names.gate), into, d_expert, d_model)._replace(experts=count),
-        "experts.up": _kernel_view(names.expert(names.up), into, d_expert, d_model)._replace(experts=count),
-        "experts.down": _kernel_view(names.expert(names.down), back, d_model, d_expert)._replace(experts=count),
-        **{f"shared.{name}": view for name, view in shared.items()},
+        "mlp.router.kernel": _kernel_view(kind, "mlp.router", "experts d_model -> d_model experts", count, d_model),
+        "mlp.router.bias": bias,
+        gate: _kernel_view(kind, gate, into, d_expert, d_model)._replace(experts=count),
+        up: _kernel_view(kind, up, into, d_expert, d_model)._replace(experts=count),
+        down: _kernel_view(kind, down, back, d_model, d_expert)._replace(experts=count),
+        **(_mlp(kind, "mlp.shared", d_model, model.sizes["d_shared"]) if model.shared_experts else {}),
     }
 
 
-def _scale_view(name: str, size: int) -> WeightView:
-    return WeightView(f"{name}.weight", (size,))
+def _scale_view(kind: Architecture, module: str, size: int) -> WeightView:
+    return WeightView(f"{kind.tensor(module)}.weight", (size,))
 
 
-def _kernel_view(name: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int) -> WeightView:
+def _kernel_view(
+    kind: Architecture, module: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int
+) -> WeightView:
     """The view of a kernel by an einops pattern from its tensor of this shape."""
-    return WeightView(f"{LAYER}{name}.weight", shape, partial(rearrange, pattern=pattern, **sizes), order)
+    return WeightView(f"{kind.tensor(module)}.weight", shape, partial(rearrange, pattern=pattern, **sizes), order)
 
 
 HEADS = "(heads d_head) d_in -> d_in heads d_head"
 
 
-def _gqa(model: ModelConfig) -> dict[str, WeightView]:
+def _gqa(kind: Architecture, model: ModelConfig) -> dict[str, WeightView]:
     views = {}
     for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-        theirs, out = f"self_attn.{name}_proj", heads * model.d_head
-        views[f"{name}.kernel"] = _kernel_view(theirs, HEADS, out, model.d_model, heads=heads)
+        module, out = f"attention.{name}", heads * model.d_head
+        views[f"{module}.kernel"] = _kernel_view(kind, module, HEADS, out, model.d_model, heads=heads)
         if model.qkv_bias:
             view = partial(rearrange, pattern="(heads d_head) -> heads d_head", heads=heads)
-            views[f"{name}.bias"] = WeightView(f"{LAYER}{theirs}.bias", (out,), view)
+            views[f"{module}.bias"] = WeightView(f"{kind.tensor(module)}.bias", (out,), view)
         if model.qk_norm and name != "v":
-            views[f"{name}_norm.scale"] = _scale_view(f"{LAYER}self_attn.{name}_norm", model.d_head)
+            views[f"{module}_norm.scale"] = _scale_view(kind, f"{module}_norm", model.d_head)
     return views
 
 
-def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
+def _mla(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     heads, width, latent, rope = model.heads, model.d_head, model.d_latent, model.d_rope
     pairs = np.arange(rope)
     pairs = rearrange(pairs, "(pair two) -> (two pair)", two=2) if interleaved else pairs
-    down = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (latent + rope, model.d_model)
-    up = f"{LAYER}self_attn.kv_b_proj.weight", (heads * 2 * width, latent)
+    down = f"{kind.tensor('attention.down')}.weight", (latent + rope, model.d_model)
+    up = f"{kind.tensor('attention.up')}.weight", (heads * 2 * width, latent)
     # Keys and values are adjacent in each head.
     halves = partial(rearrange, pattern="(heads kv d_head) latent -> kv latent heads d_head", heads=heads, kv=2)
     views = {
-        "down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
-        "k_rope.kernel": WeightView(*down, lambda tensor: tensor[latent:].T, pairs),
-        "norm.scale": _scale_view(f"{LAYER}self_attn.kv_a_layernorm", latent),
-        "up_k.kernel": WeightView(*up, lambda tensor: halves(tensor)[0]),
-        "up_v.kernel": WeightView(*up, lambda tensor: halves(tensor)[1]),
+        "attention.down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
+        "attention.k_rope.kernel": WeightView(*down, lambda tensor: tensor[latent:].T, pairs),
+        "attention.norm.scale": _scale_view(kind, "attention.norm", latent),
+        "attention.up_k.kernel": WeightView(*up, lambda tensor: halves(tensor)[0]),
+        "attention.up_v.kernel": WeightView(*up, lambda tensor: halves(tensor)[1]),
     }
     order = np.concatenate([np.arange(width), width + pairs])
-    queries = partial(_kernel_view, order=order, heads=heads)
-    if not model.d_latent_q:
-        return views | {"queries_0.kernel": queries("self_attn.q_proj", HEADS, heads * len(order), model.d_model)}
-    narrow = model.d_latent_q
+    first, norm, last = (f"attention.queries_{place}" for place in (0, 1, 3))
+    out, narrow = heads * len(order), model.d_latent_q
+    if not narrow:
+        whole = _kernel_view(kind, "attention.queries", HEADS, out, model.d_model, order=order, heads=heads)
+        return views | {f"{first}.kernel": whole}
     return views | {
-        "queries_0.kernel": _kernel_view("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
-        "queries_1.scale": _scale_view(f"{LAYER}self_attn.q_a_layernorm", narrow),
-        "queries_3.kernel": queries("self_attn.q_b_proj", HEADS, heads * len(order), narrow),
+        f"{first}.kernel": _kernel_view(kind, first, "d_out d_in -> d_in d_out", narrow, model.d_model),
+        f"{norm}.scale": _scale_view(kind, norm, narrow),
+        f"{last}.kernel": _kernel_view(kind, last, HEADS, out, narrow, order=order, heads=heads),
     }
 
 
@@ -278,27 +255,27 @@ class FusedTensor(NamedTuple):
 def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTensor]:
     """The tensors of mixtures by name, as `transformers` 5 holds them in memory and saves them with
     save_original_format=False: two for all experts of a layer; the first has the gate of each before its up."""
-    names, fused = MIXTURES.get(architecture, USUAL_NAMES), {}
-    for layer, kind in enumerate(model.layer_kinds):
-        if kind == "moe":
-            fused |= _fused_layer(model, names, LAYER.format(layer=layer))
+    fused = {}
+    for layer, of_layer in enumerate(model.layer_kinds):
+        if of_layer == "moe":
+            fused |= _fused_layer(model, ARCHITECTURES[architecture], layer)
     return fused
 
 
-def _fused_layer(model: ModelConfig, names: MixtureNames, prefix: str) -> dict[str, FusedTensor]:
+def _fused_layer(model: ModelConfig, kind: Architecture, layer: int) -> dict[str, FusedTensor]:
     count, d_model, d_expert = model.experts, model.d_model, model.d_expert
+    prefix = f"{kind.tensor('').format(layer=layer)}."
 
     def kernels(*of_expert: str) -> list[str]:
-        templates = [f"{prefix}{names.expert(name)}.weight" for name in of_expert]
-        return [template.format(expert=expert) for expert in range(count) for template in templates]
+        templates = [f"{kind.tensor(f'mlp.experts.{name}')}.weight" for name in of_expert]
+        return [template.format(layer=layer, expert=expert) for expert in range(count) for template in templates]
 
+    router = kind.tensor("mlp.router").format(layer=layer)
     return {
-        prefix + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
-        prefix + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),
+        prefix + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels("gate", "up")),
+        prefix + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels("down")),
         # Here Mixtral uses the same name as the others.
-        f"{prefix}{USUAL_NAMES.prefix}.gate.weight": FusedTensor(
-            (count, d_model), [f"{prefix}{names.prefix}.gate.weight"]
-        ),
+        f"{prefix}{FUSED_ROUTER}.weight": FusedTensor((count, d_model), [f"{router}.weight"]),
     }
 
 

@@ -19,6 +19,7 @@ from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
+from parallax.interop.hf_architectures import ARCHITECTURES
 from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
@@ -174,7 +175,9 @@ def _tensors_of_model(
     source: Path, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, config: HfConfig
 ) -> dict[str, Weight]:
     """The tensors of the model; CheckpointError names those that are missing, unknown, or do not fit the config."""
-    further = tuple(hf_weights.LAYER.format(layer=model.layers + number) for number in range(config.further_layers))
+    kind = ARCHITECTURES[config.architecture]
+    layers = (model.layers + number for number in range(config.further_layers))
+    further = tuple(f"{kind.tensor('').format(layer=layer)}." for layer in layers)
     tensors = {
         name: tensor
         for name, tensor in read_model(source).items()
@@ -182,9 +185,10 @@ def _tensors_of_model(
     }
     if config.block:
         tensors = hf_weights.with_scales(tensors, config.block)
-    head, table = tensors.get(hf_weights.LM_HEAD), tensors.get(hf_weights.TABLE)
-    if head and table and hf_weights.LM_HEAD not in shapes and _same(head, table):
-        del tensors[hf_weights.LM_HEAD]  # a tied table that is stored twice
+    of_head, of_table = (f"{kind.tensor(module)}.weight" for module in ("head", "embedding"))
+    head, table = tensors.get(of_head), tensors.get(of_table)
+    if head and table and of_head not in shapes and _same(head, table):
+        del tensors[of_head]  # a tied table that is stored twice
     is_fused = any(name.endswith((hf_weights.FUSED_GATES_AND_UPS, hf_weights.FUSED_DOWNS)) for name in tensors)
     fused = hf_weights.fused_tensors(model, config.architecture) if is_fused else {}
     parts = {part for about in fused.values() for part in about.parts}

@@ -16,7 +16,8 @@ from parallax.sharding.collectives import reshard
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
+    """`down(silu(gate(x)) * up(x))`, and times `weight` [B, S, 1] if it is given; input and output have the residual's
+    layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -38,7 +39,7 @@ class GatedMLP(nn.Module):
     dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, weight: Array | None = None) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
@@ -55,6 +56,8 @@ class GatedMLP(nn.Module):
         x = gate.input(x, part="norm", before=self.residual)
         wide_gate, wide_up = gate(x), up(x)
         hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"))
+        # Here, so that the result of the last product need not be saved for the weight's gradient.
+        hidden = hidden if weight is None else hidden * weight
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from parallax.config.sections import (
     ATTENTION,
+    ATTENTION_CHOICES,
     BLOCKS,
     COMPUTE,
     DELAYED,
@@ -37,10 +38,11 @@ from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
+from parallax.model.logits import LogitForm, scaled
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
-from parallax.model.norm import RMSNorm
+from parallax.model.norm import norms_of
 from parallax.model.products import MEASURED
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
@@ -67,7 +69,9 @@ class Block(nn.Module):
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
-        norm = partial(_made, "model.norm", self.model.norm, {"rms": RMSNorm}, layout=residual, sizes=sizes, eps=eps)
+        norm = partial(
+            _made, "model.norm", self.model.norm, norms_of(self.model), layout=residual, sizes=sizes, eps=eps
+        )
         self.attention_norm = norm(part=ATTENTION)
         self.attention = self._attention()
         self.mlp_norm = norm(part=MLP)
@@ -94,15 +98,18 @@ class Block(nn.Module):
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key = context.rows_B, context.key
         normed = checkpoint_name(self.attention_norm(x), "norm")
-        x = checkpoint_name(x + self.drop_attention(self.attention(normed, context), rows, key), "out")
+        branch = self.drop_attention(self.attention(normed, context), rows, key)
+        x = checkpoint_name(x + scaled(branch, self.model.residual_scale), "out")
         normed = checkpoint_name(self.mlp_norm(x), "norm")
-        return x + self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
+        branch = self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
+        return x + scaled(branch, self.model.residual_scale)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens after cached ones; without dropout."""
         out, cache = self.attention.decode(self.attention_norm(x), context, cache)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), cache
+        x = x + scaled(out, self.model.residual_scale)
+        branch = self.mlp(self.mlp_norm(x), *self._for_mixtures(context))
+        return x + scaled(branch, self.model.residual_scale), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that `decode` caches."""
@@ -141,13 +148,14 @@ class Block(nn.Module):
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         temperature = 1.0 if temperatures_of(m) else Rope(m.settings_of_layers.settings[0]).temperature()
-        shared |= {"temperature": temperature, "out_scale": self._out_scale}
+        shared |= {"temperature": m.score_factor * temperature, "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
+        choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared)
+            return MLA(**shared, score_cap=m.score_cap, sinks=m.sinks)
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
-        return _made("model.attention", m.attention, {"gqa": GQA}, **shared)
+        return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 
     @property
     def _dense(self) -> Callable[..., Dense] | None:
@@ -188,9 +196,11 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments and `options` see
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
-        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
-        norm = named("model.norm", model.norm, {"rms": RMSNorm})
-        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
+        scale = model.embedding_scale
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
+        norm = named("model.norm", model.norm, norms_of(model))
+        shared = (form, rows, residual, sizes, model.vocab)
+        head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
         code = codes_by_name(model.kinds)
         block = dict(model=model, residual=residual, family=family, kv=kv, **options)
         blocks = {
@@ -270,7 +280,7 @@ class Parts(NamedTuple):
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
             BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
-            HEAD: self.head.init(head, x)["params"],
+            HEAD: self.head.init(head, x).get("params", {}),  # a tied head may have none
         }
 
 

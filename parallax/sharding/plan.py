@@ -517,7 +517,9 @@ class ShardingPlan:
     @cached_property
     def stacks(self) -> dict[str, Any]:
         """The names of the parts of the model, with one for each kind of layers, and the order of each, if any."""
-        names = [row.spec.stack or part for part in PARTS for row in jax.tree.leaves(self.rows[part])]
+        of_rows = {part: [row.spec.stack or part for row in jax.tree.leaves(self.rows[part])] for part in PARTS}
+        # A head whose table is the embedding's, and whose norm has no parameters, has no rows.
+        names = [name for part, stacks in of_rows.items() for name in stacks or [part]]
         return {name: self.orders.get(name) for name in names}
 
     def buckets_of_weights(

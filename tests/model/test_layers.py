@@ -44,6 +44,21 @@ def test_norm_divides_by_the_root_of_the_mean_square():
     np.testing.assert_allclose(compiled(layer("norm"), None)(params, x, *rest), expected, **CLOSE)
 
 
+def test_forms_of_norms_are_what_their_names_say():
+    x, *rest = windows()
+    results = {}
+    for name in ("norm_one_plus", "layer_norm", "layer_norm_alone"):
+        _, params = declared(layer(name), None)
+        results[name] = double(compiled(layer(name), None)(params, x, *rest)), double(params)
+    y, params = results["norm_one_plus"]
+    np.testing.assert_allclose(y, numpy_layers.rms_norm(x, 1 + params["scale"], EPS) + params["bias"], **CLOSE)
+    y, params = results["layer_norm"]
+    np.testing.assert_allclose(y, numpy_layers.layer_norm(x, params["scale"], params["bias"], EPS), **CLOSE)
+    y, params = results["layer_norm_alone"]
+    np.testing.assert_allclose(y, numpy_layers.layer_norm(x, 1.0, 0.0, EPS), **CLOSE)
+    assert params == {}
+
+
 def test_norm_computes_in_float32_and_returns_what_it_got():
     _, params = declared(layer("norm"), None)
     x = np.full((1, 1, SIZES["d_model"]), 3e3, np.float32)

@@ -17,7 +17,15 @@ from parallax.sharding.layout import Layout
 ERROR = 1e-5
 MESHES = [(2, 2, 2), (1, 1, 4)]
 IN_FAMILIES = ["mlp", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
-OTHERS = ["norm", "embedding_vocab_parallel", "embedding_all_to_all", "head_vocab_parallel", "head_all_to_all"]
+OTHERS = [
+    "norm",
+    "norm_one_plus",
+    "layer_norm",
+    "embedding_vocab_parallel",
+    "embedding_all_to_all",
+    "head_vocab_parallel",
+    "head_all_to_all",
+]
 LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(name, "column_row") for name in OTHERS]
 
 

@@ -1,5 +1,6 @@
 """The same parameters and batch give the same loss, gradients and update on every mesh, however a model is cut."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,9 +10,9 @@ import optax
 import pytest
 from support.pairwise import few_fast, pairs_of, pairwise_cases
 from support.plain_model import plain_losses_and_grad
-from support.tiny_model import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from support.tiny_model import HIDDEN_CUT, MESHES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
-from parallax.config.sections import POLICY_NAMES
+from parallax.config.sections import POLICY_NAMES, ModelConfig
 from parallax.step.optimizer import make_optimizer
 
 CUTS = {
@@ -51,7 +52,7 @@ def grid(factors):
 
 def is_empty(case):
     ahead_of_all = case.get("prefetch") == 1 and case.get("policy", "zero3") not in ("lean", "zero3")
-    all_bubble = "mesh" in case and case["microbatches"] == 1 and case["mesh"][0] > 1
+    all_bubble = "mesh" in case and case.get("microbatches") == 1 and case["mesh"][0] > 1
     return ahead_of_all or all_bubble
 
 
@@ -91,7 +92,7 @@ def one_update(tx, params, grads):
     return optax.apply_updates(params, updates)
 
 
-OF_MODEL = ("attention", "tied", "sliding_window", "kinds", "layers_of", *MODEL, *IMPORTED)
+OF_MODEL = [key.name for key in dataclasses.fields(ModelConfig)]
 
 
 @functools.cache

@@ -75,6 +75,7 @@ def promised(thing, variant, facts, **others):
 
 LAYERS = {
     "norm": "",
+    "layer_norm": "",
     **dict.fromkeys(["mlp", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
     **dict.fromkeys(["gqa_qk_norm", "gqa_qk_norm kv_heads"], "family"),
 }

@@ -9,6 +9,11 @@ def rms_norm(x, scale, eps):
     return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * scale
 
 
+def layer_norm(x, scale, bias, eps):
+    centered = x - np.mean(x, -1, keepdims=True)
+    return centered / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps) * scale + bias
+
+
 def silu(x):
     return x / (1 + np.exp(-x))
 

@@ -12,7 +12,7 @@ from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
-from parallax.model.norm import RMSNorm
+from parallax.model.norm import LayerNorm, RMSNorm
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
@@ -40,6 +40,9 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
     head = lambda form: Head(EMBEDDINGS[form], *shared, 1e-6, tied=False)  # noqa: E731
     return {
         "norm": RMSNorm(residual, SIZES, 1e-6),
+        "norm_one_plus": RMSNorm(residual, SIZES, 1e-6, scaling="one_plus", bias=True),
+        "layer_norm": LayerNorm(residual, SIZES, 1e-6, bias=True),
+        "layer_norm_alone": LayerNorm(residual, SIZES, 1e-6, scaling="none"),
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),
         "gqa": attention("gqa", kv=kv),
         "gqa_bias": attention("gqa", kv=kv, qkv_bias=True),
@@ -90,7 +93,7 @@ def declared(layer, rope):
             return layer.init(key, x)
         return layer.init(key, x, Context(rope.tables(positions), rows, None, Mask(segments)))
 
-    boxed = jax.eval_shape(init, jax.random.key(0))["params"]
+    boxed = jax.eval_shape(init, jax.random.key(0)).get("params", {})
     shapes, rng = nn.meta.unbox(boxed), np.random.default_rng(2)
     fill = lambda s: rng.normal(0.2, s.shape[0] ** -0.5, s.shape).astype(np.float32)  # noqa: E731
     return layouts_of(boxed), jax.tree.map(fill, shapes)

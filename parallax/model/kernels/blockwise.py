@@ -8,15 +8,16 @@ hides by the tokens' places alone are skipped; which ones is known at trace time
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
+from einops import rearrange, repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
@@ -31,13 +32,23 @@ FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 
 
-def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float) -> Array:
+def blockwise_attention(
+    q_BSHJ: Array,
+    k_BTGJ: Array,
+    v_BTGK: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
     """Softmax attention of each token to those that the mask shows it, [B, S, H, K], in q's dtype.
 
     Groups of H / G query heads share a key head. If the keys are fewer than the tokens of a row, too, they are those of
     this context rank, and the others come in a ring. Statistics and sums are float32. A ring of cp ranks makes cp - 1
     hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank. With a window, a hop
-    goes on to the next rank whose keys some rank's queries see.
+    goes on to the next rank whose keys some rank's queries see. For `cap` and `sinks` see `attend`: a sink is where the
+    running maximum starts, with the weight 1.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -50,7 +61,8 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
     size = tokens_of_block(chunk)
     q, k, v = (_filled(x, x.shape[1] // chunk, size) for x in (q_BSHJ, k_BTGJ, v_BTGK))
     segments = _filled(mask.segments_BN, mask.segments_BN.shape[1] // chunk, size, of=FILLING)
-    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale, chunk)
+    of_scores = Scores(scale, cap, chunk)
+    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments), sinks)), of_scores)
     return out if chunk % size == 0 else _without_filling(out, _chunks(q_BSHJ, mask), chunk)
 
 
@@ -73,23 +85,34 @@ def tokens_of_block(tokens: int) -> int:
     return -(-tokens // -(-tokens // longest))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> Array:
-    return _forward(q, k, v, mask, scale, chunk)[0]
+class Scores(NamedTuple):
+    """What is static of scores."""
+
+    scale: float
+    cap: float
+    chunk: int  # tokens of a chunk that are no padding
 
 
-def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float, chunk: int) -> tuple[Array, Any]:
-    """`chunk` is the number of tokens of a chunk that are no padding."""
-    out, logsumexp = mask.of_window(partial(_forward_in_window, q, k, v, scale, chunk))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, form: Scores) -> Array:
+    return _forward(q, k, v, mask, sinks, form)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, form: Scores) -> tuple[Array, Any]:
+    out, logsumexp = mask.of_window(partial(_forward_in_window, form, q, k, v, sinks))
     out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
-    return out, (q, k, v, mask, out, logsumexp)
+    return out, (q, k, v, mask, sinks, out, logsumexp)
 
 
-def _forward_in_window(q: Array, k: Array, v: Array, scale: float, chunk: int, mask: Mask) -> tuple[Array, Array]:
-    blocks = _Blocks(q, k, mask, scale, chunk)
+def _forward_in_window(
+    form: Scores, q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask
+) -> tuple[Array, Array]:
+    blocks = _Blocks(q, k, mask, form)
     q_blocks = blocks.of_queries(q)
     sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
     start = sums, top, _zeros(q_blocks, q_blocks.shape[:-1])
+    if sinks is not None:
+        start = sums, _zeros(q_blocks, top.shape) + blocks.of_heads(sinks), start[2] + 1
 
     def step(state: Any, sums: tuple, kv: Any, pair: Array) -> tuple[Any, tuple]:
         query, key = pair[0], pair[1]
@@ -107,15 +130,24 @@ def _forward_in_window(q: Array, k: Array, v: Array, scale: float, chunk: int, m
     return out, top + jnp.log(total)
 
 
-def _backward(scale: float, chunk: int, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, *outputs = saved
-    return *mask.of_window(partial(_backward_in_window, scale, chunk, q, k, v, *outputs, dy)), None
+def _backward(form: Scores, saved: Any, dy: Array) -> tuple[Array, Array, Array, None, Array | None]:
+    q, k, v, mask, *others = saved
+    dq, dk, dv, d_sinks = mask.of_window(partial(_backward_in_window, form, q, k, v, *others, dy))
+    return dq, dk, dv, None, d_sinks
 
 
 def _backward_in_window(
-    scale: float, chunk: int, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dy: Array, mask: Mask
-) -> tuple[Array, Array, Array]:
-    blocks = _Blocks(q, k, mask, scale, chunk)
+    form: Scores,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dy: Array,
+    mask: Mask,
+) -> tuple[Array, Array, Array, Array | None]:
+    scale, blocks = form.scale, _Blocks(q, k, mask, form)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -127,7 +159,8 @@ def _backward_in_window(
         scores = blocks.scores(q_block, k_block, pair)
         weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
         d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
-        d_scores = (scale * weights * (d_weights - _read(row_sums, query)[..., None])).astype(q.dtype)
+        d_scores = scale * weights * (d_weights - _read(row_sums, query)[..., None])
+        d_scores = blocks.behind_cap(d_scores, scores).astype(q.dtype)
         dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
         dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
         dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
@@ -136,7 +169,11 @@ def _backward_in_window(
     start, *sums = (_zeros(q_blocks, x.shape) for x in (q_blocks, *kv))
     dq, (dk, dv) = _run_hops(blocks.pairs(), step, start, kv, tuple(sums))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
-    return blocks.of_tokens(dq).astype(q.dtype), dk, dv
+    d_sinks = None
+    if sinks is not None:
+        of_rows = -jnp.exp(blocks.of_heads(sinks) - logsumexp) * row_sums
+        d_sinks = blocks.of_tokens(of_rows[..., None]).sum(axis=(0, 1, 3)).astype(sinks.dtype)
+    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, d_sinks
 
 
 _attention.defvjp(_forward, _backward)
@@ -145,9 +182,9 @@ _attention.defvjp(_forward, _backward)
 class _Blocks:
     """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
-    def __init__(self, q: Array, k: Array, mask: Mask, scale: float, chunk: int):
-        self.chunk = chunk
-        self.size, self.scale, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), scale, mask
+    def __init__(self, q: Array, k: Array, mask: Mask, form: Scores):
+        self.scale, self.cap, self.chunk = form
+        self.size, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), mask
         self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
         self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
@@ -162,6 +199,9 @@ class _Blocks:
     def of_keys(self, x: Array) -> Array:
         return rearrange(x, "B (n b) G W -> n B G b W", b=self.size)
 
+    def of_heads(self, x_H: Array) -> Array:
+        return repeat(x_H, "(G H) -> 1 1 G (H b)", b=self.size, G=self.groups)
+
     def of_tokens(self, x: Array) -> Array:
         return rearrange(x, "n B G (H b) W -> B (n b) (G H) W", b=self.size)
 
@@ -173,7 +213,11 @@ class _Blocks:
         first_place = partial(_first_place, size=self.size, chunk=self.chunk if self.mask.window else self.size)
         places = (first_place(first_query) + within)[:, None], (first_place(first_key) + within)[None, :]
         seen = jnp.tile(self.mask.allows(*places, *segments), (1, self.heads, 1))[:, None]
-        return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
+        return jnp.where(seen, soft_capped(self.scale * _product("BGQJ,BGTJ->BGQT", q, k), self.cap), HIDDEN)
+
+    def behind_cap(self, d_scores: Array, scores: Array) -> Array:
+        """The gradient before the cap, whose slope is 1 - tanh^2; nothing where `scores` are HIDDEN."""
+        return d_scores * (1 - jnp.square(jnp.maximum(scores / self.cap, -1))) if self.cap else d_scores
 
 
 def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> Any:
