@@ -15,6 +15,7 @@ from parallax.config.sections import ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import ABSENT_FIELDS, ARCHITECTURES, DIFFERING, Architecture, Mixture
 from parallax.model.rope import Rope
+from parallax.user_code import settings_text
 
 NEEDED: Any = object()  # the default of a required field
 LARGEST_NUMBER = 1e30  # far beyond any model; values computed from it are still finite floats
@@ -31,7 +32,8 @@ ROPE_FIELDS = {
 }
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+LOCAL = "local"  # the kind of layers with a window, if others have none
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
 HARMLESS = (
@@ -195,7 +197,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
     block = _read_quantization(fields)
-    model = {**kind.keys, "sliding_window": 0, "layers_of": ""}
+    model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     if "q_lora_rank" in fields.left:  # null is none
         absent |= {"q_lora_rank": 0}
@@ -206,7 +208,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     if kind.mixture:
         model |= _read_mixture(fields, kind.mixture, model)
     if kind.windows:
-        model["sliding_window"] = _read_window(fields, kind, model["layers"])
+        model |= _read_windows(fields, kind, model)
     context = fields.read("max_position_embeddings", int, kind.context)
     model |= _read_rope(fields, context, model["attention"], kind.absent.get("rope_theta", DEFAULT_THETA))
     interleaved = kind.interleaved == "always"
@@ -289,7 +291,7 @@ def layers_of(kinds: Sequence[str]) -> str:
     >>> layers_of(["dense", "moe", "moe"]), layers_of(["dense", "moe"] * 3), layers_of(["dense"])
     ('dense moe*2', '(dense moe)*3', '')
     """
-    if "moe" not in kinds:
+    if set(kinds) == {"dense"}:
         return ""
     whole, count = _runs(kinds), len(kinds)
     sizes = (size for size in range(2, count // 2 + 1) if count % size == 0)
@@ -303,8 +305,9 @@ def _runs(kinds: Sequence[str]) -> str:
     return " ".join(kind + f"*{count}" * (count > 1) for kind, count in counts)
 
 
-def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
-    """Tokens of the window, 0 for none. If only some layers have it, max_window_layers or layer_types says which."""
+def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of windows. If only some layers have one, max_window_layers or layer_types says which."""
+    layers = model["layers"]
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent)
     full, of_some = 0, kind.windows.startswith("some")
@@ -312,19 +315,27 @@ def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
     types = fields.take("layer_types", [])
-    known = (FULL, "sliding_attention") if window else (FULL,)
+    known = (FULL, SLIDING) if window else (FULL,)
     if not isinstance(types, list) or set(map(str, types)) - {*known}:
         fields.refuse("layer_types", types, " or ".join(map(repr, known)) + " in every layer")
-    has_some = set(types) != {FULL} if types else full < layers
-    return window if has_some or not of_some else 0
+    if types and len(types) != layers:
+        fields.refuse("layer_types", types, f"one for each of num_hidden_layers={layers}")
+    if not window or not of_some:
+        return {"sliding_window": window}
+    types = types or [SLIDING if layer >= full else FULL for layer in range(min(layers, MOST_LAYERS))]
+    if len(set(types)) == 1:
+        return {"sliding_window": window * (types[0] == SLIDING)}
+    kinds = {FULL: "dense", SLIDING: LOCAL}
+    text = settings_text({LOCAL: {"sliding_window": window}})
+    return {"sliding_window": 0, "layers_of": layers_of([kinds[each] for each in types]), "kinds": text}
 
 
 def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
     if model["sliding_window"]:
-        yield (
-            f"sliding_window={model['sliding_window']} does not affect windows that are no longer: it is kept as "
-            "model.sliding_window, and a longer data.seq is refused"
-        )
+        yield f"sliding_window={model['sliding_window']}: a token attends to so many, the last ones, in every layer"
+    elif model["kinds"]:
+        some = f"model.layers_of={model['layers_of']!r}, model.kinds={model['kinds']!r}"
+        yield f"sliding_window is that of some layers: {some}"
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
     if further:
@@ -393,6 +404,7 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: these fields cannot describe the model.
     """
+    model = model.settings_of_layers.settings[0]
     kind, temperature = model.rope_scaling, Rope(model).temperature()
     if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
         raise ConfigError(
@@ -467,7 +479,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model),
-        **_window_fields(name, model.sliding_window),
+        **_window_fields(name, model.windows),
         **_mixture_fields(ARCHITECTURES[name].mixture, model),
         **(of_latents if model.attention == "mla" else {}),
         **({"rope_interleave": True} if ARCHITECTURES[name].interleaved == "rope_interleave" else {}),
@@ -486,7 +498,12 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
     keys = kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
-    keys |= {} if kind.windows else {"sliding_window": 0}
+    if not kind.windows and any(model.windows):
+        yield "no window"
+    if not kind.windows.startswith("some") and len({*model.windows}) > 1:
+        yield "one window"
+    if not _has_one_rope(model):
+        yield "the same rotary embedding in all layers"
     yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
     if "moe" in kinds:
         if mixture is None:
@@ -517,34 +534,56 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
 
 def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig) -> dict[str, Any]:
     """The object of a config.json, with the model's window."""
-    if config.model["sliding_window"] == model.sliding_window:
+    if _of_file(config).windows == model.windows:
         return dict(content)
     old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
     rest = {key: value for key, value in content.items() if key not in old}
-    return rest | _window_fields(config.architecture, model.sliding_window)
+    return rest | _window_fields(config.architecture, model.windows)
 
 
-def _window_fields(architecture: str, window: int) -> dict[str, Any]:
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return {"sliding_window": window or None}
-    if architecture.startswith("Qwen"):
-        used = {"sliding_window": window, "max_window_layers": 0} if window else {}
-        return {"use_sliding_window": bool(window), **used}
-    if window:
-        raise ConfigError(f"model.sliding_window={window} has no place in a {architecture}; use model.sliding_window=0")
-    return {}
+def _window_fields(architecture: str, windows: Sequence[int]) -> dict[str, Any]:
+    kind, window = ARCHITECTURES[architecture].windows, max(windows)
+    of_some = len({*windows}) > 1
+    if {*windows} - {0, window} or (window and not kind) or (of_some and not kind.startswith("some")):
+        counts = ", ".join(f"{width} in {windows.count(width)} layers" for width in sorted({*windows}))
+        same = " or the same window in every layer" * bool(kind)
+        raise ConfigError(
+            f"the layers' windows, {counts}, have no place in a {architecture}; use model.sliding_window=0{same}"
+        )
+    if not kind.endswith("if used"):
+        return {"sliding_window": window or None} if kind else {}
+    used = {"sliding_window": window, "max_window_layers": windows.index(window)} if window else {}
+    if window and 0 in windows[windows.index(window) :]:
+        used["layer_types"] = [SLIDING if each else FULL for each in windows]
+    return {"use_sliding_window": bool(window), **used}
+
+
+def _of_file(config: HfConfig) -> ModelConfig:
+    """The layers and windows of a config.json."""
+    return ModelConfig(**{key: config.model[key] for key in ("layers", "layers_of", "kinds", "sliding_window")})
+
+
+def _has_one_rope(model: ModelConfig) -> bool:
+    ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
+    return all(rope.model.rope for rope in ropes) and len({(*rope.rotation, rope.temperature()) for rope in ropes}) == 1
 
 
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """Differences between a model and a config.json, in words; keys of context extension may differ."""
-    fixed = {key: value for key, value in config.model.items() if not key.startswith(("rope_", "sliding_window"))}
+    free = ("rope_", "sliding_window", "kinds")
+    fixed = {key: value for key, value in config.model.items() if not key.startswith(free)}
+    fixed["layers_of"] = layers_of(_of_file(config).layer_kinds)
     here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.layer_kinds)}
-    return ", ".join(f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v)
+    differing = [f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v]
+    if not _has_one_rope(model):
+        differing.append(f"one rotary embedding there, model.kinds={model.kinds!r} here")
+    return ", ".join(differing)
 
 
 def same_rope(config: HfConfig, model: ModelConfig) -> bool:
     """Whether a model's rotary embedding is that of a config.json."""
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
+    model = model.settings_of_layers.settings[0]
     ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
     there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
     return there == here

@@ -428,16 +428,6 @@ REFUSED = {
     "biases": (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
     "biases of Qwen3": (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
     "biases of the MLP": (LLAMA, {"mlp_bias": True}, "mlp_bias=True is not supported; supported: False"),
-    "a window": (
-        "MistralForCausalLM",
-        {"sliding_window": 255},
-        "data.seq=256 is longer than model.sliding_window=255, and windows are not implemented; use 255 or less",
-    ),
-    "a window of Qwen": (
-        QWEN3,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        "data.seq=256 is longer than model.sliding_window=16",
-    ),
     "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
     "some layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*is not supported"),
     "quantization": (
@@ -612,7 +602,7 @@ NOWHERE = {
         "Qwen2ForCausalLM has model.qk_norm=False; Qwen3ForCausalLM has model.qkv_bias=False; ",
     ),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "V3ForCausalLM has model.qkv_bias=False; "),
-    "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has model.sliding_window=0; "),
+    "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has no window; "),
     "sigmoids of grouped heads": (
         dict(MOE, router_score="sigmoid"),
         "LlamaForCausalLM has no experts; .* MixtralForCausalLM has model.router_score='softmax'; ",
