@@ -138,6 +138,7 @@ class GQA(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of q, k and v; attention itself saves the input of `out`
     dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
+    out_bias: bool = False  # of the output projection
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
@@ -148,11 +149,12 @@ class GQA(nn.Module):
         self.q = into_heads(q, x, out)
         self.k = into_heads(kv, x, wide)
         self.v = into_heads(kv, x, wide)
-        self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
+        back = self.family.back("heads/tp d_head")
+        self.out = dense(back, out, self.residual, bias=self.out_bias, scale=self.out_scale)
         norm = partial(RMSNorm, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
-        self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (_as_it_is, _as_it_is)
+        self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
-        self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is
+        self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
@@ -201,5 +203,6 @@ class GQA(nn.Module):
         return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
 
 
-def _as_it_is(x: Array) -> Array:
+def as_it_is(x: Array) -> Array:
+    """x, in the place of a layer that a model does not have."""
     return x

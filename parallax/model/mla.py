@@ -73,6 +73,7 @@ class MLA(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of products that read latents; that of rotated keys saves x
     dense: Callable[..., Dense] | None = None  # makes its other projections than `Up`, if they are not Dense
+    out_bias: bool = False  # of the output projection
 
     def setup(self):
         self.queries = self._query_layers()
@@ -88,7 +89,8 @@ class MLA(nn.Module):
         self.up_k = of_latent()
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
-        self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings, scale=self.out_scale)
+        settings |= dict(bias=self.out_bias, scale=self.out_scale)
+        self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
