@@ -57,6 +57,12 @@ def get_config() -> ConfigDict:
     config.model.router_groups = 1  # moe: groups of experts; a token first chooses groups, then experts in them
     # moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)
     config.model.router_groups_chosen = 1
+    config.model.router_shift = False  # moe: a trained bias on the router's logits
+    config.model.shared_gate = False  # moe: each token's output of shared experts is times a sigmoid of its own
+    # "swiglu" | "clamped": moe: silu(gate) * up in experts; or (up + 1) * gate * sigmoid(1.702 gate), with gate at most
+    # expert_limit and up from -expert_limit to expert_limit
+    config.model.expert_activation = "swiglu"
+    config.model.expert_limit = 7.0  # moe: the largest gate and up of expert_activation='clamped'
     config.model.attention = "mla"  # "mla" | "gqa" | code: kv_heads = heads is MHA, kv_heads = 1 is MQA
     config.model.heads = 8  # query heads
     config.model.kv_heads = 8  # gqa only
@@ -64,7 +70,12 @@ def get_config() -> ConfigDict:
     config.model.d_latent = 64  # mla: width of the compressed keys and values
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
+    config.model.attention_scale = 0.0  # factor on scores; 0: the width of queries and keys to the power -0.5
+    config.model.score_cap = 0.0  # soft cap on scores: each becomes cap * tanh(score / cap); 0: none
+    config.model.sinks = False  # a trained logit of each head that softmax counts beside the scores, without a value
     config.model.rope_theta = 10000.0  # base of the wavelengths of rotary position embeddings
+    # gqa: part of a head's dims that is rotated, the last of them; 0: none, so the model knows no positions
+    config.model.rope_fraction = 1.0
     # "none" | "linear" | "yarn" | "llama3": extends the context beyond the length in training
     config.model.rope_scaling = "none"
     config.model.rope_factor = 1.0  # factor by which the scaling extends the context; 1 or more
@@ -78,11 +89,19 @@ def get_config() -> ConfigDict:
     config.model.rope_magnitude = 1.0  # factor on the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: q, k and v; in mla only q
     config.model.out_bias = False  # a bias on attention's output projection
-    config.model.qk_norm = False  # gqa: RMSNorm over d_head of each query and key head, before rotation
+    config.model.qk_norm = False  # gqa: RMSNorm of queries and keys, before rotation
+    # "head" | "projection": qk_norm: over d_head, with one scale for all heads; or over all heads of a projection, with
+    # a scale for each
+    config.model.qk_norm_over = "head"
+    config.model.qk_norm_after_rope = False  # qk_norm: after rotation
     # tokens that a query attends to, including itself; data.seq must not be longer. 0: all
     config.model.sliding_window = 0
     config.model.norm_eps = 1e-06  # added to the mean square in norms
     config.model.tied = True  # the head uses the embedding's table
+    config.model.embedding_scale = 1.0  # factor on the embedding's output
+    config.model.residual_scale = 1.0  # factor on residual branches, of attention and of the MLP
+    config.model.logit_scale = 1.0  # factor on logits
+    config.model.logit_cap = 0.0  # soft cap on logits, after logit_scale: cap * tanh(logit / cap); 0: none
     # "scaled" | "zeros": initial values of attention's output projection and of the down-projections of MLPs and
     # experts: scaled, normal with 1 / sqrt(2 layers) of other kernels' deviation; zeros, so that each layer begins as
     # the identity

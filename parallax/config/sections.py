@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
@@ -49,6 +49,9 @@ ATTENTION_ARGS = ("residual", "family", "sizes", "dtype", "kernel", "norm_eps", 
 ATTENTION_ARGS += ("kv", "qk_norm", "dense", *OF_PRODUCTS)
 DENSE_ARGS = ("weight", "x", "y", "sizes", "dtype", "bias", "scale", "at_rest", "part", *OF_PRODUCTS)
 BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "expert_chunk_tokens", "measures")
+# Keys that attention of a user's own is not told; attention_scale is a factor of its `temperature`.
+ATTENTION_CHOICES = ("score_cap", "sinks", "qk_norm_over", "qk_norm_after_rope", "out_bias")
+OF_GQA = ("rope_fraction", "qk_norm_over", "qk_norm_after_rope")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]\w*))(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -161,6 +164,15 @@ class ModelConfig(Section, most=2**24, saved=True):
     router_groups_chosen: int = key(
         1, "moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)", least=1
     )
+    router_shift: bool = key(False, "moe: a trained bias on the router's logits")
+    shared_gate: bool = key(False, "moe: each token's output of shared experts is times a sigmoid of its own")
+    expert_activation: str = key(
+        "swiglu",
+        "moe: silu(gate) * up in experts; or (up + 1) * gate * sigmoid(1.702 gate), with gate at most expert_limit and "
+        "up from -expert_limit to expert_limit",
+        choices=("swiglu", "clamped"),
+    )
+    expert_limit: float = key(7.0, "moe: the largest gate and up of expert_activation='clamped'", least=1e-6)
     attention: str = key(
         "mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"), code=ATTENTION_ARGS
     )
@@ -170,7 +182,15 @@ class ModelConfig(Section, most=2**24, saved=True):
     d_latent: int = key(64, "mla: width of the compressed keys and values")
     d_latent_q: int = key(0, "mla: width of the compressed queries; 0 projects queries directly")
     d_rope: int = key(16, "mla: width of the decoupled, rotated part of q and k")
+    attention_scale: float = key(0.0, "factor on scores; 0: the width of queries and keys to the power -0.5")
+    score_cap: float = key(0.0, "soft cap on scores: each becomes cap * tanh(score / cap); 0: none")
+    sinks: bool = key(False, "a trained logit of each head that softmax counts beside the scores, without a value")
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary position embeddings", least=1 + 1e-6)
+    rope_fraction: float = key(
+        1.0,
+        "gqa: part of a head's dims that is rotated, the last of them; 0: none, so the model knows no positions",
+        most=1,
+    )
     rope_scaling: str = key(
         "none", "extends the context beyond the length in training", choices=("none", "linear", "yarn", "llama3")
     )
@@ -188,12 +208,22 @@ class ModelConfig(Section, most=2**24, saved=True):
     rope_magnitude: float = key(1.0, "factor on the rotated parts of queries and of keys", least=1e-6)
     qkv_bias: bool = key(False, "biases on the projections to heads: q, k and v; in mla only q")
     out_bias: bool = key(False, "a bias on attention's output projection")
-    qk_norm: bool = key(False, "gqa: RMSNorm over d_head of each query and key head, before rotation")
+    qk_norm: bool = key(False, "gqa: RMSNorm of queries and keys, before rotation")
+    qk_norm_over: str = key(
+        "head",
+        "qk_norm: over d_head, with one scale for all heads; or over all heads of a projection, with a scale for each",
+        choices=("head", "projection"),
+    )
+    qk_norm_after_rope: bool = key(False, "qk_norm: after rotation")
     sliding_window: int = key(
         0, "tokens that a query attends to, including itself; data.seq must not be longer. 0: all"
     )
     norm_eps: float = key(1e-6, "added to the mean square in norms", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head uses the embedding's table")
+    embedding_scale: float = key(1.0, "factor on the embedding's output", least=1e-6)
+    residual_scale: float = key(1.0, "factor on residual branches, of attention and of the MLP", least=1e-6)
+    logit_scale: float = key(1.0, "factor on logits", least=1e-6)
+    logit_cap: float = key(0.0, "soft cap on logits, after logit_scale: cap * tanh(logit / cap); 0: none")
     init_out: str = key(
         "scaled",
         "initial values of attention's output projection and of the down-projections of MLPs and experts: scaled, "
@@ -264,12 +294,18 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
                 "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
             )
-        rotated = "d_rope" if self.attention == "mla" else "d_head"
         if self.attention == "mla":
             for name in ("d_latent", "d_rope"):
                 check_whole(f"model.{name}", getattr(self, name), least=1)
-        if getattr(self, rotated) % 2:
-            raise ConfigError(f"model.{rotated}={getattr(self, rotated)} must be even: RoPE rotates its dims in pairs.")
+            self._check_reads_no(OF_GQA, "model.attention='mla', which rotates d_rope dims and norms its latents")
+        if self.rotated % 2:
+            written = f"d_rope={self.d_rope}" if self.attention == "mla" else f"d_head={self.d_head}"
+            part = f" with rope_fraction={self.rope_fraction} rotates {self.rotated} dims, and" * (
+                self.rope_fraction < 1
+            )
+            raise ConfigError(f"model.{written}{part} must be even: RoPE rotates its dims in pairs.")
+        if not self.qk_norm:
+            self._check_reads_no(("qk_norm_over", "qk_norm_after_rope"), "model.qk_norm=False")
         if self.attention == "mla" and self.qk_norm:
             raise ConfigError(
                 "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
@@ -280,6 +316,8 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
                 f"use kv_heads in {listed(divisors(self.heads))}."
             )
+        if names_code(self.attention):
+            self._check_reads_no(ATTENTION_CHOICES, f"model.attention={quoted(self.attention)}, which computes scores")
         if "moe" in self.layer_kinds:
             self._check_experts()
         self._check_norms()
@@ -290,6 +328,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.layers_of={quoted(self.layers_of)} has no such layer; its kinds are "
                 f"{', '.join(dict.fromkeys(self.layer_kinds))}."
             )
+
+    def _check_reads_no(self, names: Sequence[str], reader: str) -> None:
+        """Raise ConfigError if a key of these differs from its default, which `reader` would not read."""
+        for name in names:
+            default = getattr(type(self), name)
+            if getattr(self, name) != default:
+                raise ConfigError(f"model.{name}={getattr(self, name)!r} does nothing with {reader}; use {default!r}.")
 
     def _check_norms(self) -> None:
         if names_code(self.norm) and (self.norm_scale, self.norm_bias) != (DIRECT, False):
@@ -306,11 +351,6 @@ class ModelConfig(Section, most=2**24, saved=True):
             raise ConfigError(
                 f"model.init_out='zeros' with model.norm_place={self.norm_place!r}: a norm after a branch of zeros "
                 f"multiplies its gradient by norm_eps ** -0.5 = {self.norm_eps**-0.5:g}; use init_out='scaled'."
-            )
-        if self.out_bias and names_code(self.attention):
-            raise ConfigError(
-                f"model.out_bias=True does nothing with model.attention={quoted(self.attention)}, which makes its own "
-                "projections; use out_bias=False."
             )
 
     def _check_mlp(self) -> None:
@@ -445,6 +485,10 @@ class ModelConfig(Section, most=2**24, saved=True):
         return [part for part in MATMUL_PARTS if has.get(part, True)]
 
     def _check_experts(self) -> None:
+        if self.shared_gate and not self.shared_experts:
+            self._check_reads_no(("shared_gate",), "model.shared_experts=0")
+        if self.expert_activation != "clamped":
+            self._check_reads_no(("expert_limit",), f"model.expert_activation={self.expert_activation!r}")
         groups, size = self.router_groups, self.experts // self.router_groups
         if self.experts % groups:
             raise ConfigError(
@@ -497,6 +541,21 @@ class ModelConfig(Section, most=2**24, saved=True):
         return tuple(kinds)
 
     @property
+    def rotated(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return self.d_rope if self.attention == "mla" else int(self.d_head * self.rope_fraction)
+
+    @property
+    def score_factor(self) -> float:
+        """The scale of scores over the usual one, that of queries and keys of unit variance.
+
+        >>> ModelConfig(attention="gqa", d_head=64, attention_scale=0.0625).score_factor
+        0.5
+        """
+        width = self.sizes["d_qk"] if self.attention == "mla" else self.d_head
+        return self.attention_scale * width**0.5 if self.attention_scale else 1.0
+
+    @property
     def has_user_code(self) -> bool:
         """Whether a part of it is code of a user's own."""
         return any(isinstance(value, UserCode) for value in vars(self).values())
@@ -511,7 +570,12 @@ class ModelConfig(Section, most=2**24, saved=True):
         """Size of every dim of parameters and of activations' last dims; `vocab` includes its padding."""
         names = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "d_latent", "d_latent_q", "d_rope")
         sizes = {name: getattr(self, name) for name in (*names, "experts", "d_expert")}
-        sizes |= {"d_shared": self.shared_experts * self.d_expert, "d_qk": self.d_head + self.d_rope, "operands": 3}
+        sizes |= {
+            "d_shared": self.shared_experts * self.d_expert,
+            "d_qk": self.d_head + self.d_rope,
+            "operands": 3,
+            "gates": 1,
+        }
         return {"vocab": self.padded_vocab, **sizes}
 
     @property

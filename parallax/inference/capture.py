@@ -101,7 +101,8 @@ def _run(model: ModelConfig):
         x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
         hidden = parts.head.apply({"params": params[HEAD]}, x)
         table = params[EMBEDDING if model.tied else HEAD]["table"]
-        logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
+        table, form = table.astype(model.dtype), parts.head.logit_form
+        logits_BSV = logits(FORM, ROWS, hidden, table, model.vocab, form)[..., : model.vocab]
         losses, _ = cross_entropy(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Activations(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
 

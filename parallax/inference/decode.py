@@ -178,7 +178,8 @@ class Decoder:
         """Logits [B, S, V] in float32, sharded over the vocab."""
         table = weights[EMBEDDING if self.model.tied else HEAD]["table"]
         hidden = self.parts.head.apply({"params": weights[HEAD]}, x)
-        return logits(FORM, ROWS, hidden, table.astype(self.model.dtype), self.model.vocab)
+        model, form = self.model, self.parts.head.logit_form
+        return logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab, form)
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] of the last token, with the whole vocab."""

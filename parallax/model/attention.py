@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import repeat
+from einops import rearrange, repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -15,35 +16,56 @@ from parallax.config.sections import ATTENTION
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
+from parallax.model.heads_norm import HeadsNorm
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.kernels.cudnn import cudnn_attention
 from parallax.model.kernels.splash import splash_attention
 from parallax.model.kernels.triton import triton_attention
+from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
-from parallax.sharding.collectives import offset, reshard
+from parallax.sharding.collectives import cut, offset, reshard
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import parameter
 from parallax.sharding.zigzag import context_ranks, reshard_in_order
 
 INTERMEDIATES = "intermediates"  # the name of Flax's collection
 
 
-def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float, kernel: str) -> Array:
+def attend(
+    q_BSHJ: Array,
+    k_BTGJ: Array,
+    v_BTGK: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    kernel: str,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. If queries and keys are those of
     one context rank, the keys of the others come in a ring; otherwise nothing is sent.
+
+    Scores have a soft cap, `cap * tanh(score / cap)`, if it is not 0 (Gemma 2, section 2). With `sinks` [H] the
+    softmax of each head counts one more logit, which has no value (gpt-oss; Xiao et al. 2023, section 3).
     """
+    if mask.cursor is not None and (cap or sinks is not None):
+        weights_BHST = attention_weights(q_BSHJ, k_BTGJ, mask, scale=scale, cap=cap, sinks=sinks)
+        weights = rearrange(weights_BHST.astype(v_BTGK.dtype), "B (G M) S T -> B G M S T", G=v_BTGK.shape[2])
+        return rearrange(jnp.einsum("BGMST,BTGK->BSGMK", weights, v_BTGK), "B S G M K -> B S (G M) K")
     if mask.cursor is not None:  # new tokens after others in the cache
         by_jax = partial(jax.nn.dot_product_attention, mask=mask.dense(q_BSHJ.shape[1]), scale=scale)
         return _padded(by_jax, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
-        return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale)
+        return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
+    assert kernel == "xla" or (not cap and sinks is None), f"model.kernel={kernel!r} has neither caps nor sinks"
     if kernel == "triton":
         return _padded(partial(triton_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "cudnn":
         return _padded(partial(cudnn_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
-    return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale)
+    return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
 
 
 def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) -> Array:
@@ -54,7 +76,17 @@ def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) ->
 
 
 def attend_over_context(
-    form: ContextForm, q: Array, k: Array, v: Array, mask: Mask, *, keys: str, scale: float, kernel: str
+    form: ContextForm,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    keys: str,
+    scale: float,
+    kernel: str,
+    cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """`attend` from this context rank's queries to the keys of all ranks, [B, S, H, K]. `keys` is how cp shards seq of
     the given `k` and `v`: if cp shards it but the form needs whole rows, they are gathered, or exchanged for heads. A
@@ -76,7 +108,8 @@ def attend_over_context(
         k, v = (_in_pieces(heads, context_ranks()) for heads in (k, v))
     q = reshard_in_order(f"{mine} -> {core}", q)
     k, v = (reshard_in_order(f"{held} -> {wanted}", heads) for heads in (k, v))
-    out = attend(q, k, v, mask, scale=scale, kernel=kernel)
+    sinks = None if sinks is None else cut(f"heads/tp -> {form.heads}", sinks)
+    out = attend(q, k, v, mask, scale=scale, kernel=kernel, cap=cap, sinks=sinks)
     return reshard_in_order(f"{core} -> {mine}", out)
 
 
@@ -86,17 +119,26 @@ def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:
     return repeat(kv_BTGK, "B T G K -> B T (G times) K", times=ranks // math.gcd(heads, ranks))
 
 
-def attention_weights(q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
-    """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1. No communication."""
-    k_BTHJ = repeat(k_BTGJ, "B T G J -> B T (G times) J", times=q_BSHJ.shape[2] // k_BTGJ.shape[2])
-    scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(mask.dense(q_BSHJ.shape[1]), scores_BHST, -jnp.inf), axis=-1)
+def attention_weights(
+    q_BSHJ: Array, k_BTGJ: Array, mask: Mask, *, scale: float, cap: float = 0.0, sinks: Array | None = None
+) -> Array:
+    """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1, or less with `sinks`. No
+    communication."""
+    q_BSGMJ = rearrange(q_BSHJ, "B S (G M) J -> B S G M J", G=k_BTGJ.shape[2])
+    scores = scale * jnp.einsum("BSGMJ,BTGJ->BGMST", q_BSGMJ, k_BTGJ, preferred_element_type=jnp.float32)
+    scores_BHST = soft_capped(rearrange(scores, "B G M S T -> B (G M) S T"), cap)
+    scores_BHST = jnp.where(mask.dense(q_BSHJ.shape[1]), scores_BHST, -jnp.inf)
+    if sinks is None:
+        return jax.nn.softmax(scores_BHST, axis=-1)
+    total_BHS1 = jnp.logaddexp(jax.nn.logsumexp(scores_BHST, axis=-1, keepdims=True), sinks[None, :, None, None])
+    return jnp.exp(scores_BHST - total_BHS1)
 
 
-def sow_intermediates(layer: nn.Module, mask: Mask, q: Array, k: Array, *, scale: float, cache: dict) -> None:
-    """Sow attention weights and cache entries if INTERMEDIATES is mutable; otherwise nothing is computed."""
+def sow_intermediates(layer: nn.Module, mask: Mask, q: Array, k: Array, *, cache: dict, **scores: Any) -> None:
+    """Sow attention weights and cache entries if INTERMEDIATES is mutable; otherwise nothing is computed. `scores` are
+    further arguments of `attention_weights`."""
     if layer.is_mutable_collection(INTERMEDIATES):
-        seen = {"weights": attention_weights(q, k, mask, scale=scale), "cache": cache}
+        seen = {"weights": attention_weights(q, k, mask, **scores), "cache": cache}
         layer.sow(INTERMEDIATES, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
@@ -110,18 +152,26 @@ class GQA(nn.Module):
     """Queries in `heads` heads, keys and values in `kv_heads`; all sharded over `tp` by heads.
 
     If `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones that its
-    query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one scale for all
-    heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing. Over `cp` it sends what
-    `attend_over_context` sends.
+    query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, or after, with one
+    scale for all heads (Henry et al. 2020, as in Qwen3). Heads are whole, so the norm sends nothing; a norm over all
+    heads of a projection (as in OLMo 2) sums squares. Over `cp` it sends what `attend_over_context` sends.
 
     Communication, column_row:
-        forward   all_gather of x over tp; reduce_scatter of the result over tp
-        backward  the transposes
+        forward   all_gather of x over tp; reduce_scatter of the result over tp;
+                  all_reduce of q's squares over tp if heads are normed together;
+                  all_reduce of k's squares over tp if kv_heads are cut and normed together
+        backward  all_gather of the result's gradient over tp; reduce_scatter of x's gradient over tp;
+                  all_reduce of what q's norm needs over tp if heads are normed together;
+                  all_reduce of what k's norm needs over tp if kv_heads are cut and normed together
     Communication, scatter:
         forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of q and the result over tp;
                   reduce_scatter of k and v over tp if kv_heads are cut;
-                  all_reduce of k and v over tp if kv_heads are whole
-        backward  the transposes; all_reduce of the gradients of k and v over tp if kv_heads are whole
+                  all_reduce of k and v over tp if kv_heads are whole;
+                  all_reduce of q's squares over tp if heads are normed together;
+                  all_reduce of k's squares over tp if kv_heads are cut and normed together
+        backward  the transposes; all_reduce of the gradients of k and v over tp if kv_heads are whole;
+                  all_reduce of what q's norm needs over tp if heads are normed together;
+                  all_reduce of what k's norm needs over tp if kv_heads are cut and normed together
     """
 
     residual: str
@@ -138,6 +188,10 @@ class GQA(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of q, k and v; attention itself saves the input of `out`
     dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
+    score_cap: float = 0.0
+    sinks: bool = False
+    qk_norm_over: str = "head"  # or "projection"
+    qk_norm_after_rope: bool = False
     out_bias: bool = False  # of the output projection
 
     def setup(self):
@@ -151,14 +205,18 @@ class GQA(nn.Module):
         self.v = into_heads(kv, x, wide)
         back = self.family.back("heads/tp d_head")
         self.out = dense(back, out, self.residual, bias=self.out_bias, scale=self.out_scale)
-        norm = partial(RMSNorm, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
+        norm_of = HeadsNorm if self.qk_norm_over == "projection" else RMSNorm
+        norm = partial(norm_of, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
         self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
+        self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms
+        self.sink_logits = sink_logits(self) if self.sinks else None
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
-        sow_intermediates(self, context.mask, q, k, scale=self._scale, cache={"k": k, "v": v})
+        scores = dict(scale=self._scale, cap=self.score_cap, sinks=self.sink_logits)
+        sow_intermediates(self, context.mask, q, k, cache={"k": k, "v": v}, **scores)
         return self.out(self._attend(q, k, v, context.mask))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -178,16 +236,18 @@ class GQA(nn.Module):
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         x = self.q.input(x, part="norm", before=self.residual)
         q, k = self.q(x), self.k(x)
+        before, after = self.rotations
+        q, k = before(q, context.rope), before(k, context.rope)
         q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
-        q = checkpoint_name(rotate(q, context.rope), "q")
-        return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
+        q = checkpoint_name(after(q, context.rope), "q")
+        return q, checkpoint_name(after(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
 
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
+        scores = dict(scale=self._scale, kernel=self.kernel, cap=self.score_cap, sinks=self.sink_logits)
         if mask.cursor is not None:
-            return attend(q, k, v, mask, scale=self._scale, kernel=self.kernel)
-        form = self.family.context
-        return attend_over_context(form, q, k, v, mask, keys=SEQ, scale=self._scale, kernel=self.kernel)
+            return attend(q, k, v, mask, **scores)
+        return attend_over_context(self.family.context, q, k, v, mask, keys=SEQ, **scores)
 
     @property
     def _scale(self) -> float:
@@ -203,6 +263,12 @@ class GQA(nn.Module):
         return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
 
 
-def as_it_is(x: Array) -> Array:
+def sink_logits(layer: nn.Module) -> Array:
+    """Declare the sinks of a layer's heads."""
+    zeros = nn.initializers.zeros
+    return parameter(layer, "sinks", "heads/tp", layer.sizes, zeros, role="bias", part=ATTENTION)
+
+
+def as_it_is(x: Array, *others: Any) -> Array:
     """x, in the place of a layer that a model does not have."""
     return x

@@ -235,6 +235,12 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"model.kernel={model.kernel!r} needs {needs}{tried}, and these are {platform.upper()}s ({kind}); "
             f"use kernel in {{{fit}}}."
         )
+    if model.kernel in ("cudnn", "triton") and (model.score_cap or model.sinks):
+        key = "score_cap" if model.score_cap else "sinks"
+        raise ConfigError(
+            f"model.{key}={getattr(model, key)!r} is not in model.kernel={model.kernel!r}; use kernel='xla', or "
+            "'splash' on TPUs."
+        )
     width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
     if model.kernel == "triton" and width > TRITON_WIDEST:
         raise ConfigError(

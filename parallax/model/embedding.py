@@ -9,6 +9,7 @@ from jax import Array
 
 from parallax.config.sections import EMBEDDING, HEAD
 from parallax.model.dropout import Dropout
+from parallax.model.logits import PLAIN, LogitForm, scaled
 from parallax.model.norm import RMSNorm
 from parallax.model.padding import without_padding
 from parallax.sharding.activations import SEQ, with_rows
@@ -68,7 +69,7 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], en
 
 
 class Embedding(nn.Module):
-    """Table rows for token ids [B, S], which every `tp` rank holds; the result has the residual's layout.
+    """Table rows times `scale` for token ids [B, S], which every `tp` rank holds; the result has the residual's layout.
 
     An id outside of the vocab, such as an id of the padding, gets NaN.
 
@@ -87,6 +88,7 @@ class Embedding(nn.Module):
     entries: int  # of the vocab; the table's other rows are padding
     dtype: str
     dropout: float
+    scale: float = 1.0
 
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
@@ -99,7 +101,7 @@ class Embedding(nn.Module):
         rows *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
-        x = reshard(f"{partial} -> {residual}", rows)
+        x = reshard(f"{partial} -> {residual}", scaled(rows, self.scale))
         return Dropout(str(residual), self.sizes, self.dropout, site=0)(x, rows_B, key)
 
 
@@ -124,6 +126,7 @@ class Head(nn.Module):
     norm_eps: float
     tied: bool
     norm_of: Callable[..., nn.Module] = RMSNorm  # makes its norm
+    logit_form: LogitForm = PLAIN
 
     def setup(self):
         layout = str(with_rows(self.residual, self.rows))
@@ -136,9 +139,11 @@ class Head(nn.Module):
         return reshard(f"{before} -> {self.form.hidden(self.rows)}", self.norm(x))
 
 
-def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int) -> Array:
+def logits(
+    form: TableForm, rows: str, hidden: Array, table: Array, entries: int, logit_form: LogitForm = PLAIN
+) -> Array:
     """Logits in float32, sharded over the vocab or over the tokens as the form says; -inf for rows of padding."""
     names = ("batch", "seq", "vocab")
     out = einsum_layout([form.hidden(rows), form.table], names)
     padded = einsum(f"{form.hidden(rows)}, {form.table} -> {out}", hidden, table, dtype=jnp.float32)
-    return without_padding(padded, form.table, entries)
+    return without_padding(logit_form(padded), form.table, entries)

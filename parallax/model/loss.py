@@ -10,6 +10,7 @@ from jax import Array, lax
 from parallax.config.sections import LossConfig
 from parallax.errors import ConfigError, quoted
 from parallax.model.batch import IGNORED
+from parallax.model.logits import PLAIN, LogitForm
 from parallax.model.padding import without_padding
 from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
 from parallax.sharding.layout import Layout
@@ -49,15 +50,21 @@ def cross_entropy(
 
 
 def chunked_loss(
-    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, *, entries: int | None = None
+    config: LossConfig,
+    table: Layout,
+    table_VD: Array,
+    hidden_ND: Array,
+    labels_N: Array,
+    *,
+    entries: int | None = None,
+    logit_form: LogitForm = PLAIN,
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
-    losses_of = partial(_losses, config, table, entries)
+    losses_of = partial(_losses, config, table, entries, logit_form)
 
     def step(_, chunk):
         hidden_CD, labels_C = chunk
-        logits_CV = _logits(hidden_CD, table_VD)
-        return None, losses_of(logits_CV, labels_C).sum(axis=1)
+        return None, losses_of(_products(hidden_CD, table_VD), labels_C).sum(axis=1)
 
     return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
 
@@ -73,6 +80,7 @@ def chunked_loss_and_grads(
     *,
     entries: int | None = None,
     trained: bool = True,
+    logit_form: LogitForm = PLAIN,
 ) -> tuple[Array, Array | None, Array]:
     """The sums [2], and `weight` times the gradients of both losses with respect to table (float32) and hidden, chunk
     by chunk.
@@ -84,17 +92,17 @@ def chunked_loss_and_grads(
     every bound axis: its gradient is this device's share, which the caller sums once.
     """
 
-    losses_of = partial(_losses, config, table, entries)
+    losses_of = partial(_losses, config, table, entries, logit_form)
     wide = dict(preferred_element_type=jnp.float32)
 
     def step(grad_VD, chunk):
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
 
-        def summed_losses(logits_CV: Array) -> Array:
-            return losses_of(logits_CV, labels_C).sum(axis=1)
+        def summed_losses(products_CV: Array) -> Array:
+            return losses_of(products_CV, labels_C).sum(axis=1)
 
-        loss, pull = jax.vjp(summed_losses, _logits(hidden_CD, table_VD))
+        loss, pull = jax.vjp(summed_losses, _products(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)
@@ -108,10 +116,12 @@ def chunked_loss_and_grads(
     return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
 
 
-def _losses(config: LossConfig, table: Layout, entries: int | None, logits_CV: Array, labels_C: Array) -> Array:
+def _losses(
+    config: LossConfig, table: Layout, entries: int | None, logit_form: LogitForm, products_CV: Array, labels_C: Array
+) -> Array:
     """Both losses of each token, [2, C], as loss.name says. Raises ConfigError if a user's own have another shape."""
     loss = named("loss.name", config.name, {"cross_entropy": cross_entropy})
-    of_chunk = dict(logits_CV=logits_CV, labels_C=labels_C, table=table)
+    of_chunk = dict(logits_CV=logit_form(products_CV), labels_C=labels_C, table=table)
     losses = loss(**of_chunk, z_coefficient=config.z_coefficient, entries=entries)
     shape = getattr(losses, "shape", None)
     if shape != (2, len(labels_C)):
@@ -122,7 +132,7 @@ def _losses(config: LossConfig, table: Layout, entries: int | None, logits_CV: A
     return losses
 
 
-def _logits(hidden_CD: Array, table_VD: Array) -> Array:
+def _products(hidden_CD: Array, table_VD: Array) -> Array:
     with jax.named_scope(LOGITS):
         return jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
 

@@ -5,6 +5,7 @@ Symbols of the paper: c_KV latent, W_DKV down, W_UK up_k, W_UV up_v, W_KR k_rope
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from parallax.config.sections import ATTENTION, COMPUTE, FIXED
-from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
+from parallax.model.attention import attend, attend_over_context, sink_logits, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
@@ -73,6 +74,8 @@ class MLA(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of products that read latents; that of rotated keys saves x
     dense: Callable[..., Dense] | None = None  # makes its other projections than `Up`, if they are not Dense
+    score_cap: float = 0.0
+    sinks: bool = False
     out_bias: bool = False  # of the output projection
 
     def setup(self):
@@ -89,6 +92,7 @@ class MLA(nn.Module):
         self.up_k = of_latent()
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
+        self.sink_logits = sink_logits(self) if self.sinks else None
         settings |= dict(bias=self.out_bias, scale=self.out_scale)
         self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings)
 
@@ -100,9 +104,9 @@ class MLA(nn.Module):
         k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
         latents = self.up_k.input(latent)
         k, v = self._keys(latents, k_rope), checkpoint_name(self.up_v(latents), "kv")
-        form, mask, scale = self.family.context, context.mask, self._scale_of_scores
-        sow_intermediates(self, mask, q, k, scale=scale, cache={"latent": latent, "k_rope": k_rope})
-        seen = attend_over_context(form, q, k, v, mask, keys=self._seq_of_keys, scale=scale, kernel=self.kernel)
+        form, mask, scores = self.family.context, context.mask, self._scores
+        sow_intermediates(self, mask, q, k, cache={"latent": latent, "k_rope": k_rope}, **scores)
+        seen = attend_over_context(form, q, k, v, mask, keys=self._seq_of_keys, kernel=self.kernel, **scores)
         return self.out(seen)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -120,8 +124,7 @@ class MLA(nn.Module):
             latent, k_rope = cache["latent"], cache["k_rope"]
         latent = self.up_k.as_rounded(latent)
         k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
-        scale = self._scale_of_scores
-        seen = attend(q, k, latent[:, :, None], context.mask, scale=scale, kernel=self.kernel)
+        seen = attend(q, k, latent[:, :, None], context.mask, kernel=self.kernel, **self._scores)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:
@@ -139,9 +142,10 @@ class MLA(nn.Module):
         return self.temperature * self.sizes["d_qk"] ** -0.5
 
     @property
-    def _scale_of_scores(self) -> float:
-        """The factor that is left for scores after `_rotated`."""
-        return 1.0 if joins_by_adding() else self._scale
+    def _scores(self) -> dict[str, Any]:
+        """What becomes of scores; their scale is the factor that is left for them after `_rotated`."""
+        scale = 1.0 if joins_by_adding() else self._scale
+        return dict(scale=scale, cap=self.score_cap, sinks=self.sink_logits)
 
     def _query_layers(self) -> list[nn.Module]:
         if not self.sizes["d_latent_q"]:
@@ -179,7 +183,7 @@ class MLA(nn.Module):
             # The memory layout that the kernel reads; otherwise the product has seq last and is copied. The kernel also
             # needs scaled queries, and scaling here costs nothing.
             q = with_layout_constraint(q, HEADS_BEFORE_SEQ)
-            return rotate(q, context.rope, head=head, scale=self._scale)
+            return rotate(q, context.rope, scale=self._scale)
         q_head, q_rope = jnp.split(q, [head], axis=-1)
         return jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
 

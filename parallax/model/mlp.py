@@ -25,7 +25,8 @@ ACTIVATIONS = {
 
 
 class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`; input and output have the residual's layout.
+    """`down(activation(gate(x)) * up(x))`, and times `weight` [B, S, 1] if it is given; input and output have the
+    residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -49,7 +50,7 @@ class GatedMLP(nn.Module):
     bias: bool = False  # of each projection
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, weight: Array | None = None) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
@@ -59,6 +60,8 @@ class GatedMLP(nn.Module):
         x = gate.input(x, part="norm", before=self.residual)
         wide_gate, wide_up = gate(x), up(x)
         hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"), self.activation)
+        # Here, so that the result of the last product need not be saved for the weight's gradient.
+        hidden = hidden if weight is None else hidden * weight
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
     @property

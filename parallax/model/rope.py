@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
+from parallax.model.logits import scaled
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.compiler import swaps_in_place
 
@@ -30,7 +31,7 @@ class Rope(NamedTuple):
     @property
     def width(self) -> int:
         """Rotated dims of a head, an even number."""
-        return self.model.d_rope if self.model.attention == "mla" else self.model.d_head
+        return self.model.rotated
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each pair of dims, shape [width / 2]."""
@@ -72,9 +73,12 @@ class Rope(NamedTuple):
         return self.width * pairs / 2
 
 
-def rotate(x_BSHP: Array, tables: tuple[Array, Array], *, head: int = 0, scale: float = 1.0) -> Array:
-    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles. Its first `head` entries are not
-    rotated; the width is that of the others. All entries are multiplied by `scale`."""
+def rotate(x_BSHP: Array, tables: tuple[Array, Array], *, scale: float = 1.0) -> Array:
+    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles, which give the width; entries before the
+    last `width` are not rotated. All entries are multiplied by `scale`."""
+    head = x_BSHP.shape[-1] - 2 * tables[0].shape[-1]
+    if head == x_BSHP.shape[-1]:
+        return scaled(x_BSHP, scale)
     cos_BS1p, sin_BS1p = (table[:, :, None] for table in tables)
     # Marked as varying once: if x is the same on ranks whose tables differ, each product would sum its gradient.
     x_BSHP = as_varying(x_BSHP, varying_axes(cos_BS1p))

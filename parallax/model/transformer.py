@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from parallax.config.sections import (
     ATTENTION,
+    ATTENTION_CHOICES,
     BLOCKS,
     COMPUTE,
     DELAYED,
@@ -40,6 +41,7 @@ from parallax.model.dropout import Dropout
 from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
+from parallax.model.logits import LogitForm, scaled
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import mlps_of
@@ -109,21 +111,21 @@ class Block(nn.Module):
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        rows, key = context.rows_B, context.key
+        rows, key, factor = context.rows_B, context.key, self.model.residual_scale
         normed = self.of_norm(self.attention_norm(x))
         branch = self.attention_out_norm(self.of_out(self.attention(normed, context)))
-        after = self.of_sum(x + self.drop_attention(branch, rows, key))
+        after = self.of_sum(x + scaled(self.drop_attention(branch, rows, key), factor))
         normed = self.of_mlp_norm(self.mlp_norm(self._stream(x, normed, after)))
         branch = self.mlp_out_norm(self.of_down(self.mlp(normed, *self._for_mixtures(context))))
-        return after + self.drop_mlp(branch, rows, key)
+        return after + scaled(self.drop_mlp(branch, rows, key), factor)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens after cached ones; without dropout."""
-        normed = self.attention_norm(x)
+        normed, factor = self.attention_norm(x), self.model.residual_scale
         branch, cache = self.attention.decode(normed, context, cache)
-        after = x + self.attention_out_norm(branch)
+        after = x + scaled(self.attention_out_norm(branch), factor)
         branch = self.mlp(self.mlp_norm(self._stream(x, normed, after)), *self._for_mixtures(context))
-        return after + self.mlp_out_norm(branch), cache
+        return after + scaled(self.mlp_out_norm(branch), factor), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that `decode` caches."""
@@ -165,13 +167,14 @@ class Block(nn.Module):
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
-        shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
+        shared |= {"temperature": m.score_factor * Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
+        choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared, out_bias=m.out_bias)
+            return MLA(**shared, out_bias=m.out_bias, score_cap=m.score_cap, sinks=m.sinks)
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
-        return _made("model.attention", m.attention, {"gqa": partial(GQA, out_bias=m.out_bias)}, **shared)
+        return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 
     @property
     def _dense(self) -> Callable[..., Dense] | None:
@@ -212,9 +215,11 @@ class Parts(NamedTuple):
         """`rows` is the layout of the batch dim in embedding and head; for the other arguments and `options` see
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
-        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout)
+        scale = model.embedding_scale
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
         norm = named("model.norm", model.norm, norms_of(model))
-        head = Head(form, rows, residual, sizes, model.vocab, model.norm_eps, model.tied, norm)
+        shared = (form, rows, residual, sizes, model.vocab)
+        head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
         code = codes_by_name(model.kinds)
         block = dict(model=model, residual=residual, family=family, kv=kv, **options)
         blocks = {

@@ -71,20 +71,22 @@ class EmbedAndHead:
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered(HEAD)
-        arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
-        return chunked_loss(self.loss, self.parts.head.form.table, *arrays, entries=self.parts.head.entries)
+        arrays, head = (self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)), self.parts.head
+        return chunked_loss(self.loss, head.form.table, *arrays, entries=head.entries, logit_form=head.logit_form)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
         gradient with respect to y."""
-        weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
+        weights, head = self._gathered(HEAD), self.parts.head
+        home = EMBEDDING if head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
+        form = dict(entries=head.entries, logit_form=head.logit_form)
         loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self.parts.head.form.table, *arrays, earlier, entries=self.parts.head.entries, trained=trained
+            self.loss, head.form.table, *arrays, earlier, trained=trained, **form
         )
         of_head, dy = pull(d_hidden.reshape(hidden.shape))
         shares = {HEAD: {name: grad for name, grad in of_head.items() if name != "table"}}
@@ -98,7 +100,8 @@ class EmbedAndHead:
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, sharded as the embedding's form says."""
         weights, head = self._gathered(HEAD), self.parts.head
-        return logits(head.form, head.rows, self._hidden(weights, y), self._table(weights), head.entries)
+        arrays = self._hidden(weights, y), self._table(weights)
+        return logits(head.form, head.rows, *arrays, head.entries, head.logit_form)
 
     def _gathered(self, part: str) -> Any:
         return self.plan.use(self.weights[part], part)

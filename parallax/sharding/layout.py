@@ -40,6 +40,7 @@ DIMS = {
     "entries": "N",  # of several concatenated arrays
     "rows": "I",  # of any matrix
     "columns": "O",
+    "gates": "X",  # of a token: one number
     "operands": "A",  # of a product: input, weight, gradient of the output
 }
 

@@ -186,7 +186,7 @@ MOE = dict(layers=4, experts=4, layers_of="moe*4")
         (MOE | dict(mlp_bias=True), "model.mlp_bias=True does nothing"),
         (dict(mlp="squared:SquaredMLP", mlp_bias=True), "does nothing with model.mlp='squared:SquaredMLP'"),
         (dict(norm="mine:Norm", norm_bias=True), "which has parameters of its own"),
-        (dict(attention="mine:Attention", out_bias=True), "which makes its own"),
+        (dict(attention="mine:Attention", out_bias=True), "model.out_bias=True does nothing with"),
     ],
 )
 def test_a_choice_that_nothing_reads_is_refused_in_one_line(changes, message):

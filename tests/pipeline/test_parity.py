@@ -52,7 +52,7 @@ def grid(factors):
 
 def is_empty(case):
     ahead_of_all = case.get("prefetch") == 1 and case.get("policy", "zero3") not in ("lean", "zero3")
-    all_bubble = "mesh" in case and case["microbatches"] == 1 and case["mesh"][0] > 1
+    all_bubble = "mesh" in case and case.get("microbatches") == 1 and case["mesh"][0] > 1
     return ahead_of_all or all_bubble
 
 

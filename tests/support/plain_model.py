@@ -41,18 +41,22 @@ class PlainMixture(nn.Module):
     def __call__(self, x, row_weight):
         del row_weight
         m, params = self.model, self.variables["params"]
-        logits_BSE = x @ params["router"]["kernel"]
+        shift = params["router"]["shift"][None, None] if m.router_shift else 0
+        logits_BSE = x @ params["router"]["kernel"] + shift
         scores_BSE = jax.nn.sigmoid(logits_BSE) if m.router_score == "sigmoid" else jax.nn.softmax(logits_BSE)
         chosen_BSE, margin = plain_choice(m, scores_BSE + params["router"]["bias"].reshape(1, 1, -1))
         weights_BSE = scores_BSE * chosen_BSE
         if m.router_normalized:
             weights_BSE /= weights_BSE.sum(axis=-1, keepdims=True)
+        limit = m.expert_limit if m.expert_activation == "clamped" else None
         kernels = (params["experts"][name] for name in ("gate", "up", "down"))
         y = m.router_scale * sum(
-            weights_BSE[..., expert, None] * plain_mlp(x, *own) for expert, own in enumerate(zip(*kernels, strict=True))
+            weights_BSE[..., expert, None] * plain_mlp(x, *own, limit)
+            for expert, own in enumerate(zip(*kernels, strict=True))
         )
         if m.shared_experts:
-            y += plain_mlp(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+            gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
+            y += gate * plain_mlp(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
         share_BE = chosen_BSE.mean(axis=1) / m.experts_per_token
         mean_BE = (scores_BSE / scores_BSE.sum(axis=-1, keepdims=True)).mean(axis=1)
         balance = (m.experts * share_BE * mean_BE).sum(axis=-1).mean()
@@ -85,7 +89,10 @@ def best(scores, count):
     return (rank < count) * jnp.float32(1), margins.min(initial=jnp.inf)
 
 
-def plain_mlp(x, gate, up, down):
+def plain_mlp(x, gate, up, down, limit=None):
+    if limit:
+        gated, wide = jnp.minimum(x @ gate, limit), jnp.clip(x @ up, -limit, limit)
+        return (gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)) @ down
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
@@ -127,7 +134,8 @@ def plain_forward(model, params, batch, loss=None):
     x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.layer_kinds).kinds_in_places[:, 0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
-    return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32), notes
+    logits = model.logit_scale * jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
+    return model.logit_cap * jnp.tanh(logits / model.logit_cap) if model.logit_cap else logits, notes
 
 
 def plain_losses(model, params, batch, z_coefficient):

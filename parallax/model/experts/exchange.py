@@ -12,7 +12,6 @@ messages: parallax/model/experts/ragged.py. Tests hold both to the plain form, i
 import functools
 from collections.abc import Callable
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -42,7 +41,7 @@ def plain_exchange(
     x, weights, ids = _gathered("d_model", x), _gathered("entries", weights), _gathered("entries", ids)
     gate, up, down = (held.kernels for held in experts)
     weights_BSE = jnp.where(ids[..., None] == experts.ids()[None, None, None], weights[..., None], 0).sum(axis=2)
-    hidden = nn.silu(jnp.einsum("BSD,EDU->BSEU", x, gate)) * jnp.einsum("BSD,EDU->BSEU", x, up)
+    hidden = experts.activation(*(jnp.einsum("BSD,EDU->BSEU", x, kernels) for kernels in (gate, up)))
     y = jnp.einsum("BSEU,EUD,BSE->BSD", hidden, down, weights_BSE)
     return _with_shared(_scattered(y, residual), shared_experts)
 

@@ -16,6 +16,8 @@ from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, FIXED, 
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
+    SWIGLU,
+    Activation,
     gated,
     gated_by_group,
     has_kernel,
@@ -76,11 +78,12 @@ class Experts(nn.Module):
 
     def _held(self, name: str) -> "ExpertKernels":
         kernels, layout = getattr(self, name).astype(self.model.dtype), BACK if name == "down" else INTO
+        activation = Activation(self.model.expert_limit if self.model.expert_activation == "clamped" else 0.0)
         if self.matmul == COMPUTE:
-            return ExpertKernels(kernels)
+            return ExpertKernels(kernels, activation=activation)
         rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
         amax = product_of(self.matmul).amax(getattr(self, _scales_of(name)) if self._is_delayed else None)
-        return ExpertKernels(kernels, amax, rounded, self.matmul, layout)
+        return ExpertKernels(kernels, amax, rounded, self.matmul, layout, activation)
 
     @property
     def _is_delayed(self) -> bool:
@@ -119,6 +122,7 @@ class ExpertKernels(struct.PyTreeNode):
     rounded: Array | Operand | None = None
     form: str = struct.field(pytree_node=False, default=COMPUTE)
     layout: str = struct.field(pytree_node=False, default=INTO)
+    activation: Activation = struct.field(pytree_node=False, default=SWIGLU)  # behind the products of gate and up
 
     def input(self, x: Array) -> Operand:
         """The products' input, rounded."""
@@ -198,6 +202,11 @@ class HeldExperts(NamedTuple):
         return _summed(usual, x, weights_NK, experts, rows)
 
     @property
+    def activation(self) -> Activation:
+        """What stands between the products."""
+        return self.gate.activation
+
+    @property
     def count(self) -> int:
         """The number of experts."""
         return len(self.gate.kernels)
@@ -209,16 +218,16 @@ class HeldExperts(NamedTuple):
     def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
         """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
         if has_kernel(x):
-            return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E)
+            return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E, self.activation)
         gate, up = (kernels.times(x, sizes_E) for kernels in (self.gate, self.up))
-        return gate, up, gated(gate, up, weights_R1).astype(gate.dtype)
+        return gate, up, gated(gate, up, weights_R1, self.activation).astype(gate.dtype)
 
     def gated_gradients(
         self, dy: Operand, gate_RU: Array, up_RU: Array, weights_R1: Array, sizes_E: Array
     ) -> tuple[Array, Array, Array, Array]:
         """Gradients of the two products and of the weights, and the input of down, recomputed."""
         d_hidden = self.down.times(dy, sizes_E, transposed=True)
-        hidden, pull = jax.vjp(gated, gate_RU, up_RU, weights_R1)
+        hidden, pull = jax.vjp(partial(gated, activation=self.activation), gate_RU, up_RU, weights_R1)
         return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(d_hidden.dtype)
 
     def input_gradients(self, d_gate_RU: Array, d_up_RU: Array, sizes_E: Array) -> tuple[Array, ...]:

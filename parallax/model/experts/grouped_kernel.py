@@ -11,7 +11,7 @@ silu(gate) * up * weight is left to XLA, which reads gate and up where they are 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,6 +28,7 @@ from parallax.sharding.platform import platform_traced
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
+SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
 VMEM_BYTES = 48 * 2**20  # that a kernel for gated experts may fill: three quarters of the VMEM of v7x, the smallest
 
 
@@ -81,13 +82,30 @@ def has_kernel(x: Operand) -> bool:
 # ---- kernels for gated experts, which Pallas interprets on CPUs. Rows after the last group are undefined
 
 
-def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
-    """silu(gate) * up * weight, [R, U] in float32. No communication."""
-    return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
+class Activation(NamedTuple):
+    """What experts compute of gate and up: silu(gate) * up; with a `limit` that of gpt-oss, (up + 1) * gate *
+    sigmoid(1.702 gate) with gate at most the limit, and up between both signs of it."""
+
+    limit: float = 0.0
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """In the dtype of gate, float32. No communication."""
+        if not self.limit:
+            return nn.silu(gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * nn.sigmoid(SLOPE * gate) * (up + 1)
+
+
+SWIGLU = Activation()
+
+
+def gated(gate_RU: Array, up_RU: Array, weight_R1: Array, activation: Activation = SWIGLU) -> Array:
+    """`activation` of gate and up, times weight, [R, U] in float32. No communication."""
+    return activation(gate_RU.astype(jnp.float32), up_RU) * weight_R1
 
 
 def gated_by_group(
-    x_ND: Array, gate_EDU: Array, up_EDU: Array, weight_N1: Array, sizes_E: Array
+    x_ND: Array, gate_EDU: Array, up_EDU: Array, weight_N1: Array, sizes_E: Array, activation: Activation = SWIGLU
 ) -> tuple[Array, Array, Array]:
     """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype.
 
@@ -99,7 +117,7 @@ def gated_by_group(
 
     def end(up: Array, gate: Array, weight: Array) -> tuple[Array, ...]:
         up = up.astype(x_ND.dtype)
-        return up, gated(gate, up, weight)
+        return up, gated(gate, up, weight, activation)
 
     up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1])
     return gate, up, hidden

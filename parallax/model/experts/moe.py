@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 from einops import rearrange
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.model.dense import Dense
@@ -17,7 +18,11 @@ from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import bound_axis_sizes, reshard
+from parallax.sharding.einsum import einsum
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import parameter
+
+GATE = "d_model gates"
 
 
 class MoE(nn.Module):
@@ -27,7 +32,7 @@ class MoE(nn.Module):
     sent to them: see parallax/model/experts/exchange.py. With `chunk_tokens`, at most that many of a device's tokens
     (or one position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products
     of each chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's,
-    not W.
+    not W. With `model.shared_gate` the shared experts' output is times a sigmoid of the token (Qwen2-MoE).
     `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, omits the additional gradients of
     Router. Besides the communication of its router, its exchange and its shared experts:
 
@@ -53,6 +58,10 @@ class MoE(nn.Module):
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
         if model.shared_experts:
+            if model.shared_gate:
+                initial = nn.initializers.normal(model.d_model**-0.5)
+                what = dict(role="weight", part="shared")
+                self.shared_gate = parameter(self, "shared_gate", GATE, model.sizes, initial, **what)
             self.shared = GatedMLP(
                 self.residual,
                 self.family,
@@ -70,15 +79,22 @@ class MoE(nn.Module):
         whole = reshard(f"{self.residual} -> {activation('d_model')}", x)
         weights, ids = self.router(whole, row_weight)
         experts = self.experts()
+        gate = self._gate(whole) if self.model.shared_gate else None
 
         def shared(token: Array | None) -> Array:
-            return self.shared(ordered(x, token))
+            return self.shared(ordered(x, token), gate)
 
         shared_experts = shared if self.model.shared_experts else None
         # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
         if self.is_initializing():
             return x + shared(None) if shared_experts else x
         return self._in_chunks(experts, shared_experts, whole, weights, ids)
+
+    def _gate(self, whole: Array) -> Array:
+        """The factor of each token on its shared experts' output, [B, S, 1]."""
+        product = f"{activation('d_model')}, {GATE} -> {activation('gates')}"
+        logits = einsum(product, whole, self.shared_gate.astype(whole.dtype))
+        return jax.nn.sigmoid(checkpoint_name(logits, "router"))
 
     def _in_chunks(self, experts: HeldExperts, shared_experts: SharedExperts | None, *arrays: Array) -> Array:
         """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same

@@ -22,7 +22,8 @@ LEAST_SUM = 1e-20  # of the weights before they are normalised, since all sigmoi
 class Router(nn.Module):
     """Weights [B, S, K] in float32 and ids [B, S, K] of each token's K experts, highest score first.
 
-    Scores are a softmax over experts or sigmoids, in float32 at the highest precision. `bias` is added to them only for
+    Scores are a softmax over experts or sigmoids, in float32 at the highest precision; `shift` is a part of the logits.
+    `bias` is added to them only for
     the choice (DeepSeek-V3, section 2.1.2); among equal scores the lower id is chosen. With groups, only experts of the
     best groups are chosen: with softmax the score of a group is that of its best expert (DeepSeek-V2, section 2.1.2),
     with sigmoid the sum of its two best (DeepSeek-V3).
@@ -46,10 +47,14 @@ class Router(nn.Module):
         sizes, zeros = self.model.sizes, nn.initializers.zeros
         self.kernel = parameter(self, "kernel", "d_model experts", sizes, initial, role="weight", part="router")
         self.bias = parameter(self, "bias", "experts", sizes, zeros, role="counts", part="router")
+        if self.model.router_shift:
+            self.shift = parameter(self, "shift", "experts", sizes, zeros, role="bias", part="router")
 
     def __call__(self, x: Array, row_weight: Array | None) -> tuple[Array, Array]:
         product = f"{activation('d_model')}, d_model experts -> {activation('experts')}"
         logits_BSE = einsum(product, x.astype(jnp.float32), self.kernel, precision="highest")
+        if self.model.router_shift:
+            logits_BSE += self.shift[None, None]
         logits_BSE = checkpoint_name(logits_BSE, "router")
         sigmoid = self.model.router_score == "sigmoid"
         scores_BSE = jax.nn.sigmoid(logits_BSE) if sigmoid else jax.nn.softmax(logits_BSE, axis=-1)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
+from einops import rearrange, repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
@@ -30,12 +31,22 @@ FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 
 
-def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float) -> Array:
+def blockwise_attention(
+    q_BSHJ: Array,
+    k_BTGJ: Array,
+    v_BTGK: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
     """Softmax attention of each token to those that the mask shows it, [B, S, H, K], in q's dtype.
 
     Groups of H / G query heads share a key head. If the keys are fewer than the tokens of a row, too, they are those of
     this context rank, and the others come in a ring. Statistics and sums are float32. A ring of cp ranks makes cp - 1
-    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank.
+    hops; gradients of k and v, in float32, make one more hop at the end, back to their own rank. For `cap` and `sinks`
+    see `attend`: a sink is where the running maximum starts, with the weight 1.
 
     Communication, a hop:
         forward   permute of k and v over cp
@@ -48,7 +59,7 @@ def blockwise_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask,
     size = tokens_of_block(chunk)
     q, k, v = (_filled(x, x.shape[1] // chunk, size) for x in (q_BSHJ, k_BTGJ, v_BTGK))
     segments = _filled(mask.segments_BN, mask.segments_BN.shape[1] // chunk, size, of=FILLING)
-    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments))), scale)
+    out = _attention(*vary_alike((q, k, v, mask.replace(segments_BN=segments), sinks)), scale, cap)
     return out if chunk % size == 0 else _without_filling(out, _chunks(q_BSHJ, mask), chunk)
 
 
@@ -71,16 +82,20 @@ def tokens_of_block(tokens: int) -> int:
     return -(-tokens // -(-tokens // longest))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Array:
-    return _forward(q, k, v, mask, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, scale: float, cap: float) -> Array:
+    return _forward(q, k, v, mask, sinks, scale, cap)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Array, Any]:
-    blocks = _Blocks(q, k, mask, scale)
+def _forward(
+    q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, scale: float, cap: float
+) -> tuple[Array, Any]:
+    blocks = _Blocks(q, k, mask, scale, cap)
     q_blocks = blocks.of_queries(q)
     sums, top = _zeros(q_blocks, (*q_blocks.shape[:-1], v.shape[-1])), _zeros(q_blocks, q_blocks.shape[:-1]) + HIDDEN
     start = sums, top, _zeros(q_blocks, q_blocks.shape[:-1])
+    if sinks is not None:
+        start = sums, _zeros(q_blocks, top.shape) + blocks.of_heads(sinks), start[2] + 1
 
     def step(state: Any, sums: tuple, kv: Any, pair: Array) -> tuple[Any, tuple]:
         query, key = pair[0], pair[1]
@@ -97,12 +112,12 @@ def _forward(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> tuple[Ar
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
     logsumexp = top + jnp.log(total)
     out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
-    return out, (q, k, v, mask, out, logsumexp)
+    return out, (q, k, v, mask, sinks, out, logsumexp)
 
 
-def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, logsumexp = saved
-    blocks = _Blocks(q, k, mask, scale)
+def _backward(scale: float, cap: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, None, Array | None]:
+    q, k, v, mask, sinks, out, logsumexp = saved
+    blocks = _Blocks(q, k, mask, scale, cap)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -114,7 +129,8 @@ def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array,
         scores = blocks.scores(q_block, k_block, pair)
         weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
         d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
-        d_scores = (scale * weights * (d_weights - _read(row_sums, query)[..., None])).astype(q.dtype)
+        d_scores = scale * weights * (d_weights - _read(row_sums, query)[..., None])
+        d_scores = blocks.behind_cap(d_scores, scores).astype(q.dtype)
         dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
         dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
         dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
@@ -123,7 +139,11 @@ def _backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array,
     start, *sums = (_zeros(q_blocks, x.shape) for x in (q_blocks, *kv))
     dq, (dk, dv) = _run_hops(blocks.pairs(), step, start, kv, tuple(sums))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
-    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
+    d_sinks = None
+    if sinks is not None:
+        of_rows = -jnp.exp(blocks.of_heads(sinks) - logsumexp) * row_sums
+        d_sinks = blocks.of_tokens(of_rows[..., None]).sum(axis=(0, 1, 3)).astype(sinks.dtype)
+    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None, d_sinks
 
 
 _attention.defvjp(_forward, _backward)
@@ -132,8 +152,9 @@ _attention.defvjp(_forward, _backward)
 class _Blocks:
     """Tokens in blocks: [blocks, B, G, rows, ...]. Rows of queries are tokens times the heads of a group."""
 
-    def __init__(self, q: Array, k: Array, mask: Mask, scale: float):
+    def __init__(self, q: Array, k: Array, mask: Mask, scale: float, cap: float):
         self.size, self.scale, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), scale, mask
+        self.cap = cap
         self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
         self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
@@ -148,6 +169,9 @@ class _Blocks:
     def of_keys(self, x: Array) -> Array:
         return rearrange(x, "B (n b) G W -> n B G b W", b=self.size)
 
+    def of_heads(self, x_H: Array) -> Array:
+        return repeat(x_H, "(G H) -> 1 1 G (H b)", b=self.size, G=self.groups)
+
     def of_tokens(self, x: Array) -> Array:
         return rearrange(x, "n B G (H b) W -> B (n b) (G H) W", b=self.size)
 
@@ -158,7 +182,11 @@ class _Blocks:
         within = jnp.arange(self.size)
         places = (first_query * self.size + within)[:, None], (first_key * self.size + within)[None, :]
         seen = jnp.tile(self.mask.allows(*places, *segments), (1, self.heads, 1))[:, None]
-        return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
+        return jnp.where(seen, soft_capped(self.scale * _product("BGQJ,BGTJ->BGQT", q, k), self.cap), HIDDEN)
+
+    def behind_cap(self, d_scores: Array, scores: Array) -> Array:
+        """The gradient before the cap, whose slope is 1 - tanh^2; nothing where `scores` are HIDDEN."""
+        return d_scores * (1 - jnp.square(jnp.maximum(scores / self.cap, -1))) if self.cap else d_scores
 
 
 def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:

@@ -51,43 +51,53 @@ class Pull:
     unchanged; it is equal only to itself."""
 
     structure: Any
-    sources: tuple[int, ...]  # indices into q, k, v, arrays of the kernel, the output and the other residuals
+    sources: tuple[int, ...]  # indices into the operands, arrays of the kernel, the output and the other residuals
 
 
 KernelOf = Callable[[Array, Array, Mask], Any]  # of queries and keys
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def pallas_attention(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> Array:
-    """`kernel_of(q, k, mask)(q, k, v)`, with a gradient that saves what the kernel's own does, by name. Operands
-    vary over the same axes."""
-    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, mask))
+def pallas_attention(
+    kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None = None
+) -> Array:
+    """`kernel_of(q, k, mask)(q, k, v)`, also with `sinks` if there are any, with a gradient that saves what the
+    kernel's own does, by name. Operands vary over the same axes."""
+    operands = _operands(q, k, v, sinks)
+    return unchecked(lambda *operands: operands[-1](*operands[:-1]), *operands, kernel_of(q, k, mask))
 
 
-def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Any]:
-    def run(q: Array, k: Array, v: Array, kernel: Callable) -> tuple[Array, list[Array], Pull]:
-        out, pull = jax.vjp(kernel, q, k, v)
+def _operands(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
+    return (q, k, v) if sinks is None else (q, k, v, sinks)
+
+
+def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None) -> tuple[Array, Any]:
+    def run(*operands_and_kernel: Any) -> tuple[Array, list[Array], Pull]:
+        *operands, kernel = operands_and_kernel
+        out, pull = jax.vjp(kernel, *operands)
         leaves, structure = jax.tree.flatten(pull)
-        arrays = [q, k, v, *jax.tree.leaves(kernel), out]
+        arrays = [*operands, *jax.tree.leaves(kernel), out]
         others = [leaf for leaf in leaves if all(leaf is not x for x in arrays)]
         arrays += others
         sources = (next(index for index, x in enumerate(arrays) if x is leaf) for leaf in leaves)
         return out, others, Pull(structure, tuple(sources))
 
-    out, others, pull = unchecked(run, q, k, v, kernel_of(q, k, mask))
+    operands = _operands(q, k, v, sinks)
+    out, others, pull = unchecked(run, *operands, kernel_of(q, k, mask))
     out, others = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, others))
-    return out, (q, k, v, mask, out, others, pull)
+    return out, (operands, mask, out, others, pull)
 
 
-def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, others, pull = saved
+def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array | None, ...]:
+    operands, mask, out, others, pull = saved
 
     def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
         leaves = jax.tree.leaves(arrays)
         return jax.tree.unflatten(pull.structure, [leaves[index] for index in pull.sources])(dy)
 
     # The kernel's tables are recomputed, so that a layer saves none.
-    return *unchecked(run, dy, q, k, v, kernel_of(q, k, mask), out, others), None
+    dq, dk, dv, *d_sinks = unchecked(run, dy, *operands, kernel_of(*operands[:2], mask), out, others)
+    return dq, dk, dv, None, *(d_sinks or [None])
 
 
 pallas_attention.defvjp(_forward, _backward)

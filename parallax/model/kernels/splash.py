@@ -19,15 +19,25 @@ from parallax.sharding.zigzag import order_of, own_tokens
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
 
-def splash_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Mask, *, scale: float) -> Array:
+def splash_attention(
+    q_BSHJ: Array,
+    k_BTGJ: Array,
+    v_BTGK: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
     """Softmax attention of each token to those that the mask shows it, [B, S, H, K]. No communication.
 
     The kernel holds one block of scores at a time and skips those that the mask hides by the tokens' places alone. The
     backward pass recomputes them from q, k, v, the output and each row's logsumexp in float32. `S` is a multiple of
-    128, or of 256 if context ranks share the queries, since a block must not cross a chunk's border.
+    128, or of 256 if context ranks share the queries, since a block must not cross a chunk's border. For
+    `cap` and `sinks` see `attend`.
     """
-    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), mask)
-    return pallas_attention(_kernel_of, *vary_alike(arrays)).swapaxes(1, 2)
+    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), mask, sinks)
+    return pallas_attention(SplashKernelOf(cap), *vary_alike(arrays)).swapaxes(1, 2)
 
 
 def splash_block_tokens(seq: int, ranks: int = 1) -> int:
@@ -47,25 +57,30 @@ class SplashKernel(NamedTuple):
     of_row: Callable
     segments: splash.SegmentIds
 
-    def __call__(self, q: Array, k: Array, v: Array) -> Array:
-        return jax.vmap(self.of_row)(q, k, v, self.segments)
+    def __call__(self, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+        return jax.vmap(self.of_row, (0, 0, 0, 0, None))(q, k, v, self.segments, sinks)
 
 
-def _kernel_of(q: Array, k: Array, mask: Mask) -> SplashKernel:
-    """The kernel for queries [B, H, S, J] and keys [B, G, T, J]."""
-    (heads, queries), keys = q.shape[1:3], k.shape[2]
-    ranks, segments = keys // queries, mask.segments_BN
-    kernel = _kernel_of_all_ranks(heads, keys, ranks, mask.window, interpreted=platform_traced() == "cpu")
-    if ranks == 1:
-        return SplashKernel(kernel, splash.SegmentIds(segments, segments))
+class SplashKernelOf(NamedTuple):
+    """Makes the kernel for queries [B, H, S, J] and keys [B, G, T, J]."""
 
-    def of_this_rank(table: Array) -> Array:  # [queries], or [1, blocks of queries, blocks of keys]
-        dim = table.ndim // 2
-        size = table.shape[dim] // ranks
-        return lax.dynamic_slice_in_dim(table, lax.axis_index(CONTEXT_AXIS) * size, size, dim)
+    cap: float
 
-    kernel = jax.tree.map(of_this_rank, kernel)
-    return SplashKernel(kernel, splash.SegmentIds(own_tokens(segments, axis=1), segments))
+    def __call__(self, q: Array, k: Array, mask: Mask) -> SplashKernel:
+        (heads, queries), keys = q.shape[1:3], k.shape[2]
+        ranks, segments = keys // queries, mask.segments_BN
+        interpreted = platform_traced() == "cpu"
+        kernel = _kernel_of_all_ranks(heads, keys, ranks, mask.window, self.cap, interpreted=interpreted)
+        if ranks == 1:
+            return SplashKernel(kernel, splash.SegmentIds(segments, segments))
+
+        def of_this_rank(table: Array) -> Array:  # [queries], or [1, blocks of queries, blocks of keys]
+            dim = table.ndim // 2
+            size = table.shape[dim] // ranks
+            return lax.dynamic_slice_in_dim(table, lax.axis_index(CONTEXT_AXIS) * size, size, dim)
+
+        kernel = jax.tree.map(of_this_rank, kernel)
+        return SplashKernel(kernel, splash.SegmentIds(own_tokens(segments, axis=1), segments))
 
 
 class PlacesMask(splash.CausalMask):
@@ -96,7 +111,7 @@ class PlacesMask(splash.CausalMask):
 
 
 @functools.cache
-def _kernel_of_all_ranks(heads: int, seq: int, ranks: int, window: int, interpreted: bool) -> Callable:
+def _kernel_of_all_ranks(heads: int, seq: int, ranks: int, window: int, cap: float, interpreted: bool) -> Callable:
     """The kernel of all context ranks: its tables are concatenated in the order of the ranks. Pallas interprets it on
     CPUs."""
     size = splash_block_tokens(seq, ranks)
@@ -110,5 +125,6 @@ def _kernel_of_all_ranks(heads: int, seq: int, ranks: int, window: int, interpre
             block_sizes=splash.BlockSizes(**forward, **backward),
             head_shards=1,
             q_seq_shards=ranks,
+            attn_logits_soft_cap=cap or None,
             interpret=interpreted,
         )

@@ -1,0 +1,92 @@
+"""What a block can say of its attention, its factors and its mixture: each choice gives the plain model's loss
+and gradients on every mesh. What an update makes of gradients has nothing to do with these choices."""
+
+import jax
+import numpy as np
+import pytest
+from support.pairwise import pairwise_cases
+from support.plain_model import plain_losses_and_grad
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, params_of
+from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, grid, leaf_errors
+
+NORMED = dict(attention="gqa", qk_norm=True)
+CHOICES = {
+    "attention_scale": dict(attention_scale=0.5),
+    "score_cap": dict(score_cap=2.0),
+    "sinks": dict(sinks=True),
+    "embedding_scale": dict(embedding_scale=3.0),
+    "residual_scale": dict(residual_scale=0.7),
+    "logit_scale": dict(logit_scale=1.5),
+    "logit_cap": dict(logit_cap=2.0),
+    "rope_fraction": dict(attention="gqa", rope_fraction=0.5),
+    "no positions": dict(attention="gqa", rope_fraction=0.0),
+    "norm over heads": NORMED | dict(qk_norm_over="projection"),
+    "norm after rope": NORMED | dict(qk_norm_after_rope=True),
+    "norm over heads after rope": NORMED | dict(qk_norm_over="projection", qk_norm_after_rope=True),
+    "router_shift": dict(layers_of="moe*4", router_shift=True),
+    "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
+    "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
+}
+EXPERTS = dict(experts=4, experts_per_token=2, d_expert=16)
+ALL = {key: value for choice in CHOICES.values() for key, value in choice.items()} | dict(rope_fraction=0.5)
+ALL |= dict(layers_of="(dense moe)*2", attention_scale=0.9)
+CUT = dict(layers=4, attention="mla", residual=SEQ_CUT, tensor_parallel="column_row", embedding="vocab_parallel")
+CUT |= dict(tied=False, microbatches=4, remat="layer", policy="zero3", prefetch=0, reduce="float32") | EXPERTS
+RING = dict(mesh=(1, 1, 2, 1, 2), context="ring")
+
+
+def check(choice, **how):
+    model, batch = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice)), make_batch()
+    params = params_of(model)
+    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(params, batch))
+    losses, expected = plain_losses_and_grad(model.config, params, batch, Z_COEFFICIENT)
+    np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
+    # The place of a router's load is empty where nothing reads it.
+    expected = jax.tree.map(lambda actual, leaf: leaf if actual.size else actual, grads, expected)
+    grads, expected = ([leaf for leaf in jax.tree.leaves(tree) if leaf.size] for tree in (grads, expected))
+    wrong = {name: error for name, error in leaf_errors(grads, expected).items() if not error <= GRADIENT_ERROR}
+    assert wrong == {}
+
+
+def test_all_choices_together_give_the_plain_models_gradients():
+    check(ALL, **RING)
+
+
+# Axes pp, dp, tp, replica, cp, ep.
+AXES = {
+    "pp": dict(mesh=(4, 1, 1), schedule="zero_bubble", remat="attention"),
+    "dp": dict(mesh=(1, 2, 2), policy="lean", tensor_parallel="scatter", residual=HIDDEN_CUT),
+    "tp": dict(mesh=(1, 1, 4), embedding="all_to_all", remat="none"),
+    "more ranks than kv_heads": dict(mesh=(1, 1, 8), tensor_parallel="scatter", kv_heads=2),
+    "ring": RING,
+    "ulysses": dict(mesh=(1, 1, 2, 1, 2), context="ulysses", tied=True),
+    "all_gather": dict(mesh=(2, 1, 1, 1, 2), context="all_gather", schedule="one_f_one_b"),
+    "ep": dict(mesh=(2, 1, 2, 1, 1, 2), schedule="dualpipe_v"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", CHOICES)
+def test_each_choice_gives_the_plain_models_gradients_on_each_axis(name, axis):
+    check(CHOICES[name], **AXES[axis])
+
+
+# Each is on or off; those of one key exclude each other.
+SWITCHES = {
+    "scores": ["", "score_cap", "sinks"],
+    "factor": ["", "attention_scale", "residual_scale", "embedding_scale"],
+    "logits": ["", "logit_scale", "logit_cap"],
+    "rope": ["", "rope_fraction", "no positions"],
+    "norm": ["", "norm over heads", "norm after rope", "norm over heads after rope"],
+    "mixture": ["", "router_shift", "shared_gate", "clamped"],
+    "axis": [*AXES],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise_cases(grid(SWITCHES)), ids=lambda case: "-".join(filter(None, case.values())))
+def test_pairs_of_choices_give_the_plain_models_gradients_on_each_axis(case):
+    *names, axis = case.values()
+    choice = {key: value for name in names for key, value in CHOICES.get(name, {}).items()}
+    check(choice, **AXES[axis])
