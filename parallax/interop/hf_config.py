@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from parallax.config.sections import ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
-from parallax.interop.hf_architectures import ABSENT_FIELDS, ARCHITECTURES, DIFFERING, Architecture, Mixture
+from parallax.interop.hf_architectures import (
+    ABSENT_FIELDS,
+    ARCHITECTURES,
+    DIFFERING,
+    INVERSE,
+    PLAIN_CHOICES,
+    TIMES_D_EXPERT,
+    Architecture,
+    Mixture,
+)
 from parallax.model.rope import Rope
 from parallax.user_code import settings_text
 
@@ -209,15 +218,17 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         model |= _read_mixture(fields, kind.mixture, model)
     if kind.windows:
         model |= _read_windows(fields, kind, model)
+    model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
-    model |= _read_rope(fields, context, model["attention"], kind.absent.get("rope_theta", DEFAULT_THETA))
+    theta = kind.absent.get("rope_theta", DEFAULT_THETA)
+    model |= _read_rope(fields, context, model["attention"], theta, kind.rotated)
     interleaved = kind.interleaved == "always"
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
     further = max(fields.read(name, int, 0, least=0) for name in FURTHER_LAYERS)
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
-    fields.ignore(HARMLESS.split())
+    fields.ignore([*HARMLESS.split(), *kind.ignored])
     fields.end()
     notes = (*fields.notes, *_notes(model, block, further))
     return HfConfig(names[0], model, context, interleaved, block, further, notes)
@@ -229,7 +240,11 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
         default = absent.get(name, NEEDED)
         if name == "head_dim" and default is NEEDED and model["d_model"] % model["heads"] == 0:
             default = model["d_model"] // model["heads"]
-        value = fields.read(name, TYPES[key], model[default] if isinstance(default, str) else default)
+        default = model[default] if isinstance(default, str) else default
+        if key in INVERSE:
+            model[key.removeprefix("1 / ")] = 1 / fields.read(name, float, default)
+            continue
+        value = fields.read(name, TYPES[key], default)
         if model.setdefault(key, value) != value:
             fields.refuse(name, value, _in_json(model[key]))
 
@@ -254,6 +269,12 @@ def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) ->
     known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
     known["intermediate_size"] = model["d_ff"]  # which was taken
     for name, key in mixture.fields.items():
+        if key in TIMES_D_EXPERT:
+            width = fields.read(name, int, known.get(name, NEEDED), least=0)
+            if width % keys["d_expert"]:
+                fields.refuse(name, width, f"a multiple of the experts' {keys['d_expert']}")
+            keys["shared_experts"] = width // keys["d_expert"]
+            continue
         keys[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
     fields.only(mixture.other_name, None, keys["experts"])
     return {"layers_of": layers} | keys
@@ -309,7 +330,8 @@ def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) 
     """The keys of windows. If only some layers have one, max_window_layers or layer_types says which."""
     layers = model["layers"]
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
-    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent)
+    least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
+    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
     full, of_some = 0, kind.windows.startswith("some")
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
@@ -345,8 +367,9 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta.
+def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotated: float | None) -> dict[str, Any]:
+    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta, and `rotated` of
+    partial_rotary_factor; None if heads are rotated whole.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
@@ -359,9 +382,13 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> di
     kind = scaling.take("rope_type", scaling.take("type", "default"))
     if kind not in tuple(ROPE_FIELDS):
         scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
-    for each in (fields, scaling):
-        each.only("partial_rotary_factor", 1)
     keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
+    if rotated is None:
+        for each in (fields, scaling):
+            each.only("partial_rotary_factor", 1)
+    else:
+        part = fields.read("partial_rotary_factor", float, rotated, least=0)
+        keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part, least=0)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
     _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
@@ -398,8 +425,9 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[
     return {"rope_temperature": magnitude**2}
 
 
-def rope_json(model: ModelConfig) -> dict[str, Any]:
-    """rope_theta and, if needed, rope_scaling, in the form that all versions of `transformers` read.
+def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
+    """rope_theta and, if needed, rope_scaling and partial_rotary_factor, in the form that all versions of
+    `transformers` read.
 
     Raises:
         ConfigError: these fields cannot describe the model.
@@ -411,8 +439,9 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={kind!r}; use 0 and 1.0, or rope_scaling='yarn'"
         )
+    part = {"partial_rotary_factor": model.rope_fraction} if ARCHITECTURES[architecture].rotated else {}
     if kind == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+        return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
@@ -427,7 +456,7 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
                 )
             weight = (math.sqrt(temperature) - 1) / (0.1 * math.log(model.rope_factor))
             scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling} | part
 
 
 def context_of(model: ModelConfig, known: int) -> int:
@@ -474,11 +503,11 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
     return {
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
-        **{field: getattr(model, key) for field, key in ARCHITECTURES[name].fields.items()},
+        **{field: _value_of(key, model) for field, key in ARCHITECTURES[name].fields.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
-        **rope_json(model),
+        **rope_json(model, name),
         **_window_fields(name, model.windows),
         **_mixture_fields(ARCHITECTURES[name].mixture, model),
         **(of_latents if model.attention == "mla" else {}),
@@ -497,7 +526,10 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
-    keys = kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
+    read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
+    read += ["rope_fraction"] if kind.rotated else []
+    keys = {key: getattr(ModelConfig, key) for key in (*PLAIN_CHOICES, "rope_fraction") if key not in read}
+    keys |= kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
     if not kind.windows and any(model.windows):
         yield "no window"
     if not kind.windows.startswith("some") and len({*model.windows}) > 1:
@@ -514,6 +546,15 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
             yield "experts from a layer on"
 
 
+def _value_of(key: str, model: ModelConfig) -> Any:
+    """The value of a field that stands for a key."""
+    if key in INVERSE:
+        return 1 / getattr(model, key.removeprefix("1 / "))
+    if key == "attention_scale":  # they have no default that depends on the width
+        return model.attention_scale or model.d_head**-0.5
+    return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key)
+
+
 def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json for a model's layers of experts."""
     if mixture is None:
@@ -522,7 +563,7 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
     content = {"first_k_dense_replace": kinds.index("moe")} if mixture.dense == "first" else {}
     if "moe" not in model.layer_kinds:
         return content
-    content |= {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
+    content |= {name: _value_of(key, model) for name, key in mixture.fields.items()} | mixture.only
     if mixture.dense == "some":
         dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -570,8 +611,8 @@ def _has_one_rope(model: ModelConfig) -> bool:
 
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """Differences between a model and a config.json, in words; keys of context extension may differ."""
-    free = ("rope_", "sliding_window", "kinds")
-    fixed = {key: value for key, value in config.model.items() if not key.startswith(free)}
+    free = ("sliding_window", "kinds", *(key for key in ROPE_DEFAULTS if key != "rope_fraction"))
+    fixed = {key: value for key, value in config.model.items() if key not in free}
     fixed["layers_of"] = layers_of(_of_file(config).layer_kinds)
     here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.layer_kinds)}
     differing = [f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v]

@@ -421,7 +421,7 @@ LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalL
 MIXTRAL, QWEN3_MOE, V2 = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"
 SOME = {"first_k_dense_replace": 1}
 REFUSED = {
-    "an architecture": (LLAMA, {"architectures": ["Phi3ForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
+    "an architecture": (LLAMA, {"architectures": ["MptForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
@@ -597,15 +597,15 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
 
 MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
-    "biases and norms": (
-        dict(attention="gqa", qkv_bias=True, qk_norm=True),
-        "Qwen2ForCausalLM has model.qk_norm=False; Qwen3ForCausalLM has model.qkv_bias=False; ",
+    "biases and a cap": (
+        dict(attention="gqa", qkv_bias=True, score_cap=30.0),
+        "Qwen2ForCausalLM has model.score_cap=0.0; Qwen3ForCausalLM has model.score_cap=0.0, model.qkv_bias=False, ",
     ),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "V3ForCausalLM has model.qkv_bias=False; "),
     "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has no window; "),
-    "sigmoids of grouped heads": (
-        dict(MOE, router_score="sigmoid"),
-        "LlamaForCausalLM has no experts; .* MixtralForCausalLM has model.router_score='softmax'; ",
+    "clamped experts": (
+        dict(MOE, expert_activation="clamped"),
+        "LlamaForCausalLM has model.expert_activation='swiglu', no experts; ",
     ),
     "shared experts of grouped heads": (
         dict(MOE, shared_experts=1),
