@@ -78,8 +78,7 @@ def get_config() -> ConfigDict:
     config.model.score_cap = 0.0  # soft cap on scores: each becomes cap * tanh(score / cap); 0: none
     config.model.sinks = False  # a trained logit of each head that softmax counts beside the scores, without a value
     config.model.rope_theta = 10000.0  # base of the wavelengths of rotary position embeddings
-    # gqa: part of a head's dims that is rotated, the last of them; 0: none, so the model knows no positions
-    config.model.rope_fraction = 1.0
+    config.model.rope_fraction = 1.0  # gqa: part of a head's dims that is rotated, the last of them
     # "none" | "linear" | "yarn" | "llama3": extends the context beyond the length in training
     config.model.rope_scaling = "none"
     config.model.rope_factor = 1.0  # factor by which the scaling extends the context; 1 or more

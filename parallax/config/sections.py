@@ -193,11 +193,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     score_cap: float = key(0.0, "soft cap on scores: each becomes cap * tanh(score / cap); 0: none")
     sinks: bool = key(False, "a trained logit of each head that softmax counts beside the scores, without a value")
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary position embeddings", least=1 + 1e-6)
-    rope_fraction: float = key(
-        1.0,
-        "gqa: part of a head's dims that is rotated, the last of them; 0: none, so the model knows no positions",
-        most=1,
-    )
+    rope_fraction: float = key(1.0, "gqa: part of a head's dims that is rotated, the last of them", least=1e-6, most=1)
     rope_scaling: str = key(
         "none", "extends the context beyond the length in training", choices=("none", "linear", "yarn", "llama3")
     )
@@ -295,7 +291,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             for name in ("d_latent", "d_rope"):
                 check_whole(f"model.{name}", getattr(self, name), least=1)
             self._check_reads_no(OF_GQA, "model.attention='mla', which rotates d_rope dims and norms its latents")
-        if self.rotated % 2:
+        if self.rotated % 2 or not self.rotated:
             written = f"d_rope={self.d_rope}" if self.attention == "mla" else f"d_head={self.d_head}"
             part = f" with rope_fraction={self.rope_fraction} rotates {self.rotated} dims, and" * (
                 self.rope_fraction < 1

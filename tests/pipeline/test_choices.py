@@ -19,7 +19,7 @@ CHOICES = {
     "logit_scale": dict(logit_scale=1.5),
     "logit_cap": dict(logit_cap=2.0),
     "rope_fraction": dict(attention="gqa", rope_fraction=0.5),
-    "no positions": dict(attention="gqa", rope_fraction=0.0),
+    "no positions": dict(rope=False),
     "norm over heads": NORMED | dict(qk_norm_over="projection"),
     "norm after rope": NORMED | dict(qk_norm_after_rope=True),
     "norm over heads after rope": NORMED | dict(qk_norm_over="projection", qk_norm_after_rope=True),
