@@ -169,7 +169,7 @@ def report(
             program = step.lower(rows, seq).compile()
         with waiting("reading the compiled step"):
             made = read_step(program, model, seq=seq)
-            text = annotated(program.as_text(), model, seq=seq) if annotate else ""
+            text = annotated(program.as_text(), model, made.collectives) if annotate else ""
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.config.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))
