@@ -110,10 +110,20 @@ class Report:
 
     def to_html(self) -> str:
         """A self-contained page."""
-        return report_page(self)
+        total = sum(call.total_bytes for call in self.sent)
+        facts = {
+            "A device sends": in_bytes(total),
+            "for each token": in_bytes(total / self.tokens),
+            "Memory, predicted": in_bytes(self.peak),
+            "MFU at most": percent(self.flops.mfu_ceiling),
+        }
+        title = f"{self.name}: what a step sends, stores and computes"
+        return html_page(title, report_heading(self), facts, sections_of(self))
 
     def __repr__(self) -> str:
-        return report_text(self)
+        first, *rest = report_heading(self)
+        sections = [TitledTables("", first, rest), *sections_of(self)]
+        return "\n\n".join("\n".join(section_text(section)) for section in sections)
 
     def _repr_html_(self) -> str:
         return in_frame(self.to_html())
@@ -159,7 +169,7 @@ def report(
             program = step.lower(rows, seq).compile()
         with waiting("reading the compiled step"):
             made = read_step(program, model, seq=seq)
-            text = annotated(program.as_text(), model, seq=seq) if annotate else ""
+            text = annotated(program.as_text(), model, made.collectives) if annotate else ""
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.config.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))
@@ -254,26 +264,6 @@ def shares_of_flops(flops: Flops) -> list[tuple[str, float, float]]:
 def axes_order(axes: tuple[str, ...]) -> tuple:
     """A key that sorts single axes in mesh order, then pairs."""
     return len(axes), [ALL_AXES.index(axis) for axis in axes]
-
-
-def report_text(report: Report) -> str:
-    """The report as text."""
-    first, *rest = report_heading(report)
-    sections = [TitledTables("", first, rest), *sections_of(report)]
-    return "\n\n".join("\n".join(section_text(section)) for section in sections)
-
-
-def report_page(report: Report) -> str:
-    """The report as an HTML page."""
-    total = sum(call.total_bytes for call in report.sent)
-    facts = {
-        "A device sends": in_bytes(total),
-        "for each token": in_bytes(total / report.tokens),
-        "Memory, predicted": in_bytes(report.peak),
-        "MFU at most": percent(report.flops.mfu_ceiling),
-    }
-    title = f"{report.name}: what a step sends, stores and computes"
-    return html_page(title, report_heading(report), facts, sections_of(report))
 
 
 def report_heading(report: Report) -> list[str]:

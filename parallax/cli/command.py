@@ -147,9 +147,11 @@ def read_line(
 
 def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], reads: Collection[str] = OF_A_RUN) -> Line:
     """The same for a program that works on the run in --workdir, whose config it uses."""
-    workdir = written(argv, "workdir") or ""
+    workdir = written(argv, "workdir")
+    if not workdir:
+        raise ConfigError("--workdir is required: the folder of the run")
     saved = RunFiles(workdir).config
-    if not workdir or not saved.is_file():
+    if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     return read_line(argv, program_flags, config=saved, reads=reads)
 

@@ -23,7 +23,7 @@ with loading(__name__, sys.stderr):
     from parallax.data import Reader, open_reader
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
-    from parallax.errors import ConfigError, DataError, tell
+    from parallax.errors import DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.batches import put_on, saved_cache
@@ -85,15 +85,12 @@ def main(argv: Sequence[str]) -> int:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, evaluate, and print the result to stdout and everything else to stderr."""
-    workdir = written(argv, "workdir")
-    if not workdir:
-        raise ConfigError("--workdir is required: the folder of the run")
     of_data = ("data.cache",) if written(argv, "data") else OF_DATA
     line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *of_data))
     settings = read_settings(line.config)
     mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
-    result = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
+    result = evaluate(Path(line.values["workdir"]), settings, data=line.values["data"], step=None if step < 0 else step)
     print(result.to_json() if line.values["json"] else result)
 
 

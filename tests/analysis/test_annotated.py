@@ -8,7 +8,8 @@ from support.hlo_examples import CHAIN
 from support.tiny_model import ROWS, SEQ, build, optimizer_config
 
 import parallax as px
-from parallax.analysis.compiled.annotated import MARK, annotated_text
+from parallax.analysis.compiled.annotated import MARK, annotated
+from parallax.analysis.compiled.program import read_hlo_text
 from parallax.analysis.traced.trace import PACKAGE
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainStep
@@ -70,6 +71,10 @@ metadata={{op_name="jit(train_step)/shard_map/(gradients/psum_invariant:psum_inv
 metadata={{op_name="{B}/gradients/mlp/gate/reduce_scatter"}}
 }}
 """
+
+
+def annotated_text(text, model):
+    return annotated(text, model, read_hlo_text(text, model.mesh, None, model.load).collectives)
 
 
 def notes_of(text):

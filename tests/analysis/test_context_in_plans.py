@@ -17,7 +17,7 @@ from parallax.analysis.planned.plan import plan_heading, sweep_table
 from parallax.analysis.planned.step_time import predict
 from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.planned.topology import read_topology
-from parallax.analysis.report import report, report_text
+from parallax.analysis.report import report
 from parallax.analysis.traced.collectives import bytes_by
 from parallax.analysis.traced.flops import flops_breakdown
 from parallax.analysis.traced.memory import memory
@@ -259,7 +259,7 @@ def test_plans_and_reports_name_the_axis_and_the_form():
     model = build((1, 2, 1, 1, 4), context="ring")
     step = TrainStep(model, adamw(model), 0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
-    text = report_text(report(step, batch, name="long", compiled=False))
+    text = str(report(step, batch, name="long", compiled=False))
     assert "pp=1 dp=2 cp=4 tp=1 on 8 devices" in text and re.search(r"^cp\n +permute", text, re.MULTILINE)
 
 

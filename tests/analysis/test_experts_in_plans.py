@@ -15,7 +15,7 @@ from parallax.analysis.planned.plan import plan, plan_heading, sweep_table
 from parallax.analysis.planned.step_time import predict
 from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.planned.topology import read_topology
-from parallax.analysis.report import report, report_text
+from parallax.analysis.report import report
 from parallax.analysis.traced.collectives import bytes_by
 from parallax.analysis.traced.memory import memory
 from parallax.config.sections import MeshConfig
@@ -133,7 +133,7 @@ def test_plans_and_reports_name_the_axis():
     assert "pp=1 dp=2 ep=4 tp=1" in repr(model)
     step = TrainStep(model, adamw(model), 0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
-    text = report_text(report(step, batch, name="wide", compiled=False))
+    text = str(report(step, batch, name="wide", compiled=False))
     assert "pp=1 dp=2 ep=4 tp=1 on 8 devices" in text and re.search(r"^dp, ep\n +all-gather", text, re.MULTILINE)
 
 

@@ -225,7 +225,7 @@ def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverge
 @pytest.mark.parametrize(
     ("arguments", "message", "status"),
     [
-        (["--step=3"], "--workdir= is not the folder of a run", 3),
+        (["--step=3"], "--workdir is required: the folder of the run", 2),
         (["--workdir=nowhere", "--step=3"], "--workdir=nowhere is not the folder of a run", 3),
         (["--workdir={run}"], "--step=0 is not a step of this run; use 1 to train.steps=10", 2),
         (["--workdir={run}", "--step=11"], "--step=11 is not a step of this run; use 1 to train.steps=10", 2),

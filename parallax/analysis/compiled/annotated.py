@@ -16,17 +16,7 @@ from parallax.analysis.compiled.hlo import (
     of_update,
     parse_hlo,
 )
-from parallax.analysis.compiled.program import (
-    CompiledCollective,
-    Shares,
-    chained,
-    costs_of,
-    gpu_of,
-    instruction_flops,
-    module_path,
-    read_hlo_text,
-    shares_of,
-)
+from parallax.analysis.compiled.program import CompiledCollective, chained, instruction_flops, module_path
 from parallax.analysis.traced.trace import Origin, shown_file
 from parallax.display.units import in_bytes, in_flops
 from parallax.model.loss import LOGITS
@@ -159,17 +149,11 @@ def op_names_of(source: str) -> list[str]:
     return [joined[1] + name for name in joined[2].split(":")] if joined else [source]
 
 
-def annotated(text: str, model: ShardedModel, *, seq: int) -> str:
-    """The text of a compiled step of this model on rows of `seq` tokens, with a line above each collective and each
+def annotated(text: str, model: ShardedModel, collectives: Iterable[CompiledCollective]) -> str:
+    """The text of a compiled step of this model, which has these collectives, with a line above each of them and each
     large product: the parameter or the part of a layer that it belongs to, the mesh axes, the pass, how much is sent or
     computed, and the line of code. Without these lines the text is what it was."""
-    return annotated_text(text, model, shares_of(model.schedule, costs_of(model.config, model.pipeline.remat, seq=seq)))
-
-
-def annotated_text(text: str, model: ShardedModel, shares: Shares | None = None) -> str:
-    module, names = parse_hlo(text), Names(text, model)
-    read = read_hlo_text(text, model.mesh, shares, model.load, gpu_of(model.mesh))
-    calls = {call.op: call for call in read.collectives}
+    module, names, calls = parse_hlo(text), Names(text, model), {call.op: call for call in collectives}
     notes = {(home.name, op.name): note for home, op, note in _notes(module, names, calls)}
     lines, home = [], ""
     for line in text.splitlines(keepends=True):
