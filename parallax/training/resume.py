@@ -42,8 +42,7 @@ USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's fil
 CORPUS, TOKENIZER = "corpus.fingerprint", "corpus.tokenizer"
 CONTINUE_FROM = "train.continue_from"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
-# Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
-# seq.
+# Keys of a model that may change: how it is computed, context extension, and what a token attends to.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
 
 

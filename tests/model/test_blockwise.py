@@ -276,6 +276,10 @@ def test_a_ring_leaves_out_ranks_of_which_no_token_sees_any(window, moves):
     sent = [e.params["perm"] for e in equations(run, *arrays("gqa", 256)[:3]) if e.primitive.name == "ppermute"]
     distances = [(perm[0][1] - perm[0][0]) % 8 for perm in sent[:-2]]  # the last two bring the result into order
     assert distances == [move for move in moves for _ in "kv"]
+    both = lambda q, k, v, dy: jax.vjp(run, q, k, v)[1](dy)  # noqa: E731
+    sent = [e for e in equations(both, *arrays("gqa", 256)) if e.primitive.name == "ppermute"]
+    # Keys and values twice, their gradients as often and once more, back home; the result and its gradient.
+    assert len(sent) - 4 == 2 * (3 * len(moves) + bool(moves))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -30,10 +30,10 @@ from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context
-from parallax.model.kernels.blockwise import blockwise_attention
+from parallax.model.kernels.blockwise import blockwise_attention, tokens_of_block
 from parallax.model.kernels.cudnn import described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
-from parallax.model.kernels.splash import splash_attention
+from parallax.model.kernels.splash import splash_attention, splash_block_tokens
 from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
@@ -495,6 +495,17 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
         shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
         assert kernel_flops(equation.params["name"], shapes) == counted(equation)
     assert kernel_flops("another", []) is None
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 300, 512, 4096])
+def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
+    """Of 2,048 tokens; blocks of 256 in XLA for CPUs, of 512 in splash."""
+    query, key = np.arange(2048)[:, None], np.arange(2048)[None]
+    shown = (query >= key) & (query - key < window)
+    for kernel, size in (("xla", tokens_of_block(2048)), ("splash", splash_block_tokens(2048))):
+        blocks = shown.reshape(2048 // size, size, -1, size).any(axis=(1, 3)).sum()
+        of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8)
+        assert attention_flops(kernel, "fwd", **of_one, window=window) == 2 * 2 * 8 * size**2 * blocks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
