@@ -1,10 +1,11 @@
 """Attention kernels for packed documents on this machine's device: time and TFLOP/s, forward and backward.
 
-    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768]
+    python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--sliding-window 1024]
 
 Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. TFLOP/s
 are of the products of the scores below the diagonal, as if a window were one document; the backward pass has 2.5 times
-those of the forward pass. A kernel that refuses the windows says why.
+those of the forward pass. A kernel that refuses the windows says why. The second table has a layer with a sliding
+window, and its time over that of the full layer.
 """
 
 import argparse
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, run_benchmark, whole_number
 
-SMALLEST = {"tokens": 256, "seqs": [128], "heads": 2, "width": 16, "document": 64, "rounds": 2}
+SMALLEST = {"tokens": 256, "seqs": [128], "heads": 2, "width": 16, "document": 64, "rounds": 2, "sliding_window": 32}
 CALLS = 3  # between two readings of the clock
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--heads", type=whole_number, default=16)
     parser.add_argument("--width", type=whole_number, default=128, help="of a head")
     parser.add_argument("--document", type=whole_number, default=512, help="tokens of a document")
+    parser.add_argument("--sliding-window", type=whole_number, default=1024, help="tokens that a query attends to")
     parser.add_argument("--rounds", type=whole_number, default=8)
     args = parser.parse_args()
     import jax
@@ -41,12 +43,13 @@ def main() -> None:
 
 
 def attention(args: argparse.Namespace) -> Iterator[str]:
-    """Lines of the table, by window and kernel."""
+    """Lines of the tables, by window and kernel."""
     import jax
     import jax.numpy as jnp
 
     yield "| windows | kernel | forward | forward and backward | TFLOP/s forward | backward |"
     yield "|---" * 6 + "|"
+    in_window = []
     for seq in args.seqs:
         rows = max(1, args.tokens // seq)
         shape = rows, seq, args.heads, args.width
@@ -63,10 +66,16 @@ def attention(args: argparse.Namespace) -> Iterator[str]:
             rates = flops / forward / 1e12, 2.5 * flops / max(both - forward, 1e-9) / 1e12
             millis = f"{1e3 * forward:.2f} ms | {1e3 * both:.2f} ms"
             yield f"| {rows} x {seq} | {name} | {millis} | {rates[0]:.0f} | {rates[1]:.0f} |"
+            windowed = kernels_of(segments, args.width**-0.5, args.sliding_window).get(name)
+            if windowed:
+                near = median_secs(jax.jit(partial(gradients, windowed)), args.rounds, q, k, v, dy)
+                in_window.append(f"| {rows} x {seq} | {name} | {1e3 * near:.2f} ms | {near / both:.2f} |")
+    yield from ("", f"| windows | kernel | {args.sliding_window} tokens, both | of the full layer |", "|---" * 4 + "|")
+    yield from in_window
 
 
-def kernels_of(segments: Any, scale: float) -> dict[str, Callable]:
-    """Attention of q, k, v to documents, by kernel."""
+def kernels_of(segments: Any, scale: float, sliding_window: int = 0) -> dict[str, Callable]:
+    """Attention of q, k, v to documents, by kernel; with a sliding window, of kernels that have them."""
     import jax
 
     from parallax.model.kernels.blockwise import blockwise_attention
@@ -80,7 +89,7 @@ def kernels_of(segments: Any, scale: float) -> dict[str, Callable]:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
 
     def with_segments(attend: Callable, q: Any, k: Any, v: Any) -> Any:
-        return attend(q, k, v, Mask(segments), scale=scale)
+        return attend(q, k, v, Mask(segments, window=sliding_window), scale=scale)
 
     blocks = {"blocks in XLA": partial(with_segments, blockwise_attention)}
     of_platform = {
@@ -91,7 +100,9 @@ def kernels_of(segments: Any, scale: float) -> dict[str, Callable]:
         },
         "tpu": {"splash, segments": partial(with_segments, splash_attention)},
     }
-    return of_platform.get(platform_traced(), {}) | blocks
+    kernels = of_platform.get(platform_traced(), {}) | blocks
+    without = ("cuDNN, causal alone", "Triton, segments") if sliding_window else ()
+    return {name: kernel for name, kernel in kernels.items() if name not in without}
 
 
 def gradients(attend: Callable, q: Any, k: Any, v: Any, dy: Any) -> Any:

@@ -27,13 +27,21 @@ def get_config() -> ConfigDict:
     config.model.layers = 4  # number of blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the MLP
-    config.model.mlp = "gated"  # "gated" | code: the MLP of dense layers
+    config.model.mlp = "gated"  # "gated" | "plain" | code: the MLP of dense layers: with a gate, or plain
+    # "silu" | "gelu" | "gelu_tanh" | "relu2": activation of the MLP of dense layers; relu2 is the square of ReLU
+    config.model.activation = "silu"
+    config.model.mlp_bias = False  # biases on the projections of the MLP of dense layers
     # "rms" | "layer" | code: norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm
     config.model.norm = "rms"
     # "direct" | "one_plus" | "none": these norms' factor: the parameter itself, 1 + the parameter, or none, and no
     # parameter
     config.model.norm_scale = "direct"
     config.model.norm_bias = False  # biases of these norms
+    # "before" | "after" | "both": where attention and the MLP have them: before, after, or both
+    config.model.norm_place = "before"
+    # "sequential" | "parallel" | "parallel_one_norm": what the MLP reads: the stream after attention, or what attention
+    # reads, through a norm of its own or through attention's
+    config.model.branches = "sequential"
     config.model.dense = "dense"  # "dense" | code: projections, but for experts' and mla's up-projections of latents
     # what differs in kinds of layers: settings, as "local=(sliding_window=1024) global=(rope_theta=1e6)", and classes
     # of blocks, as "wide=my_module:WideBlock(width=4)"
@@ -84,6 +92,7 @@ def get_config() -> ConfigDict:
     config.model.rope_temperature = 0.0
     config.model.rope_magnitude = 1.0  # factor on the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: q, k and v; in mla only q
+    config.model.out_bias = False  # a bias on attention's output projection
     config.model.qk_norm = False  # gqa: RMSNorm of queries and keys, before rotation
     # "head" | "projection": qk_norm: over d_head, with one scale for all heads; or over all heads of a projection, with
     # a scale for each

@@ -26,7 +26,8 @@ PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled 
 # What is run of each, --smoke apart, and a line of figures that it must print.
 RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
-    "attention.py": r"\| 2 x 128 \| blocks in XLA \|( \d+\.\d\d ms \|){2} \d+ \| \d+ \|",
+    "attention.py": r"\| 2 x 128 \| blocks in XLA \|( \d+\.\d\d ms \|){2} \d+ \| \d+ \|\s+.*32 tokens.*\s+.*"
+    r"\s+\| 2 x 128 \| blocks in XLA \| \d+\.\d\d ms \| \d\.\d\d \|",
     "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",

@@ -13,12 +13,13 @@ REMAT_PARTS = {
     "q": "queries of the heads",
     "kv": "keys and values of the heads",
     "core": "the result of softmax attention, and the logsumexp of each query",
-    "out": "the residual stream after attention: its output projection",
+    "out": "the residual stream after attention, or with norms after it what they read: its output projection",
     "router": "in a mixture, the router's logits",
     "dispatch": "in a mixture, tokens that a rank receives for its experts: the messages of the exchange",
     "experts": "in a mixture, gate and up of its experts",
     "ffn": "gate and up of the MLP, and of shared experts",
-    "swiglu": "silu(gate) * up of the MLP, and of shared experts",
+    "swiglu": "silu(gate) * up of the MLP, and of shared experts; of others what is between their products",
+    "down": "with norms after the MLP, what they read: its down projection",
 }
 WITHOUT_PRODUCTS = ("norm", "qk", "router", "dispatch", "swiglu")
 # Names for sets of parts.

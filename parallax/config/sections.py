@@ -35,6 +35,8 @@ LEAST_TEMPERATURE = 1e-6  # below it, float32 cannot distinguish scaled logits; 
 STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
+NORM_PLACES = BEFORE, BEHIND, BOTH = ("before", "after", "both")
+BRANCHES = SEQUENTIAL, PARALLEL, ONE_NORM = ("sequential", "parallel", "parallel_one_norm")
 NORM_SCALES = DIRECT, ONE_PLUS, UNSCALED = ("direct", "one_plus", "none")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 BASE = "base"  # of a kind of layers: the one of which it is a variant
@@ -52,7 +54,7 @@ ATTENTION_ARGS += ("kv", "qk_norm", "dense", *OF_PRODUCTS)
 DENSE_ARGS = ("weight", "x", "y", "sizes", "dtype", "bias", "scale", "at_rest", "part", *OF_PRODUCTS)
 BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "expert_chunk_tokens", "measures")
 # Keys that attention of a user's own is not told; attention_scale is a factor of its `temperature`.
-ATTENTION_CHOICES = ("score_cap", "sinks", "qk_norm_over", "qk_norm_after_rope")
+ATTENTION_CHOICES = ("score_cap", "sinks", "qk_norm_over", "qk_norm_after_rope", "out_bias")
 OF_GQA = ("rope_fraction", "qk_norm_over", "qk_norm_after_rope")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -107,7 +109,13 @@ class ModelConfig(Section, most=2**24, saved=True):
     layers: int = key(4, "number of blocks of attention and MLP", least=1, most=2**14)
     d_model: int = key(256, "width of the residual stream", least=1)
     d_ff: int = key(704, "width of the MLP", least=1)
-    mlp: str = key("gated", "the MLP of dense layers", choices=("gated",), code=MLP_ARGS)
+    mlp: str = key("gated", "the MLP of dense layers: with a gate, or plain", choices=("gated", "plain"), code=MLP_ARGS)
+    activation: str = key(
+        "silu",
+        "activation of the MLP of dense layers; relu2 is the square of ReLU",
+        choices=("silu", "gelu", "gelu_tanh", "relu2"),
+    )
+    mlp_bias: bool = key(False, "biases on the projections of the MLP of dense layers")
     norm: str = key(
         "rms",
         "norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm",
@@ -120,6 +128,13 @@ class ModelConfig(Section, most=2**24, saved=True):
         choices=NORM_SCALES,
     )
     norm_bias: bool = key(False, "biases of these norms")
+    norm_place: str = key(BEFORE, "where attention and the MLP have them: before, after, or both", choices=NORM_PLACES)
+    branches: str = key(
+        SEQUENTIAL,
+        "what the MLP reads: the stream after attention, or what attention reads, through a norm of its own or through "
+        "attention's",
+        choices=BRANCHES,
+    )
     dense: str = key(
         "dense",
         "projections, but for experts' and mla's up-projections of latents",
@@ -199,6 +214,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     rope_magnitude: float = key(1.0, "factor on the rotated parts of queries and of keys", least=1e-6)
     qkv_bias: bool = key(False, "biases on the projections to heads: q, k and v; in mla only q")
+    out_bias: bool = key(False, "a bias on attention's output projection")
     qk_norm: bool = key(False, "gqa: RMSNorm of queries and keys, before rotation")
     qk_norm_over: str = key(
         "head",
@@ -302,11 +318,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         if "moe" in self.layer_kinds:
             self._check_experts()
         self._check_norms()
-        if names_code(self.mlp) and not self.has_dense and not self.kinds:
-            raise ConfigError(
-                f"model.mlp={quoted(self.mlp)} does nothing with model.layers_of={quoted(self.layers_of)}, which has "
-                "only mixtures; use mlp='gated', or some dense layers."
-            )
+        self._check_mlp()
 
     def _check_kinds(self) -> None:
         codes, written, there = codes_by_name(self.kinds), settings_by_name("model.kinds", self.kinds), self.named_kinds
@@ -359,6 +371,38 @@ class ModelConfig(Section, most=2**24, saved=True):
             raise ConfigError(
                 f"model.norm_scale={self.norm_scale!r} and norm_bias={self.norm_bias} do nothing with model.norm="
                 f"{quoted(self.norm)}, which has parameters of its own; use norm_scale={DIRECT!r} and norm_bias=False."
+            )
+        if self.branches == ONE_NORM and self.norm_place == BEHIND:
+            raise ConfigError(
+                f"model.branches={ONE_NORM!r} shares the norm before attention, but model.norm_place={BEHIND!r} has "
+                f"none there; use branches={PARALLEL!r}, or norm_place={BEFORE!r} or {BOTH!r}."
+            )
+        if self.norms_behind and self.init_out == "zeros":
+            raise ConfigError(
+                f"model.init_out='zeros' with model.norm_place={self.norm_place!r}: a norm after a branch of zeros "
+                f"multiplies its gradient by norm_eps ** -0.5 = {self.norm_eps**-0.5:g}; use init_out='scaled'."
+            )
+
+    def _check_mlp(self) -> None:
+        written = {name: getattr(self, name) for name in ("mlp", "activation", "mlp_bias")}
+        changed = [name for name, value in written.items() if value != getattr(ModelConfig, name)]
+        if changed and not self.has_dense and not self.kinds:
+            name = changed[0]
+            raise ConfigError(
+                f"model.{name}={quoted(written[name])} does nothing with model.layers_of={quoted(self.layers_of)}, "
+                f"which has only mixtures, of experts that silu gates; use {name}={getattr(ModelConfig, name)!r}, or "
+                "some dense layers."
+            )
+        if names_code(self.mlp) and len(changed) > 1:
+            name = changed[1]
+            raise ConfigError(
+                f"model.{name}={written[name]!r} does nothing with model.mlp={quoted(self.mlp)}, which is code of your "
+                f"own; use {name}={getattr(ModelConfig, name)!r}, and a setting of that code."
+            )
+        if self.activation != "silu" and "moe" in self.layer_kinds:
+            raise ConfigError(
+                f"model.activation={self.activation!r} would be that of dense layers alone, since experts are gated by "
+                "silu; use activation='silu', or dense layers only."
             )
 
     def _check_matmul(self) -> None:
@@ -613,7 +657,25 @@ class ModelConfig(Section, most=2**24, saved=True):
         has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in self.layer_kinds)
         has |= dict.fromkeys(("ffn", "swiglu"), self.has_dense or self.shared_experts > 0)
         has |= {"latent": self.attention == "mla", "qk": self.attention == "gqa" and self.qk_norm}
+        rounded = self.saves_8_bits(ATTENTION) or (self.has_dense and self.saves_8_bits(MLP))
+        has |= {"norm": self.norms_before or rounded, "down": self.norms_behind}
+        has["out"] = self.norms_behind or self.branches == SEQUENTIAL
         return tuple(part for part in REMAT_PARTS if has.get(part, True))
+
+    def saves_8_bits(self, part: str) -> bool:
+        """Whether what this part of a layer reads of the stream is saved in 8 bits."""
+        in_8_bits = self.matmul_residuals == EIGHT_BITS and self.matmul_of(part) != COMPUTE
+        return in_8_bits and (part, self.attention) != (ATTENTION, "mla")
+
+    @property
+    def norms_before(self) -> int:
+        """The number of a layer's norms before attention and the MLP."""
+        return 0 if self.norm_place == BEHIND else 1 + (self.branches != ONE_NORM)
+
+    @property
+    def norms_behind(self) -> bool:
+        """Whether a layer has norms after attention and the MLP."""
+        return self.norm_place != BEFORE
 
     @property
     def padded_vocab(self) -> int:

@@ -28,6 +28,13 @@ MLA_FIELDS = FIELDS | {
 }
 ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
+# Fields that are keys of a section in another way: those of 1 / the key, and of the key times another one.
+INVERSE, TIMES_D_EXPERT = ("1 / logit_scale",), ("shared_experts * d_expert",)
+# Choices of a block that an architecture has at their defaults, unless its row says otherwise.
+PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
+PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_after_rope", "shared_gate")
+PLAIN_CHOICES += ("router_shift", "expert_activation", "expert_limit")
+
 EXPERT = "{expert}"
 OUTSIDE = ("embedding", "head.norm", "head")  # modules that are not in layers
 # What the tensors of our modules are called, without ".weight" and ".bias"; those in a layer follow the layer's name.
@@ -62,12 +69,27 @@ WEIGHT_NAMES = {
     "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
-}  # and "mlp.router.bias", a whole name, if there is one
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}  # and "mlp.router.bias", a whole name, if there is one. Modules of one name are in one tensor, one after the other.
 MIXTRAL_NAMES = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.gate": f"block_sparse_moe.experts.{EXPERT}.w1",
     "mlp.experts.up": f"block_sparse_moe.experts.{EXPERT}.w3",
     "mlp.experts.down": f"block_sparse_moe.experts.{EXPERT}.w2",
+}
+
+
+GRANITE_NAMES = {
+    "mlp.router": "block_sparse_moe.router.layer",
+    "mlp.experts.gate": "block_sparse_moe.input_linear",
+    "mlp.experts.up": "block_sparse_moe.input_linear",
+    "mlp.experts.down": "block_sparse_moe.output_linear",
+}
+GATES_AND_UPS = dict.fromkeys(["mlp.gate", "mlp.up"], "mlp.gate_up_proj")
+PHI3_NAMES = GATES_AND_UPS | dict.fromkeys([f"attention.{name}" for name in "qkv"], "self_attn.qkv_proj")
+QWEN2_MOE_NAMES = {f"mlp.shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+HUNYUAN_NAMES = {
+    f"attention.{name}_norm": f"self_attn.{word}_layernorm" for name, word in (("q", "query"), ("k", "key"))
 }
 
 
@@ -82,6 +104,8 @@ class Architecture(NamedTuple):
     only: Mapping[str, tuple] = {}  # fields with one meaning: values, of which the first is that of an absent field
     names: Mapping[str, str] = {}  # of weights, where they are not WEIGHT_NAMES
     interleaved: str = "never"  # whether rotated pairs are neighbours: "never", "always", or the field that says it
+    rotated: float | None = None  # part of a head, if partial_rotary_factor is absent; None: heads are rotated whole
+    ignored: tuple[str, ...] = ()  # fields that change no result
     windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
     mixture: "Mixture | None" = None
 
@@ -165,6 +189,33 @@ DEEPSEEK_V3 = Mixture(
     dense="first",
     other_name="num_local_experts",
 )
+GLM4_MOE = DEEPSEEK_V3._replace(
+    absent={"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+    | {"routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+)
+QWEN2_MOE = QWEN3_MOE._replace(
+    fields=QWEN3_MOE.fields | {"shared_expert_intermediate_size": "shared_experts * d_expert"},
+    absent={"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False}
+    | {"shared_expert_intermediate_size": 5632},
+    keys={key: value for key, value in PLAIN_ROUTER.items() if key != "shared_experts"} | {"shared_gate": True},
+)
+OLMOE = QWEN3_MOE._replace(
+    fields={"num_experts": "experts", "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert"}
+    | {"norm_topk_prob": "router_normalized"},
+    absent={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    dense="",
+)
+GRANITE_MOE = MIXTRAL._replace(only={})
+GRANITE_FACTORS = {
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "1 / logit_scale",
+}
+GRANITE_ABSENT = ALL_HEADS | dict.fromkeys(GRANITE_FACTORS, 1.0)
+BIASED_FIELDS = GQA_FIELDS | {"attention_bias": "qkv_bias"}
+NO_NORM = {"attention": "gqa", "qk_norm": False}
+# A run of our own becomes the first that computes it.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, absent=ALL_HEADS, only=no("attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows="all"),
@@ -201,7 +252,99 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe", 32_768, QWEN3_KEYS, only=no("attention_bias"), windows="all, if used", mixture=QWEN3_MOE
     ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        2048,
+        GQA_KEYS,
+        GQA_FIELDS | GRANITE_FACTORS,
+        GRANITE_ABSENT,
+        no("attention_bias", "mlp_bias"),
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        "granitemoe",
+        2048,
+        GQA_KEYS,
+        GQA_FIELDS | GRANITE_FACTORS,
+        GRANITE_ABSENT,
+        no("attention_bias"),
+        names=GRANITE_NAMES,
+        mixture=GRANITE_MOE,
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        4096,
+        QWEN3_KEYS | {"qk_norm_over": "projection"},
+        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
+        only=no("attention_bias") | {"clip_qkv": (None,)},
+        mixture=OLMOE,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        4096,
+        GQA_KEYS | {"rope_scaling": "none"},
+        absent=ALL_HEADS | {"rms_norm_eps": 1e-5, "sliding_window": 0},
+        only=no("attention_bias"),
+        names=PHI3_NAMES,
+        rotated=1.0,
+        ignored=("original_max_position_embeddings",),
+        windows="all",
+    ),
+    "GlmForCausalLM": Architecture(
+        "glm",
+        131_072,
+        NO_NORM,
+        BIASED_FIELDS,
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+        names=GATES_AND_UPS,
+        interleaved="always",
+        rotated=0.5,
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        "glm4_moe",
+        131_072,
+        {"attention": "gqa"},
+        BIASED_FIELDS | {"use_qk_norm": "qk_norm"},
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False},
+        names={"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
+        rotated=0.5,
+        mixture=GLM4_MOE,
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        "ernie4_5",
+        131_072,
+        GQA_KEYS,
+        absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        | {"rope_theta": 5e5},
+        interleaved="always",
+    ),
+    "HeliumForCausalLM": Architecture(
+        "helium",
+        4096,
+        GQA_KEYS,
+        absent={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        only=no("attention_bias", "mlp_bias"),
+        interleaved="always",
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "hunyuan_v1_dense",
+        2048,
+        QWEN3_KEYS | {"qk_norm_after_rope": True},
+        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
+        only=no("attention_bias"),
+        names=HUNYUAN_NAMES,
+        ignored=("eod_token_id",),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "qwen2_moe",
+        32_768,
+        NO_NORM,
+        GQA_FIELDS | {"qkv_bias": "qkv_bias"},
+        {"qkv_bias": True},
+        names=QWEN2_MOE_NAMES,
+        windows="some, if used",
+        mixture=QWEN2_MOE,
+    ),
 }
 
 # Architectures that differ in one aspect from what is supported.
-DIFFERING = {"Qwen2MoeForCausalLM": "its shared expert has a gate, a sigmoid for each token, which is not supported"}
+DIFFERING: dict[str, str] = {}

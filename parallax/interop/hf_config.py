@@ -13,8 +13,18 @@ from typing import Any, NamedTuple, NoReturn
 
 from parallax.config.sections import ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
-from parallax.interop.hf_architectures import ABSENT_FIELDS, ARCHITECTURES, DIFFERING, Architecture, Mixture
+from parallax.interop.hf_architectures import (
+    ABSENT_FIELDS,
+    ARCHITECTURES,
+    DIFFERING,
+    INVERSE,
+    PLAIN_CHOICES,
+    TIMES_D_EXPERT,
+    Architecture,
+    Mixture,
+)
 from parallax.model.rope import Rope
+from parallax.user_code import settings_text
 
 NEEDED: Any = object()  # the default of a required field
 LARGEST_NUMBER = 1e30  # far beyond any model; values computed from it are still finite floats
@@ -31,7 +41,8 @@ ROPE_FIELDS = {
 }
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+LOCAL = "local"  # the kind of layers with a window, if others have none
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
 HARMLESS = (
@@ -195,7 +206,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
     block = _read_quantization(fields)
-    model = {**kind.keys, "sliding_window": 0, "layers_of": ""}
+    model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     if "q_lora_rank" in fields.left:  # null is none
         absent |= {"q_lora_rank": 0}
@@ -206,16 +217,18 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     if kind.mixture:
         model |= _read_mixture(fields, kind.mixture, model)
     if kind.windows:
-        model["sliding_window"] = _read_window(fields, kind, model["layers"])
+        model |= _read_windows(fields, kind, model)
+    model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
-    model |= _read_rope(fields, context, model["attention"], kind.absent.get("rope_theta", DEFAULT_THETA))
+    theta = kind.absent.get("rope_theta", DEFAULT_THETA)
+    model |= _read_rope(fields, context, model["attention"], theta, kind.rotated)
     interleaved = kind.interleaved == "always"
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
     further = max(fields.read(name, int, 0, least=0) for name in FURTHER_LAYERS)
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
-    fields.ignore(HARMLESS.split())
+    fields.ignore([*HARMLESS.split(), *kind.ignored])
     fields.end()
     notes = (*fields.notes, *_notes(model, block, further))
     return HfConfig(names[0], model, context, interleaved, block, further, notes)
@@ -227,7 +240,11 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
         default = absent.get(name, NEEDED)
         if name == "head_dim" and default is NEEDED and model["d_model"] % model["heads"] == 0:
             default = model["d_model"] // model["heads"]
-        value = fields.read(name, TYPES[key], model[default] if isinstance(default, str) else default)
+        default = model[default] if isinstance(default, str) else default
+        if key in INVERSE:
+            model[key.removeprefix("1 / ")] = 1 / fields.read(name, float, default)
+            continue
+        value = fields.read(name, TYPES[key], default)
         if model.setdefault(key, value) != value:
             fields.refuse(name, value, _in_json(model[key]))
 
@@ -252,6 +269,12 @@ def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) ->
     known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
     known["intermediate_size"] = model["d_ff"]  # which was taken
     for name, key in mixture.fields.items():
+        if key in TIMES_D_EXPERT:
+            width = fields.read(name, int, known.get(name, NEEDED), least=0)
+            if width % keys["d_expert"]:
+                fields.refuse(name, width, f"a multiple of the experts' {keys['d_expert']}")
+            keys["shared_experts"] = width // keys["d_expert"]
+            continue
         keys[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
     fields.only(mixture.other_name, None, keys["experts"])
     return {"layers_of": layers} | keys
@@ -289,7 +312,7 @@ def layers_of(kinds: Sequence[str]) -> str:
     >>> layers_of(["dense", "moe", "moe"]), layers_of(["dense", "moe"] * 3), layers_of(["dense"])
     ('dense moe*2', '(dense moe)*3', '')
     """
-    if "moe" not in kinds:
+    if set(kinds) == {"dense"}:
         return ""
     whole, count = _runs(kinds), len(kinds)
     sizes = (size for size in range(2, count // 2 + 1) if count % size == 0)
@@ -303,28 +326,38 @@ def _runs(kinds: Sequence[str]) -> str:
     return " ".join(kind + f"*{count}" * (count > 1) for kind, count in counts)
 
 
-def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
-    """Tokens of the window, 0 for none. If only some layers have it, max_window_layers or layer_types says which."""
+def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of windows. If only some layers have one, max_window_layers or layer_types says which."""
+    layers = model["layers"]
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
-    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent)
+    least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
+    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
     full, of_some = 0, kind.windows.startswith("some")
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
     types = fields.take("layer_types", [])
-    known = (FULL, "sliding_attention") if window else (FULL,)
+    known = (FULL, SLIDING) if window else (FULL,)
     if not isinstance(types, list) or set(map(str, types)) - {*known}:
         fields.refuse("layer_types", types, " or ".join(map(repr, known)) + " in every layer")
-    has_some = set(types) != {FULL} if types else full < layers
-    return window if has_some or not of_some else 0
+    if types and len(types) != layers:
+        fields.refuse("layer_types", types, f"one for each of num_hidden_layers={layers}")
+    if not window or not of_some:
+        return {"sliding_window": window}
+    types = types or [SLIDING if layer >= full else FULL for layer in range(min(layers, MOST_LAYERS))]
+    if len(set(types)) == 1:
+        return {"sliding_window": window * (types[0] == SLIDING)}
+    kinds = {FULL: "dense", SLIDING: LOCAL}
+    text = settings_text({LOCAL: {"sliding_window": window}})
+    return {"sliding_window": 0, "layers_of": layers_of([kinds[each] for each in types]), "kinds": text}
 
 
 def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
     if model["sliding_window"]:
-        yield (
-            f"sliding_window={model['sliding_window']} does not affect windows that are no longer: it is kept as "
-            "model.sliding_window, and a longer data.seq is refused"
-        )
+        yield f"sliding_window={model['sliding_window']}: a token attends to so many, the last ones, in every layer"
+    elif model["kinds"]:
+        some = f"model.layers_of={model['layers_of']!r}, model.kinds={model['kinds']!r}"
+        yield f"sliding_window is that of some layers: {some}"
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
     if further:
@@ -334,8 +367,9 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta.
+def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotated: float | None) -> dict[str, Any]:
+    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta, and `rotated` of
+    partial_rotary_factor; None if heads are rotated whole.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
@@ -348,9 +382,13 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> di
     kind = scaling.take("rope_type", scaling.take("type", "default"))
     if kind not in tuple(ROPE_FIELDS):
         scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
-    for each in (fields, scaling):
-        each.only("partial_rotary_factor", 1)
     keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
+    if rotated is None:
+        for each in (fields, scaling):
+            each.only("partial_rotary_factor", 1)
+    else:
+        part = fields.read("partial_rotary_factor", float, rotated, least=0)
+        keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part, least=0)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
     _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
@@ -387,20 +425,23 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[
     return {"rope_temperature": magnitude**2}
 
 
-def rope_json(model: ModelConfig) -> dict[str, Any]:
-    """rope_theta and, if needed, rope_scaling, in the form that all versions of `transformers` read.
+def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
+    """rope_theta and, if needed, rope_scaling and partial_rotary_factor, in the form that all versions of
+    `transformers` read.
 
     Raises:
         ConfigError: these fields cannot describe the model.
     """
+    model = model.settings_of_layers.settings[0]
     kind, temperature = model.rope_scaling, Rope(model).temperature()
     if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
         raise ConfigError(
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={kind!r}; use 0 and 1.0, or rope_scaling='yarn'"
         )
+    part = {"partial_rotary_factor": model.rope_fraction} if ARCHITECTURES[architecture].rotated else {}
     if kind == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+        return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
@@ -415,7 +456,7 @@ def rope_json(model: ModelConfig) -> dict[str, Any]:
                 )
             weight = (math.sqrt(temperature) - 1) / (0.1 * math.log(model.rope_factor))
             scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling} | part
 
 
 def context_of(model: ModelConfig, known: int) -> int:
@@ -462,12 +503,12 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
     return {
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
-        **{field: getattr(model, key) for field, key in ARCHITECTURES[name].fields.items()},
+        **{field: _value_of(key, model) for field, key in ARCHITECTURES[name].fields.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
-        **rope_json(model),
-        **_window_fields(name, model.sliding_window),
+        **rope_json(model, name),
+        **_window_fields(name, model.windows),
         **_mixture_fields(ARCHITECTURES[name].mixture, model),
         **(of_latents if model.attention == "mla" else {}),
         **({"rope_interleave": True} if ARCHITECTURES[name].interleaved == "rope_interleave" else {}),
@@ -485,8 +526,16 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
-    keys = kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
-    keys |= {} if kind.windows else {"sliding_window": 0}
+    read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
+    read += ["rope_fraction"] if kind.rotated else []
+    keys = {key: getattr(ModelConfig, key) for key in (*PLAIN_CHOICES, "rope_fraction") if key not in read}
+    keys |= kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
+    if not kind.windows and any(model.windows):
+        yield "no window"
+    if not kind.windows.startswith("some") and len({*model.windows}) > 1:
+        yield "one window"
+    if not _has_one_rope(model):
+        yield "the same rotary embedding in all layers"
     yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
     if "moe" in kinds:
         if mixture is None:
@@ -497,6 +546,15 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
             yield "experts from a layer on"
 
 
+def _value_of(key: str, model: ModelConfig) -> Any:
+    """The value of a field that stands for a key."""
+    if key in INVERSE:
+        return 1 / getattr(model, key.removeprefix("1 / "))
+    if key == "attention_scale":  # they have no default that depends on the width
+        return model.attention_scale or model.d_head**-0.5
+    return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key)
+
+
 def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json for a model's layers of experts."""
     if mixture is None:
@@ -505,7 +563,7 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
     content = {"first_k_dense_replace": kinds.index("moe")} if mixture.dense == "first" else {}
     if "moe" not in model.layer_kinds:
         return content
-    content |= {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
+    content |= {name: _value_of(key, model) for name, key in mixture.fields.items()} | mixture.only
     if mixture.dense == "some":
         dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -517,34 +575,56 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
 
 def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig) -> dict[str, Any]:
     """The object of a config.json, with the model's window."""
-    if config.model["sliding_window"] == model.sliding_window:
+    if _of_file(config).windows == model.windows:
         return dict(content)
     old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
     rest = {key: value for key, value in content.items() if key not in old}
-    return rest | _window_fields(config.architecture, model.sliding_window)
+    return rest | _window_fields(config.architecture, model.windows)
 
 
-def _window_fields(architecture: str, window: int) -> dict[str, Any]:
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return {"sliding_window": window or None}
-    if architecture.startswith("Qwen"):
-        used = {"sliding_window": window, "max_window_layers": 0} if window else {}
-        return {"use_sliding_window": bool(window), **used}
-    if window:
-        raise ConfigError(f"model.sliding_window={window} has no place in a {architecture}; use model.sliding_window=0")
-    return {}
+def _window_fields(architecture: str, windows: Sequence[int]) -> dict[str, Any]:
+    kind, window = ARCHITECTURES[architecture].windows, max(windows)
+    of_some = len({*windows}) > 1
+    if {*windows} - {0, window} or (window and not kind) or (of_some and not kind.startswith("some")):
+        counts = ", ".join(f"{width} in {windows.count(width)} layers" for width in sorted({*windows}))
+        same = " or the same window in every layer" * bool(kind)
+        raise ConfigError(
+            f"the layers' windows, {counts}, have no place in a {architecture}; use model.sliding_window=0{same}"
+        )
+    if not kind.endswith("if used"):
+        return {"sliding_window": window or None} if kind else {}
+    used = {"sliding_window": window, "max_window_layers": windows.index(window)} if window else {}
+    if window and 0 in windows[windows.index(window) :]:
+        used["layer_types"] = [SLIDING if each else FULL for each in windows]
+    return {"use_sliding_window": bool(window), **used}
+
+
+def _of_file(config: HfConfig) -> ModelConfig:
+    """The layers and windows of a config.json."""
+    return ModelConfig(**{key: config.model[key] for key in ("layers", "layers_of", "kinds", "sliding_window")})
+
+
+def _has_one_rope(model: ModelConfig) -> bool:
+    ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
+    return all(rope.model.rope for rope in ropes) and len({(*rope.rotation, rope.temperature()) for rope in ropes}) == 1
 
 
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """Differences between a model and a config.json, in words; keys of context extension may differ."""
-    fixed = {key: value for key, value in config.model.items() if not key.startswith(("rope_", "sliding_window"))}
+    free = ("sliding_window", "kinds", *(key for key in ROPE_DEFAULTS if key != "rope_fraction"))
+    fixed = {key: value for key, value in config.model.items() if key not in free}
+    fixed["layers_of"] = layers_of(_of_file(config).layer_kinds)
     here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.layer_kinds)}
-    return ", ".join(f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v)
+    differing = [f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v]
+    if not _has_one_rope(model):
+        differing.append(f"one rotary embedding there, model.kinds={model.kinds!r} here")
+    return ", ".join(differing)
 
 
 def same_rope(config: HfConfig, model: ModelConfig) -> bool:
     """Whether a model's rotary embedding is that of a config.json."""
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
+    model = model.settings_of_layers.settings[0]
     ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
     there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
     return there == here

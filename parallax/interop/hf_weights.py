@@ -18,7 +18,7 @@ from einops import rearrange
 
 from parallax.config.sections import ModelConfig
 from parallax.interop.export import TensorSource, stack_names
-from parallax.interop.hf_architectures import ARCHITECTURES, Architecture
+from parallax.interop.hf_architectures import ARCHITECTURES, EXPERT, Architecture
 from parallax.interop.hf_config import ScaleBlock
 from parallax.interop.safetensors import Tensor
 
@@ -83,7 +83,7 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
         "attention_norm.scale": _scale_view(kind, "attention_norm", d_model),
         "mlp_norm.scale": _scale_view(kind, "mlp_norm", d_model),
         "attention.out.kernel": _kernel_view(kind, "attention.out", back, d_model, heads * width, heads=heads),
-        **(_mla(kind, model, interleaved) if model.attention == "mla" else _gqa(kind, model)),
+        **(_mla(kind, model, interleaved) if model.attention == "mla" else _gqa(kind, model, interleaved)),
     }
     for of_stack, stack in stack_names(model.layer_kinds).items():
         mlp = _mixture(kind, model) if of_stack == "moe" else _mlp(kind, "mlp", d_model, model.d_ff)
@@ -94,6 +94,13 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
 def _mlp(kind: Architecture, module: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
     into, back = "d_ff d_model -> d_model d_ff", "d_model d_ff -> d_ff d_model"
     gate, up, down = (f"{module}.{name}" for name in ("gate", "up", "down"))
+    if kind.tensor(gate) == kind.tensor(up):
+        both = f"{kind.tensor(gate)}.weight", (2 * d_ff, d_model)
+        return {
+            f"{gate}.kernel": WeightView(*both, lambda tensor: tensor[:d_ff].T),
+            f"{up}.kernel": WeightView(*both, lambda tensor: tensor[d_ff:].T),
+            f"{down}.kernel": _kernel_view(kind, down, back, d_model, d_ff),
+        }
     return {
         f"{gate}.kernel": _kernel_view(kind, gate, into, d_ff, d_model),
         f"{up}.kernel": _kernel_view(kind, up, into, d_ff, d_model),
@@ -106,13 +113,27 @@ def _mixture(kind: Architecture, model: ModelConfig) -> dict[str, WeightView | N
     into, back = "d_expert d_model -> d_model d_expert", "d_model d_expert -> d_expert d_model"
     gate, up, down = (f"mlp.experts.{name}" for name in ("gate", "up", "down"))
     bias = WeightView(kind.tensor("mlp.router.bias"), (count,)) if "mlp.router.bias" in kind.names else None
+    others = _mlp(kind, "mlp.shared", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
+    if model.shared_gate:
+        others["mlp.shared_gate"] = _kernel_view(kind, "mlp.shared_gate", "gates d_model -> d_model gates", 1, d_model)
+    if EXPERT not in kind.tensor(gate):
+        both, one = (f"{kind.tensor(module)}.weight" for module in (gate, down))
+        kernels = {
+            gate: WeightView(both, (count, 2 * d_expert, d_model), lambda tensor: tensor[:, :d_expert].swapaxes(1, 2)),
+            up: WeightView(both, (count, 2 * d_expert, d_model), lambda tensor: tensor[:, d_expert:].swapaxes(1, 2)),
+            down: WeightView(one, (count, d_model, d_expert), lambda tensor: tensor.swapaxes(1, 2)),
+        }
+    else:
+        kernels = {
+            gate: _kernel_view(kind, gate, into, d_expert, d_model)._replace(experts=count),
+            up: _kernel_view(kind, up, into, d_expert, d_model)._replace(experts=count),
+            down: _kernel_view(kind, down, back, d_model, d_expert)._replace(experts=count),
+        }
     return {
         "mlp.router.kernel": _kernel_view(kind, "mlp.router", "experts d_model -> d_model experts", count, d_model),
         "mlp.router.bias": bias,
-        gate: _kernel_view(kind, gate, into, d_expert, d_model)._replace(experts=count),
-        up: _kernel_view(kind, up, into, d_expert, d_model)._replace(experts=count),
-        down: _kernel_view(kind, down, back, d_model, d_expert)._replace(experts=count),
-        **(_mlp(kind, "mlp.shared", d_model, model.sizes["d_shared"]) if model.shared_experts else {}),
+        **kernels,
+        **others,
     }
 
 
@@ -130,17 +151,48 @@ def _kernel_view(
 HEADS = "(heads d_head) d_in -> d_in heads d_head"
 
 
-def _gqa(kind: Architecture, model: ModelConfig) -> dict[str, WeightView]:
-    views = {}
+def _gqa(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
+    views, first = {}, 0
+    is_joined = kind.tensor("attention.q") == kind.tensor("attention.k")
+    every = model.d_head * (model.heads + 2 * model.kv_heads)  # rows of all three in one tensor
     for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
         module, out = f"attention.{name}", heads * model.d_head
-        views[f"{module}.kernel"] = _kernel_view(kind, module, HEADS, out, model.d_model, heads=heads)
+        rows = partial(_rows, first, out, heads) if is_joined else partial(_rows, 0, out, heads)
+        size, order, first = (
+            every if is_joined else out,
+            None if name == "v" else _order(model, interleaved),
+            first + out,
+        )
+        tensor = kind.tensor(module)
+        views[f"{module}.kernel"] = WeightView(
+            f"{tensor}.weight", (size, model.d_model), partial(rows, pattern=HEADS), order
+        )
+        by_head = "(heads d_head) -> heads d_head"
         if model.qkv_bias:
-            view = partial(rearrange, pattern="(heads d_head) -> heads d_head", heads=heads)
-            views[f"{module}.bias"] = WeightView(f"{kind.tensor(module)}.bias", (out,), view)
+            views[f"{module}.bias"] = WeightView(f"{tensor}.bias", (size,), partial(rows, pattern=by_head), order)
         if model.qk_norm and name != "v":
-            views[f"{module}_norm.scale"] = _scale_view(kind, f"{module}_norm", model.d_head)
+            scales = f"{kind.tensor(f'{module}_norm')}.weight"
+            if model.qk_norm_over == "projection":
+                view = partial(rearrange, pattern=by_head, heads=heads)
+                views[f"{module}_norm.scale"] = WeightView(scales, (out,), view, order)
+            else:
+                views[f"{module}_norm.scale"] = WeightView(scales, (model.d_head,), np.asarray, order)
     return views
+
+
+def _rows(first: int, count: int, heads: int, tensor: np.ndarray, pattern: str) -> np.ndarray:
+    return rearrange(tensor[first : first + count], pattern, heads=heads)
+
+
+def _order(model: ModelConfig, interleaved: bool) -> np.ndarray | None:
+    """The dims of a head in their order: theirs are rotated first, and ours last; pairs as `weight_views` says. None if
+    they are the same."""
+    rotated = model.rotated
+    if rotated == model.d_head and not interleaved:
+        return None
+    pairs = np.arange(rotated)
+    pairs = rearrange(pairs, "(pair two) -> (two pair)", two=2) if interleaved else pairs
+    return np.concatenate([np.arange(rotated, model.d_head), pairs])
 
 
 def _mla(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
@@ -284,5 +336,5 @@ def unfused(tensors: Mapping[str, Weight], fused: Mapping[str, FusedTensor]) -> 
     plain = {}
     for name, tensor in tensors.items():
         parts = fused[name].parts if name in fused else [name]
-        plain |= zip(parts, tensor.matrices(len(parts)) if len(tensor.shape) > 2 else [tensor])
+        plain |= zip(parts, tensor.matrices(len(parts)) if name in fused and len(tensor.shape) > 2 else [tensor])
     return plain

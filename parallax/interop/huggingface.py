@@ -374,7 +374,9 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
     else:
         known = round(model.rope_original_seq * model.rope_factor)
     old = ("rope_parameters", "rope_scaling", "rope_theta")
-    content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(model)
+    content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(
+        model, config.architecture
+    )
     return content | {"max_position_embeddings": hf_config.context_of(model, max(known, seq))}
 
 
@@ -390,7 +392,7 @@ def _generation(texts: Mapping[str, str], where: object) -> dict[str, Any]:
 def _special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any]:
     """Ids of special tokens for config.json; null if there is none, since an absent field has another default."""
     begin = tokenizer.begin[0] if tokenizer.begin else None
-    return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
+    return {"bos_token_id": begin, "eos_token_id": ends[0] if len(ends) == 1 else list(ends), "pad_token_id": None}
 
 
 def _texts_beside(

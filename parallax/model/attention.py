@@ -192,6 +192,7 @@ class GQA(nn.Module):
     sinks: bool = False
     qk_norm_over: str = "head"  # or "projection"
     qk_norm_after_rope: bool = False
+    out_bias: bool = False  # of the output projection
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
@@ -202,14 +203,15 @@ class GQA(nn.Module):
         self.q = into_heads(q, x, out)
         self.k = into_heads(kv, x, wide)
         self.v = into_heads(kv, x, wide)
-        self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
+        back = self.family.back("heads/tp d_head")
+        self.out = dense(back, out, self.residual, bias=self.out_bias, scale=self.out_scale)
         norm_of = HeadsNorm if self.qk_norm_over == "projection" else RMSNorm
         norm = partial(norm_of, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
-        self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (_as_it_is, _as_it_is)
+        self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
-        self.rotations = (rotate, _as_it_is) if self.qk_norm_after_rope else (_as_it_is, rotate)  # around the norms
+        self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms
         self.sink_logits = sink_logits(self) if self.sinks else None
-        self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is
+        self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
@@ -267,5 +269,6 @@ def sink_logits(layer: nn.Module) -> Array:
     return parameter(layer, "sinks", "heads/tp", layer.sizes, zeros, role="bias", part=ATTENTION)
 
 
-def _as_it_is(x: Array, *others: Any) -> Array:
+def as_it_is(x: Array, *others: Any) -> Array:
+    """x, in the place of a layer that a model does not have."""
     return x

@@ -76,6 +76,7 @@ class MLA(nn.Module):
     dense: Callable[..., Dense] | None = None  # makes its other projections than `Up`, if they are not Dense
     score_cap: float = 0.0
     sinks: bool = False
+    out_bias: bool = False  # of the output projection
 
     def setup(self):
         self.queries = self._query_layers()
@@ -92,7 +93,8 @@ class MLA(nn.Module):
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
         self.sink_logits = sink_logits(self) if self.sinks else None
-        self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings, scale=self.out_scale)
+        settings |= dict(bias=self.out_bias, scale=self.out_scale)
+        self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)

@@ -1,23 +1,32 @@
-"""The gated MLP, SwiGLU (Shazeer 2020)."""
+"""The MLP: gated, as in SwiGLU (Shazeer 2020), or plain."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import MLP
+from parallax.config.sections import MLP, ModelConfig
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
 
+ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": partial(nn.gelu, approximate=False),
+    "gelu_tanh": partial(nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(nn.relu(x)),  # (So et al. 2021)
+}
+
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, and times `weight` [B, S, 1] if it is given; input and output have the residual's
-    layout.
+    """`down(activation(gate(x)) * up(x))`, and times `weight` [B, S, 1] if it is given; input and output have the
+    residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -37,32 +46,66 @@ class GatedMLP(nn.Module):
     matmul_residuals: str = "compute"
     part: str = MLP  # of the layer: see ParameterSpec
     dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
+    activation: str = "silu"
+    bias: bool = False  # of each projection
 
     @nn.compact
     def __call__(self, x: Array, weight: Array | None = None) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
-        dense = partial(
-            self.dense or Dense,
-            sizes=self.sizes,
-            dtype=self.dtype,
-            matmul=self.matmul,
-            matmul_residuals=self.matmul_residuals,
-            part=self.part,
-        )
+        dense = partial(self.dense or Dense, **self.of_projections)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         x = gate.input(x, part="norm", before=self.residual)
         wide_gate, wide_up = gate(x), up(x)
-        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"))
+        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"), self.activation)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
         hidden = hidden if weight is None else hidden * weight
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
+    @property
+    def of_projections(self) -> dict[str, Any]:
+        """Arguments of its projections."""
+        names = ("sizes", "dtype", "bias", "matmul", "matmul_residuals", "part")
+        return {name: getattr(self, name) for name in names}
 
-# Its backward pass saves only gate and up. `prevent_cse` would put a barrier before it: XLA would copy what it reads
-# from slots, and fuse it with nothing.
-@partial(jax.checkpoint, prevent_cse=False)
-def _gated(gate: Array, up: Array) -> Array:
-    return nn.silu(gate) * up
+
+class PlainMLP(GatedMLP):
+    """`down(activation(up(x)))`; input and output have the residual's layout.
+
+    Communication, column_row:
+        forward   all_gather of x over tp; reduce_scatter of the result over tp
+        backward  the transposes
+    Communication, scatter:
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of up and the result over tp
+        backward  the transposes
+    """
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
+        x = reshard(f"{self.residual} -> {whole}", x)
+        dense = partial(self.dense or Dense, **self.of_projections)
+        up = dense(self.family.into("d_model", f"{self.width}/tp"), whole, wide, name="up")
+        down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
+        hidden = _activated(checkpoint_name(up(up.input(x, part="norm", before=self.residual)), "ffn"), self.activation)
+        return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
+
+
+# Their backward passes save only gate and up. `prevent_cse` would put a barrier before them: XLA would copy what they
+# read from slots, and fuse it with nothing.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _gated(gate: Array, up: Array, activation: str) -> Array:
+    return ACTIVATIONS[activation](gate) * up
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def _activated(up: Array, activation: str) -> Array:
+    return ACTIVATIONS[activation](up)
+
+
+def mlps_of(model: ModelConfig) -> dict[str, Callable[..., nn.Module]]:
+    """What makes the MLPs of a model's dense layers, by `model.mlp`."""
+    settings = dict(activation=model.activation, bias=model.mlp_bias)
+    return {"gated": partial(GatedMLP, **settings), "plain": partial(PlainMLP, **settings)}

@@ -26,12 +26,15 @@ from parallax.config.sections import (
     HEAD,
     MATMUL_PARTS,
     MLP,
+    ONE_NORM,
+    PARALLEL,
+    SEQUENTIAL,
     LossConfig,
     ModelConfig,
 )
 from parallax.errors import ConfigError, quoted
 from parallax.jaxprs import needed, part
-from parallax.model.attention import GQA
+from parallax.model.attention import GQA, as_it_is
 from parallax.model.context import Context, temperatures_of
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
@@ -41,7 +44,7 @@ from parallax.model.families import Family
 from parallax.model.logits import LogitForm, scaled
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
-from parallax.model.mlp import GatedMLP
+from parallax.model.mlp import mlps_of
 from parallax.model.norm import norms_of
 from parallax.model.products import MEASURED
 from parallax.model.rope import Rope
@@ -51,8 +54,9 @@ from parallax.user_code import codes_by_name, named
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention and an MLP, or a mixture of experts, each added to the residual
-    stream.
+    """One transformer layer: attention and an MLP, or a mixture of experts, each a branch that is added to the residual
+    stream. `model.norm_place` says where a branch has its norms, and `model.branches` whether the MLP reads the stream
+    after attention or what attention reads.
 
     Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.
     """
@@ -72,16 +76,27 @@ class Block(nn.Module):
         norm = partial(
             _made, "model.norm", self.model.norm, norms_of(self.model), layout=residual, sizes=sizes, eps=eps
         )
-        self.attention_norm = norm(part=ATTENTION)
+        behind = self.model.norms_behind
+        self.attention_norm = norm(part=ATTENTION) if self.model.norms_before else as_it_is
         self.attention = self._attention()
-        self.mlp_norm = norm(part=MLP)
+        self.attention_out_norm = norm(part=ATTENTION) if behind else as_it_is
+        self.mlp_norm = norm(part=MLP) if self.model.norms_before > 1 else as_it_is
+        self.mlp_out_norm = norm(part=MLP) if behind else as_it_is
+        # What the backward pass does not read has no name.
+        before, is_read = self.model.norms_before, not behind and self.model.branches == SEQUENTIAL
+        named = partial(partial, checkpoint_name)
+        self.of_norm = named(name="norm") if before else as_it_is
+        self.of_mlp_norm = named(name="norm") if before > 1 else as_it_is
+        self.of_out = named(name="out") if behind else as_it_is
+        self.of_sum = named(name="out") if is_read else as_it_is
+        self.of_down = named(name="down") if behind else as_it_is
         self.mlp = (
             self._mixture()
             if self.kind == "moe"
             else _made(
                 "model.mlp",
                 self.model.mlp,
-                {"gated": GatedMLP},
+                mlps_of(self.model),
                 residual=residual,
                 family=self.family,
                 sizes=sizes,
@@ -96,20 +111,21 @@ class Block(nn.Module):
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        rows, key = context.rows_B, context.key
-        normed = checkpoint_name(self.attention_norm(x), "norm")
-        branch = self.drop_attention(self.attention(normed, context), rows, key)
-        x = checkpoint_name(x + scaled(branch, self.model.residual_scale), "out")
-        normed = checkpoint_name(self.mlp_norm(x), "norm")
-        branch = self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
-        return x + scaled(branch, self.model.residual_scale)
+        rows, key, factor = context.rows_B, context.key, self.model.residual_scale
+        normed = self.of_norm(self.attention_norm(x))
+        branch = self.attention_out_norm(self.of_out(self.attention(normed, context)))
+        after = self.of_sum(x + scaled(self.drop_attention(branch, rows, key), factor))
+        normed = self.of_mlp_norm(self.mlp_norm(self._stream(x, normed, after)))
+        branch = self.mlp_out_norm(self.of_down(self.mlp(normed, *self._for_mixtures(context))))
+        return after + scaled(self.drop_mlp(branch, rows, key), factor)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens after cached ones; without dropout."""
-        out, cache = self.attention.decode(self.attention_norm(x), context, cache)
-        x = x + scaled(out, self.model.residual_scale)
-        branch = self.mlp(self.mlp_norm(x), *self._for_mixtures(context))
-        return x + scaled(branch, self.model.residual_scale), cache
+        normed, factor = self.attention_norm(x), self.model.residual_scale
+        branch, cache = self.attention.decode(normed, context, cache)
+        after = x + scaled(self.attention_out_norm(branch), factor)
+        branch = self.mlp(self.mlp_norm(self._stream(x, normed, after)), *self._for_mixtures(context))
+        return after + scaled(self.mlp_out_norm(branch), factor), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that `decode` caches."""
@@ -123,6 +139,10 @@ class Block(nn.Module):
     def _for_mixtures(self, context: Context) -> tuple:
         """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""
         return (context.row_weight,) if self.kind == "moe" else ()
+
+    def _stream(self, x: Array, normed: Array, after: Array) -> Array:
+        """What the MLP, or its norm, reads: the stream after attention, what attention's norm reads, or its result."""
+        return {SEQUENTIAL: after, PARALLEL: x, ONE_NORM: normed}[self.model.branches]
 
     def _mixture(self) -> nn.Module:
         return MoE(
@@ -153,7 +173,7 @@ class Block(nn.Module):
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
         choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared, score_cap=m.score_cap, sinks=m.sinks)
+            return MLA(**shared, out_bias=m.out_bias, score_cap=m.score_cap, sinks=m.sinks)
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
         return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 

@@ -50,6 +50,13 @@ MODELS |= {
     | {"attention": "mla", "layers_of": "dense moe*2 dense", "experts_per_token": 3, "router_score": "sigmoid"}
     | {"router_groups": 4, "router_groups_chosen": 2},
 }
+# Windows shorter than the shortest text, and no positions; and as long as a text, of another base.
+WINDOWED = {"layers_of": "(near far)*2", "kinds": "near=(sliding_window=3, rope=False) far=(sliding_window=12)"}
+WINDOWS = {
+    "windows": {"attention": "gqa", "kv_heads": 2, "sliding_window": 5} | WINDOWED,
+    "windows of latents": {"attention": "mla"} | WINDOWED,
+}
+MODELS |= WINDOWS
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
 RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
 LAYOUTS = {
@@ -69,7 +76,7 @@ FAST = [
     ("mixed", (2, 1, 2, 1, 1, 2), OTHER),
 ]
 ALL = {
-    *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
+    *itertools.product(MODELS.keys() - WINDOWS.keys(), MESHES, (PLAIN, OTHER)),
     *itertools.product(("gqa", "mla"), [(2, 2, 2)], LAYOUTS),
     ("mqa", (1, 1, 8), "hidden-column_row-all_to_all"),
     ("mqa", (4, 1, 2), "seq-column_row-vocab_parallel"),
@@ -129,6 +136,14 @@ def full_forward(name: str):
 @pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
 def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
     check_decoding(name, model_on(name, mesh, layout))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("windows", (2, 1, 2)), ("windows", (3, 2, 1)), ("windows of latents", (2, 2, 2))], ids=str
+)
+def test_cached_tokens_before_a_layers_window_are_not_seen(name, mesh):
+    check_decoding(name, model_on(name, mesh))
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
     assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [name for name in EXPERTS if name != "Granite-MoE"])  # which has one form
 def test_experts_are_imported_from_each_of_the_formats_that_they_are_saved_in(pair_of, tmp_path, name):
     """One tensor for each expert and kernel, as published, or all experts of a layer in one, as in memory."""
     theirs = pair_of(name).theirs
@@ -185,6 +185,9 @@ MATTERS = [
     ("Mixtral", dict(router_normalized=False)),
     ("Qwen3-MoE", dict(experts_per_token=2)),
     ("DeepSeek-V2, experts", dict(router_scale=1.0)),
+    ("Granite", dict(attention_scale=0.0)),
+    ("GLM", dict(rope_fraction=1.0)),
+    ("Hunyuan", dict(qk_norm_after_rope=False)),
     ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),
     ("DeepSeek-V3, groups of experts", dict(router_groups_chosen=3)),
     ("DeepSeek-V3, one group", dict(router_score="softmax")),

@@ -421,23 +421,13 @@ LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalL
 MIXTRAL, QWEN3_MOE, V2 = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"
 SOME = {"first_k_dense_replace": 1}
 REFUSED = {
-    "an architecture": (LLAMA, {"architectures": ["Phi3ForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
+    "an architecture": (LLAMA, {"architectures": ["MptForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
     "biases": (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
     "biases of Qwen3": (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
     "biases of the MLP": (LLAMA, {"mlp_bias": True}, "mlp_bias=True is not supported; supported: False"),
-    "a window": (
-        "MistralForCausalLM",
-        {"sliding_window": 255},
-        "data.seq=256 is longer than model.sliding_window=255, and windows are not implemented; use 255 or less",
-    ),
-    "a window of Qwen": (
-        QWEN3,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        "data.seq=256 is longer than model.sliding_window=16",
-    ),
     "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
     "some layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*is not supported"),
     "quantization": (
@@ -607,15 +597,15 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
 
 MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
-    "biases and norms": (
-        dict(attention="gqa", qkv_bias=True, qk_norm=True),
-        "Qwen2ForCausalLM has model.qk_norm=False; Qwen3ForCausalLM has model.qkv_bias=False; ",
+    "biases and a cap": (
+        dict(attention="gqa", qkv_bias=True, score_cap=30.0),
+        "Qwen2ForCausalLM has model.score_cap=0.0; Qwen3ForCausalLM has model.score_cap=0.0, model.qkv_bias=False, ",
     ),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "V3ForCausalLM has model.qkv_bias=False; "),
-    "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has model.sliding_window=0; "),
-    "sigmoids of grouped heads": (
-        dict(MOE, router_score="sigmoid"),
-        "LlamaForCausalLM has no experts; .* MixtralForCausalLM has model.router_score='softmax'; ",
+    "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has no window; "),
+    "clamped experts": (
+        dict(MOE, expert_activation="clamped"),
+        "LlamaForCausalLM has model.expert_activation='swiglu', no experts; ",
     ),
     "shared experts of grouped heads": (
         dict(MOE, shared_experts=1),

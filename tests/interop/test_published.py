@@ -13,7 +13,7 @@ from parallax.errors import ConfigError
 from parallax.interop.export import param_shapes, plain_names, plan_of
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.hf_weights import weight_views
-from parallax.model.checks import check_divides, check_window
+from parallax.model.checks import check_divides
 
 
 def model_of(config, **more):
@@ -73,14 +73,14 @@ def test_a_published_mixture_has_as_many_parameters_and_active_ones_as_its_autho
         assert abs(sum(found.values()) / 1e9 - float(said)) < last_digit
 
 
-def test_four_families_of_mixtures_are_there():
-    assert len({config["architectures"][0] for config, _ in MIXTURES.values()}) == 4
+def test_five_families_of_mixtures_are_there():
+    assert len({config["architectures"][0] for config, _ in MIXTURES.values()}) == 5
 
 
 def test_forty_dense_models_are_there_with_every_family():
     assert len(TAKEN) >= 40
     assert {config["architectures"][0] for config, _ in TAKEN.values()} == {
-        f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+        f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "Glm")
     }
 
 
@@ -168,49 +168,52 @@ def test_a_context_that_is_absent_is_the_one_that_it_stands_for():
 # ---- windows
 
 
-def window_of(config, **changes):
-    return read_config(config | changes).model["sliding_window"]
+def test_a_window_is_kept_with_the_model():
+    assert model_of(MISTRAL).windows == (4096,) * 32
+    assert "sliding_window=4096: a token attends to so many" in read_config(MISTRAL).notes[0]
+    assert not any(model_of(MISTRAL | {"sliding_window": None}).windows)
 
 
-def test_a_window_is_kept_with_the_model_and_bounds_its_seq():
-    model = model_of(MISTRAL)
-    assert model.sliding_window == 4096 and "sliding_window=4096 does not affect" in read_config(MISTRAL).notes[0]
-    check_window(model, 4096)
-    with pytest.raises(
-        ConfigError, match="data.seq=4097 is longer than model.sliding_window=4096, .* use 4096 or less"
-    ):
-        check_window(model, 4097)
-    check_window(model_of(MISTRAL | {"sliding_window": None}), 10**6)
-
-
-def test_a_window_of_qwen_is_one_where_it_is_used_and_some_layer_has_it():
+def test_a_window_of_qwen_is_that_of_the_layers_that_use_it():
     on = dict(use_sliding_window=True, sliding_window=2048)
-    types = ["full_attention"] * 14 + ["sliding_attention"] * 14
     for config in (QWEN2, QWEN3):
         layers = config["num_hidden_layers"]
-        assert window_of(config) == 0
-        assert window_of(config, **on, max_window_layers=layers) == 0
-        assert window_of(config, **on, max_window_layers=layers - 1) == 2048
-        assert window_of(config, **on, max_window_layers=layers, layer_types=types) == 2048
-        assert window_of(config, **on, max_window_layers=0, layer_types=["full_attention"] * layers) == 0
-        assert window_of(config, use_sliding_window=True, sliding_window=None) == 0
+        types = ["full_attention", "sliding_attention"] * (layers // 2)
+
+        def windows(config=config, **changes):
+            return model_of(config | changes).windows
+
+        assert windows() == (0,) * layers
+        assert windows(**on, max_window_layers=layers) == (0,) * layers
+        assert windows(**on, max_window_layers=0) == (2048,) * layers
+        assert windows(**on, max_window_layers=layers - 3) == (0,) * (layers - 3) + (2048,) * 3
+        assert windows(**on, max_window_layers=layers, layer_types=types) == (0, 2048) * (layers // 2)
+        assert windows(**on, max_window_layers=0, layer_types=["full_attention"] * layers) == (0,) * layers
+        assert windows(use_sliding_window=True, sliding_window=None) == (0,) * layers
+        with pytest.raises(ConfigError, match="layer_types=.* is not supported; supported: one for each of num_hidden"):
+            windows(**on, layer_types=types[:-1])
     with pytest.raises(
         ConfigError, match="layer_types=.* is not supported; supported: 'full_attention' in every layer"
     ):
-        read_config(QWEN2 | {"layer_types": types})
+        read_config(QWEN2 | {"layer_types": ["full_attention", "sliding_attention"] * 14})
 
 
 @pytest.mark.parametrize(
-    "config", [MISTRAL, *(c | dict(use_sliding_window=True, max_window_layers=0) for c in (QWEN2,))]
+    "config",
+    [
+        MISTRAL,
+        *(QWEN2 | dict(use_sliding_window=True, max_window_layers=layers) for layers in (0, 5)),
+        QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"] * 14),
+    ],
 )
-def test_a_model_with_a_window_is_written_with_it(config):
+def test_a_model_with_windows_is_written_with_them(config):
     model = model_of(config)
     written = write_config(model, 64)
-    assert model.sliding_window and written["architectures"] == config["architectures"]
-    assert read_config(written).model["sliding_window"] == model.sliding_window
+    assert any(model.windows) and written["architectures"] == config["architectures"]
+    assert model_of(written).windows == model.windows
     assert read_config(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
-    with pytest.raises(ConfigError, match="V3ForCausalLM has model.sliding_window=0; "):
+    with pytest.raises(ConfigError, match="V3ForCausalLM has no window; "):
         write_config(model_of(latents, sliding_window=64), 64)
 
 

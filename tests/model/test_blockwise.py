@@ -199,6 +199,24 @@ def test_blocks_behind_the_window_are_skipped():
     assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 + 3]
 
 
+def test_a_window_that_is_data_of_the_layer_is_that_window():
+    """And a branch computes what its window shows alone."""
+    segments, windows = documents(521), (100, 0, 521)
+    q, k, v, dy = arrays("gqa", 521)
+
+    @jax.jit
+    def run(which):
+        mask = Mask(jnp.asarray(segments), windows=windows, which=which)
+        y, pull = jax.vjp(functools.partial(blockwise_attention, mask=mask, scale=SCALE), q, k, v)
+        return y, *pull(dy)
+
+    for which, window in enumerate(windows):
+        check(jax.tree.map(np.asarray, run(which)), exact("gqa", 521, segments, window=window), ERROR)
+    forward = lambda which: run(which)[0]  # noqa: E731
+    scans = [e.params["length"] for e in equations(forward, 0) if e.primitive.name == "scan"][:2]
+    assert sorted(scans) == [3 + 2, 3 + 2 + 1]
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
 def test_blocks_are_of_one_size_and_filled_up_by_few_tokens(tokens):
     size = tokens_of_block(tokens)
@@ -242,12 +260,22 @@ def test_context_ranks_have_values_and_gradients_of_the_plain_form(form, heads, 
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("window", [20, 150])
+@pytest.mark.parametrize(("seq", "ranks", "window"), [(640, 4, 20), (640, 4, 150), (1028, 2, 300), (640, 4, 2)])
 @pytest.mark.parametrize("form", CONTEXTS)
-def test_windows_cross_from_rank_to_rank(form, window):
-    """Ranks then see different numbers of blocks; in a ring of four, some none of another rank's."""
-    run, segments = over_context(form, "mha", 4, 640, window=window)
-    check(with_gradients(run, *arrays("mha", 640)), exact("mha", 640, np.asarray(segments), window=window), ERROR)
+def test_windows_cross_from_rank_to_rank(form, seq, ranks, window):
+    """Ranks then see different numbers of blocks; in a ring of four, some none of another rank's. A chunk of 257 tokens
+    is padded, and a window does not count the padding."""
+    run, segments = over_context(form, "mha", ranks, seq, window=window)
+    check(with_gradients(run, *arrays("mha", seq)), exact("mha", seq, np.asarray(segments), window=window), ERROR)
+
+
+@pytest.mark.parametrize(("window", "moves"), [(1, []), (16, [1, 6]), (18, [1, 1, 4, 1]), (40, [1, 1, 1, 2, 1, 1])])
+def test_a_ring_leaves_out_ranks_of_which_no_token_sees_any(window, moves):
+    """Rank r has chunks r and 15 - r of 16 tokens: the chunk before is that of a neighbour, on either side."""
+    run, _ = over_context("ring", "gqa", 8, 256, window=window)
+    sent = [e.params["perm"] for e in equations(run, *arrays("gqa", 256)[:3]) if e.primitive.name == "ppermute"]
+    distances = [(perm[0][1] - perm[0][0]) % 8 for perm in sent[:-2]]  # the last two bring the result into order
+    assert distances == [move for move in moves for _ in "kv"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,5 +1,7 @@
 """Each layer alone computes what a few lines of NumPy at float64 compute."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from parallax.analysis.planned.moves import SentPerUse
 from parallax.errors import ConfigError
 from parallax.model.families import FAMILIES
 from parallax.model.mask import Mask
+from parallax.model.mlp import ACTIVATIONS
 from parallax.model.rope import Rope, rotate
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.parameter import parameter
@@ -80,6 +83,26 @@ def test_the_gated_mlp_is_swiglu():
     kernels = [double(params[name]["kernel"]) for name in ("gate", "up", "down")]
     expected = numpy_layers.swiglu(double(x), *kernels)
     np.testing.assert_allclose(compiled(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
+
+
+def test_a_plain_mlp_is_two_products_and_what_is_between_them():
+    x, *rest = windows()
+    _, params = declared(layer("mlp_plain"), None)
+    up, down = (double(params[name]) for name in ("up", "down"))
+    hidden = np.maximum(double(x) @ up["kernel"] + up["bias"], 0) ** 2
+    expected = hidden @ down["kernel"] + down["bias"]
+    np.testing.assert_allclose(compiled(layer("mlp_plain"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
+
+
+def test_activations_are_those_of_their_papers():
+    x = np.linspace(-5, 5, 101)
+    erf = np.array([math.erf(value / math.sqrt(2)) for value in x])
+    inner = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    expected = {"silu": numpy_layers.silu(x), "gelu": x * (1 + erf) / 2, "gelu_tanh": x * (1 + inner) / 2}
+    expected["relu2"] = np.where(x > 0, x**2, 0)
+    assert expected.keys() == ACTIVATIONS.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(ACTIVATIONS[name](jnp.float32(x)), values, **CLOSE)
 
 
 def rope(**changes):

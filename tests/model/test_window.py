@@ -1,28 +1,29 @@
-"""A model that was made with a sliding window takes no text that is longer, for windows are not computed."""
+"""Sliding windows of a model and of kinds of its layers: from a config to exports and activations."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from support import user_parts
 from support.exportable_runs import own_run
 from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
-from support.tiny_model import build, make_batch, params_of
+from support.tiny_model import build, make_batch, model_config, params_of, settings_of
 
 import parallax as px
+from configs.base import get_config
 from parallax.checkpoint.steps import read_manifest
-from parallax.cli.command import load_config
+from parallax.cli.command import load_config, read_command
 from parallax.cli.convert import main
 from parallax.config.earlier import of_today
-from parallax.config.sections import AXES, SampleConfig
-from parallax.config.settings import load_settings, read_settings
+from parallax.config.settings import load_settings, read_settings, with_code
 from parallax.errors import ConfigError
-from parallax.inference.generate import generate
-from parallax.step.step import model_of
+from parallax.model.checks import check_kernel_seq
 from parallax.training.resume import is_fixed
 
 MISTRAL = "MistralForCausalLM"
 WINDOW = 16
+KINDS = "near=(sliding_window=4) far=(rope=False)"
 
 
 def imported(folder, *flags, **changes):
@@ -31,41 +32,77 @@ def imported(folder, *flags, **changes):
     return main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run"), *flags])
 
 
-def test_an_import_keeps_the_window_and_a_longer_seq_is_refused_there_and_later(tmp_path, capsys):
-    assert imported(tmp_path) == 2
-    assert f"data.seq=256 is longer than model.sliding_window={WINDOW}" in capsys.readouterr().err
-    assert imported(tmp_path / "short", f"--config.data.seq={WINDOW}") == 0
-    assert f"sliding_window={WINDOW} does not affect windows that are no longer" in capsys.readouterr().out
-    mesh = AbstractMesh((1,) * len(AXES), AXES)
-    for seq in (WINDOW, WINDOW + 1):
-        config = load_config(tmp_path / "short" / "run" / "config.json")[0]
-        config.data.seq = seq
-        if seq == WINDOW:
-            model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
-            continue
-        with pytest.raises(ConfigError, match=f"data.seq={seq} is longer than model.sliding_window={WINDOW}"):
-            model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
-        config.model.sliding_window = 0  # what somebody says who wants another model
-        model_of(read_settings(config), mesh).check_batch(config.data.global_batch, config.data.seq)
+def test_an_import_keeps_the_window_and_says_so(tmp_path, capsys):
+    assert imported(tmp_path) == 0
+    assert f"sliding_window={WINDOW}: a token attends to so many, the last ones" in capsys.readouterr().out
+    assert load_settings(tmp_path / "run").model.windows == (WINDOW,) * 2
 
 
-@pytest.mark.slow
-def test_nothing_that_reads_a_text_takes_a_longer_one():
-    model = build((1, 1, 1), layers=1, attention="gqa", sliding_window=8)
-    params, batch = params_of(model), make_batch(rows=4, seq=9)
-    for act in (
-        lambda: model.loss(params, batch),
-        lambda: model.logits(params, batch["tokens"]),
-        lambda: px.look_inside(model, params, batch),
-    ):
-        with pytest.raises(ConfigError, match="seq=9 is longer than model.sliding_window=8"):
-            act()
-    config = SampleConfig(prompt="", tokens=3, temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    assert len(generate(model, params, [[1, 2, 3, 4, 5]], config)[0]) == 3
-    with pytest.raises(
-        ConfigError, match="a prompt of 6 tokens and sample.tokens=3 make a text whose length=9 is longer"
-    ):
-        generate(model, params, [[1, 2], [1, 2, 3, 4, 5, 6]], config)
+def test_kinds_are_written_in_a_file_and_on_the_command_line_and_are_saved():
+    line = [
+        "x",
+        "--config=configs/tiny_gqa.py",
+        "--config.model.layers_of=near*1 far*1",
+        f"--config.model.kinds={KINDS}",
+    ]
+    model = read_command([*line, "--config.model.kinds.near.rope_theta=500"], {})[0].model
+    assert model.kinds == "far=(rope=False) near=(rope_theta=500.0, sliding_window=4)"
+    assert model.windows == (4, 0) and model.layer_kinds == ("dense", "dense")
+    as_objects = {"near": {"sliding_window": 4, "rope_theta": 500.0}, "far": {"rope": False}}
+    changed = read_settings(get_config(), model={"layers": 2, "layers_of": "near far", "kinds": as_objects})
+    assert changed.model.kinds == model.kinds
+    assert read_settings(json.loads(json.dumps(changed.to_dict()))) == changed
+
+
+def test_a_kind_with_settings_may_have_a_class_too():
+    block = "support.user_parts:ParallelBlock"
+    model = dict(layers=2, layers_of="side far", kinds={"side": {"block": block, "sliding_window": 4}, "far": {}})
+    settings = read_settings(get_config(), model=model)
+    assert settings.model.kinds == f"side={block} far=() side=(sliding_window=4)"
+    assert settings.model.windows == (4, 0) and settings.model.layer_kinds == ("side", "dense")
+    again = read_settings(json.loads(json.dumps(settings.to_dict())))
+    assert again == settings and again.model.kinds.target == settings.model.kinds.target
+    with_class = with_code(settings, {"model.kinds": {"side": user_parts.ParallelBlock}})
+    assert with_class.model.windows == (4, 0), "settings stay with a class given anew"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ("near=(sliding_window=-1)", "model.kinds.near.sliding_window=-1 must be a whole number of 0 or more"),
+        (
+            "near=(rope_factor=2.0)",
+            "model.kinds.near: model.rope_factor=2.0 does nothing with model.rope_scaling='none'",
+        ),
+        (
+            "near=(d_model=2)",
+            "model.kinds.near.d_model is not a setting in which kinds of layers differ; known: base, ",
+        ),
+        ("near=(base='mow')", "model.kinds.near.base='mow' is unknown; did you mean 'moe'?"),
+        ("near=() near=()", 'must be "NAME=module:name"'),
+        ("near=() far=(rope=False)", "has settings for 'far', but .* has no such layer; its kinds are near"),
+        ("near=() moe=(base='dense')", "has settings for 'moe'"),
+    ],
+)
+def test_what_is_wrong_of_a_kind_is_one_line(kinds, message):
+    with pytest.raises(ConfigError, match=message):
+        model_config(layers=2, layers_of="near*2", kinds=kinds)
+
+
+def test_attention_maps_end_at_the_window_of_their_layer():
+    model = build((1, 1, 1), layers=2, layers_of="near far", attention="gqa", kinds=KINDS)
+    seen = px.look_inside(model, params_of(model), make_batch(rows=1, seq=9, vocab=64)).attention.min(axis=(1, 2))
+    back = np.arange(9)[:, None] - np.arange(9)[None]
+    assert not seen[0][back >= 4].any() and (seen[1][-1] > 0).sum() > 4
+
+
+def test_triton_has_no_windows():
+    settings = settings_of(layers=2, layers_of="near far", attention="gqa", kinds=KINDS)
+    check_kernel_seq(settings.model, 64, "all_gather", 1)
+    model = dataclasses.replace(settings.model, kernel="triton")
+    check_kernel_seq(dataclasses.replace(model, layers_of="", kinds="", sliding_window=64), 64, "all_gather", 1)
+    with pytest.raises(ConfigError, match="data.seq=64 is longer than a sliding window of 4 tokens, and JAX's kernels"):
+        check_kernel_seq(model, 64, "all_gather", 1)
 
 
 def test_a_window_may_go_when_a_run_goes_on_and_goes_out_with_the_config_that_it_came_in(tmp_path):

@@ -261,7 +261,7 @@ def test_a_part_that_no_layer_has_is_refused():
 
 
 def test_a_name_that_no_set_can_have_is_refused(monkeypatch):
-    unknown = lambda gate, up: checkpoint_name(gate * up, "mlp")  # noqa: E731
+    unknown = lambda gate, up, _: checkpoint_name(gate * up, "mlp")  # noqa: E731
     monkeypatch.setattr("parallax.model.mlp._gated", unknown)
     model = build((1, 1, 1), remat="norm", **WIDE)
     with pytest.raises(ConfigError, match=r"checkpoint_name\(\.\.\., 'mlp'\) in a layer"):
@@ -270,4 +270,5 @@ def test_a_name_that_no_set_can_have_is_refused(monkeypatch):
 
 def test_every_part_is_of_some_model():
     models = mixture((1, 1, 1), "in turn").config, model_config(attention="gqa", qk_norm=True), model_config()
+    models = *models, model_config(norm_place="both")
     assert set().union(*(model.remat_parts for model in models)) == set(REMAT_PARTS)

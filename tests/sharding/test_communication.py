@@ -76,7 +76,7 @@ def promised(thing, variant, facts, **others):
 LAYERS = {
     "norm": "",
     "layer_norm": "",
-    **dict.fromkeys(["mlp", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
+    **dict.fromkeys(["mlp", "mlp_plain", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
     **dict.fromkeys(["gqa_qk_norm", "gqa_qk_norm kv_heads"], "family"),
 }
 LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in ("vocab_parallel", "all_to_all")}

@@ -33,6 +33,26 @@ OWN = {
         dict(attention="mla", layers_of="dense moe", router_score="sigmoid", router_scale=2.0, **GROUPS),
         V3,
     ),
+    "factors": (dict(attention="gqa", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.3), "GraniteForCausalLM"),
+    "rotated in part": (dict(attention="gqa", rope_fraction=0.5), "Phi3ForCausalLM"),
+    "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Glm4MoeForCausalLM"),
+    "norms after rotation": (dict(attention="gqa", qk_norm=True, qk_norm_after_rope=True), "HunYuanDenseV1ForCausalLM"),
+    "mixture, factors": (
+        dict(attention="gqa", layers_of="moe*2", experts=4, d_expert=24, attention_scale=0.2),
+        "GraniteMoeForCausalLM",
+    ),
+    "mixture, norms of projections": (
+        dict(attention="gqa", layers_of="moe*2", experts=4, d_expert=24, qk_norm=True, qk_norm_over="projection"),
+        "OlmoeForCausalLM",
+    ),
+    "mixture, gate": (
+        dict(attention="gqa", layers_of="dense moe", experts=4, d_expert=12, shared_experts=2, shared_gate=True),
+        "Qwen2MoeForCausalLM",
+    ),
+    "mixture, sigmoid of grouped heads": (
+        dict(attention="gqa", layers_of="dense moe", experts=4, d_expert=12, router_score="sigmoid", shared_experts=1),
+        "Glm4MoeForCausalLM",
+    ),
     "mixture, latents": (dict(attention="mla", layers_of="moe*2", router_normalized=False, **GROUPS), V2),
 }
 

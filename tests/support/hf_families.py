@@ -67,6 +67,11 @@ FAMILIES = {
     "Llama 2, linear": ("Llama", GROUPED | scaled("linear")),
     "Llama 3, llama3, tied": ("Llama", GROUPED | LLAMA3 | dict(tie_word_embeddings=True, rms_norm_eps=1e-5)),
     "Mistral, wide heads": ("Mistral", GROUPED | dict(sliding_window=None, head_dim=16)),
+    "Mistral, a window": ("Mistral", GROUPED | dict(sliding_window=5)),
+    "Qwen2, windows in some layers": (
+        "Qwen2",
+        GROUPED | dict(use_sliding_window=True, sliding_window=20, max_window_layers=2),
+    ),
     "Qwen2, tied": ("Qwen2", GROUPED | dict(tie_word_embeddings=True)),
     "Qwen2, yarn": ("Qwen2", GROUPED | scaled("yarn")),
     "Qwen3": ("Qwen3", GROUPED | dict(head_dim=16)),
@@ -78,6 +83,7 @@ FAMILIES = {
 }
 MIXTURES = {
     "Mixtral": ("Mixtral", GROUPED | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "Mixtral, a window": ("Mixtral", GROUPED | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "Qwen3-MoE": ("Qwen3Moe", QWEN3_MOE),
     "Qwen3-MoE, every other layer": ("Qwen3Moe", QWEN3_MOE | dict(decoder_sparse_step=2, norm_topk_prob=False)),
     "DeepSeek-V2, experts": ("DeepseekV2", SOME_EXPERTS | dict(routed_scaling_factor=1.5)),
@@ -95,6 +101,31 @@ MIXTURES = {
     "DeepSeek-V3, one group": (
         "DeepseekV3",
         SOME_EXPERTS | dict(n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0),
+    ),
+}
+FACTORS = dict(attention_multiplier=0.3, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5)
+FAMILIES |= {
+    "Granite": ("Granite", GROUPED | FACTORS | dict(tie_word_embeddings=True)),
+    "Phi-3": ("Phi3", GROUPED | dict(pad_token_id=0)),
+    "Phi-3, rotated in part": (
+        "Phi3",
+        GROUPED | dict(pad_token_id=0, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
+    ),
+    "GLM": ("Glm", GROUPED | dict(head_dim=16, pad_token_id=0)),
+    "Ernie 4.5": ("Ernie4_5", GROUPED | dict(head_dim=16)),
+    "Helium": ("Helium", GROUPED | dict(head_dim=8)),
+    "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
+}
+SHARED = dict(moe_intermediate_size=12, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
+MIXTURES |= {
+    "Granite-MoE": ("GraniteMoe", GROUPED | FACTORS | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "OLMoE": ("Olmoe", GROUPED | dict(num_experts=8, num_experts_per_tok=3)),
+    "Qwen2-MoE": ("Qwen2Moe", GROUPED | SHARED),
+    "GLM-4.5": (
+        "Glm4Moe",
+        GROUPED
+        | EXPERTS
+        | dict(head_dim=8, n_routed_experts=8, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
     ),
 }
 FAMILIES |= MIXTURES
@@ -199,9 +230,19 @@ def windows(length: int, *, packed: bool, seed: int = 0) -> dict[str, np.ndarray
 def their_logits(model, batch):
     order = np.arange(batch["tokens"].shape[1])
     seen = (batch["segments"][:, :, None] == batch["segments"][:, None]) & (order[:, None] >= order[None])[None]
-    mask = torch.where(torch.from_numpy(seen)[:, None], 0.0, torch.finfo(torch.float32).min)
+    near = order[:, None] - order[None] < (getattr(model.config, "sliding_window", None) or len(order))
+    by_type = {"full_attention": masked(seen), "sliding_attention": masked(seen & near)}
+    # A mask of ours stands in place of theirs, which knows no documents; where there is one a row, theirs decides.
+    mask = None
+    if batch["segments"].max() > 1:
+        of_layers = getattr(model.config, "layer_types", None)
+        mask = by_type if of_layers else by_type["sliding_attention"]
     tokens, positions = (torch.from_numpy(batch[name]).long() for name in ("tokens", "positions"))
     return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+def masked(seen):
+    return torch.where(torch.from_numpy(seen)[:, None], 0.0, torch.finfo(torch.float32).min)
 
 
 def logits_difference(pair: Pair, model, params, lengths: Sequence[int] = LENGTHS) -> float:

@@ -116,7 +116,12 @@ def shapes_of(config):
     layers = {}
     for layer in range(c["num_hidden_layers"]):
         parts = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
-        parts |= mixture_shapes(c, d) if has_experts(c, layer) else mlp_shapes("mlp", d, f)
+        mlp = mlp_shapes("mlp", d, f)
+        if architecture.startswith("Phi3"):
+            mlp = {
+                f"mlp.{name}": x for name, x in of_phi3({k.removeprefix("mlp."): x for k, x in mlp.items()}, c).items()
+            }
+        parts |= mixture_shapes(c, d) if has_experts(c, layer) else mlp
         attention = latent_shapes(c, d, h) if "kv_lora_rank" in c else grouped_shapes(c, d, h, architecture)
         parts |= {f"self_attn.{name}": shape for name, shape in attention.items()}
         layers |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
@@ -128,8 +133,17 @@ def has_experts(c, layer):
     if "first_k_dense_replace" in c:
         return layer >= c["first_k_dense_replace"]
     if "num_experts" in c:
-        return (layer + 1) % c["decoder_sparse_step"] == 0 and layer not in c["mlp_only_layers"]
+        return (layer + 1) % c.get("decoder_sparse_step", 1) == 0 and layer not in c.get("mlp_only_layers", [])
     return "num_local_experts" in c
+
+
+def of_phi3(shapes, c):
+    """The tensors that Phi-3 has in place of those of a Llama."""
+    joined = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for whole, parts in joined.items():
+        rows = [shapes.pop(f"{part}.weight") for part in parts if f"{part}.weight" in shapes]
+        shapes |= {f"{whole}.weight": (sum(row for row, _ in rows), c["hidden_size"])} if rows else {}
+    return shapes
 
 
 def mlp_shapes(at, d, f, names=("gate_proj", "up_proj", "down_proj")):
@@ -139,6 +153,12 @@ def mlp_shapes(at, d, f, names=("gate_proj", "up_proj", "down_proj")):
 
 def mixture_shapes(c, d):
     at, names, width = "mlp", ("gate_proj", "up_proj", "down_proj"), c.get("moe_intermediate_size")
+    if c["model_type"] == "granitemoe":
+        e, width, at = c["num_local_experts"], c["intermediate_size"], "block_sparse_moe"
+        fused = {"input_linear": (e, 2 * width, d), "output_linear": (e, d, width), "router.layer": (e, d)}
+        return {f"{at}.{name}.weight": shape for name, shape in fused.items()}
+    if c["model_type"] == "olmoe":
+        width = c["intermediate_size"]
     if c["model_type"] == "mixtral":
         at, names, width = "block_sparse_moe", ("w1", "w3", "w2"), c["intermediate_size"]
     experts = c.get("n_routed_experts") or c.get("num_experts") or c["num_local_experts"]
@@ -147,18 +167,27 @@ def mixture_shapes(c, d):
         shapes |= mlp_shapes(f"{at}.experts.{expert}", d, width, names)
     if c.get("n_shared_experts"):
         shapes |= mlp_shapes(f"{at}.shared_experts", d, width * c["n_shared_experts"])
-    bias = {f"{at}.gate.e_score_correction_bias": (experts,)} if c["model_type"] == "deepseek_v3" else {}
-    return shapes | bias
+    if c["model_type"] == "qwen2_moe":
+        shapes |= mlp_shapes(f"{at}.shared_expert", d, c["shared_expert_intermediate_size"])
+        shapes[f"{at}.shared_expert_gate.weight"] = (1, d)
+    with_bias = c["model_type"] in ("deepseek_v3", "glm4_moe")
+    return shapes | ({f"{at}.gate.e_score_correction_bias": (experts,)} if with_bias else {})
 
 
 def grouped_shapes(c, d, h, architecture):
     width = c.get("head_dim") or d // h
     wide = {"q": h * width, "k": c["num_key_value_heads"] * width, "v": c["num_key_value_heads"] * width}
     shapes = {f"{name}_proj.weight": (rows, d) for name, rows in wide.items()} | {"o_proj.weight": (d, h * width)}
-    if architecture.startswith("Qwen2"):
+    if architecture.startswith("Phi3"):
+        return of_phi3(shapes, c)
+    if architecture.startswith("Qwen2") or c.get("attention_bias"):
         shapes |= {f"{name}_proj.bias": (rows,) for name, rows in wide.items()}
-    if architecture.startswith("Qwen3"):
+    if architecture.startswith("Qwen3") or c.get("use_qk_norm"):
         shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+    if architecture.startswith("HunYuan"):
+        shapes |= {"query_layernorm.weight": (width,), "key_layernorm.weight": (width,)}
+    if architecture.startswith("Olmoe"):
+        shapes |= {f"{name}_norm.weight": (wide[name],) for name in "qk"}
     return shapes
 
 

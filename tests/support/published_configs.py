@@ -86,7 +86,32 @@ LONG_YARN = {"factor": 16.0, "type": "yarn", "finetuned": True}
 QWEN_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 
 # Of each: its config.json, and how many parameters it has, where that is published to the last one.
+PHI3 = (
+    LLAMA
+    | sizes(3072, 8192, 32, 32, 32)
+    | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0}
+    | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "max_position_embeddings": 4096, "sliding_window": 2047}
+    | {"original_max_position_embeddings": 4096, "rope_theta": 10000.0, "vocab_size": 32064}
+)
+GRANITE = (
+    LLAMA
+    | sizes(2048, 8192, 40, 32, 8)
+    | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias": False, "mlp_bias": False}
+    | {"attention_dropout": 0.0, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0}
+    | {"logits_scaling": 8.0, "residual_multiplier": 0.22, "max_position_embeddings": 4096, "rope_theta": 10000.0}
+    | {"tie_word_embeddings": True, "vocab_size": 49155}
+)
 TAKEN = {
+    "microsoft/Phi-3-mini-4k-instruct": (PHI3, 3_821_079_552),
+    "ibm-granite/granite-3.0-2b-base": (GRANITE, 2_533_531_648),
+    "THUDM/glm-4-9b-chat-hf": (
+        LLAMA
+        | sizes(4096, 13696, 40, 32, 2)
+        | {"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True, "attention_dropout": 0.0}
+        | {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0}
+        | {"max_position_embeddings": 131072, "vocab_size": 151552},
+        9_399_951_360,
+    ),
     "huggyllama/llama-7b": (
         LLAMA
         | sizes(*B7)
@@ -472,6 +497,15 @@ QWEN3_MOE = QWEN3 | {
     "vocab_size": 151936,
 }
 MIXTURES = {
+    "Qwen/Qwen1.5-MoE-A2.7B": (
+        QWEN2
+        | sizes(2048, 5632, 24, 16, 16)
+        | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1}
+        | {"max_position_embeddings": 32768, "max_window_layers": 21, "sliding_window": 32768, "vocab_size": 151936}
+        | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632},
+        14_315_784_192,
+    ),
     "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL | sizes(*B8), 46_702_792_704),
     "mistralai/Mixtral-8x22B-v0.1": (
         MIXTRAL
@@ -496,6 +530,7 @@ MIXTURES = {
 # Billions of parameters by their authors, all and those that a token meets, rounded or cut. DeepSeek's active ones do
 # without the embedding, the others' have it.
 BILLIONS = {
+    "Qwen/Qwen1.5-MoE-A2.7B": ("14.3", "2.7"),
     "mistralai/Mixtral-8x7B-v0.1": ("46.7", "12.9"),
     "mistralai/Mixtral-8x22B-v0.1": ("141", "39"),
     "Qwen/Qwen3-30B-A3B": ("30.5", "3.3"),
@@ -511,18 +546,13 @@ DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_
 
 # What is not computed here, and the field and value by which that is said.
 REFUSED = {
-    "Qwen/Qwen1.5-MoE-A2.7B": (
-        QWEN2
-        | sizes(2048, 5632, 24, 16, 16)
-        | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1}
-        | {"max_position_embeddings": 32768, "max_window_layers": 21, "sliding_window": 32768, "vocab_size": 151936}
-        | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4}
-        | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632},
-        r"architectures=\['Qwen2MoeForCausalLM'\] is not supported; .*\]; its shared expert has a gate, a sigmoid",
+    "microsoft/Phi-3-mini-128k-instruct": (
+        PHI3 | {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
+        r"rope_type='longrope' is not supported; supported: 'default', 'linear', 'llama3', 'yarn'",
     ),
-    "microsoft/Phi-3-mini-4k-instruct": (
-        LLAMA | {"architectures": ["Phi3ForCausalLM"]},
-        r"architectures=\['Phi3ForCausalLM'\] is not supported",
+    "ibm-granite/granite-3.0-2b-base, with biases": (
+        GRANITE | {"attention_bias": True},
+        r"attention_bias=True is not supported; supported: False",
     ),
     "google/gemma-2-2b": (
         LLAMA | {"architectures": ["Gemma2ForCausalLM"]},

@@ -11,7 +11,7 @@ from parallax.model.dense import Dense
 from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
-from parallax.model.mlp import GatedMLP
+from parallax.model.mlp import GatedMLP, PlainMLP
 from parallax.model.norm import LayerNorm, RMSNorm
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
@@ -44,6 +44,7 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
         "layer_norm": LayerNorm(residual, SIZES, 1e-6, bias=True),
         "layer_norm_alone": LayerNorm(residual, SIZES, 1e-6, scaling="none"),
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),
+        "mlp_plain": PlainMLP(residual, family, SIZES, "float32", 0.5, activation="relu2", bias=True),
         "gqa": attention("gqa", kv=kv),
         "gqa_bias": attention("gqa", kv=kv, qkv_bias=True),
         "gqa_qk_norm": attention("gqa", kv=kv, qk_norm=True),

@@ -54,7 +54,7 @@ from parallax.analysis.traced.flops import (
     scores_flops,
 )
 from parallax.analysis.traced.memory import Memory, predicted_host_memory, predicted_memory, predicted_state
-from parallax.analysis.traced.recompute import FINER, part_costs, recomputed_flops, sets_to_try
+from parallax.analysis.traced.recompute import FINER, mlp_kernels, part_costs, recomputed_flops, sets_to_try
 from parallax.config.remat import saved_parts
 from parallax.config.sections import DataParallelConfig
 from parallax.config.settings import Settings
@@ -106,7 +106,7 @@ class LeastWork:
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
-        self.hidden = 2 * settings.model.layer_kinds.count("dense") * settings.model.d_ff
+        self.hidden = mlp_kernels(settings.model) * settings.model.layer_kinds.count("dense") * settings.model.d_ff
         kept = predicted_state(model, settings)
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
         self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))
@@ -122,7 +122,7 @@ class LeastWork:
     def held(self, choice: Choice) -> float:
         """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
         gathered weights that stay for the step, and residuals. Of residuals from B to W only the gradients of dense
-        layers' `gate` and `up` are counted."""
+        layers' `up`, and `gate` if there is one, are counted."""
         layers = self.layers_of(*choice.sharding)
         held = self.state / layers.pieces + layers.bytes
         if self.settings.pipeline.residuals_on == DEVICE:

@@ -7,13 +7,13 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import ATTENTION, MLP, SEQUENTIAL, ModelConfig
 from parallax.model.kernels.flops import tokens_read_twice
 from parallax.sharding.plan import FLOAT32_BYTES
 
@@ -63,24 +63,43 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     mixture["experts"] = 2 * experts, d * 2 * experts
     layers = {part: (model.layers, *cost) for part, cost in attention.items()}
     layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
-    hidden = kinds["dense"] * model.d_ff + kinds["moe"] * sizes["d_shared"]
-    layers |= {"ffn": (1, 2 * hidden, 2 * d * hidden)}
+    hidden = mlp_kernels(model) * kinds["dense"] * model.d_ff + 2 * kinds["moe"] * sizes["d_shared"]
+    layers |= {"ffn": (1, hidden, d * hidden), "down": (model.layers, d, down_flops(model) / 2 / model.layers)}
     # Saved in the form that 8-bit products read. Router, experts and the product for d_rope read their inputs, too.
-    of_8_bits = model.matmul != "compute" and model.matmul_residuals == "8bit"
-    of_heads, of_mlp = (
-        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in ("attention", "mlp")
-    )
-    of_heads = 1 if model.attention == "mla" else of_heads
-    layers["norm"] = 1, d * (model.layers * of_heads + kinds["dense"] * of_mlp + kinds["moe"]), 0
+    of_heads, of_mlp = model.saves_8_bits(ATTENTION), model.saves_8_bits(MLP)
+    rounded = ((count, [of_heads, of_mlp and kind != "moe"]) for kind, count in kinds.items())
+    normed = sum(count * _normed_width(model.norms_before, in_8_bits, itemsize) for count, in_8_bits in rounded)
+    layers["norm"] = 1, d * normed, 0
+    of_mlp = 1 / itemsize if of_mlp else 1
     layers["swiglu"] = 1, kinds["dense"] * model.d_ff * of_mlp + kinds["moe"] * sizes["d_shared"], 0
     costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
     costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(scores))
     return {part: costs[part] for part in model.remat_parts}
 
 
+def _normed_width(norms: int, in_8_bits: Sequence[bool], itemsize: int) -> float:
+    """Copies of a normed input in the model's dtype that attention and the MLP read: their own or a shared one, and for
+    each that reads 8 bits one of those."""
+    whole = in_8_bits.count(False) if norms == 2 else norms * (not all(in_8_bits))
+    return whole + sum(in_8_bits) / itemsize
+
+
+def mlp_kernels(model: ModelConfig) -> int:
+    """The number of kernels of a dense layer's MLP that read d_model."""
+    return 1 if model.mlp == "plain" else 2
+
+
+def unread_flops(model: ModelConfig) -> float:
+    """FLOPs per token of products that only the residual stream reads, in all layers. The backward pass recomputes them
+    only with remat="stage"."""
+    if model.norms_behind:
+        return 0.0
+    out = 0 if model.branches == SEQUENTIAL else 2.0 * model.layers * model.heads * model.d_head * model.d_model
+    return down_flops(model) + out
+
+
 def down_flops(model: ModelConfig) -> float:
-    """FLOPs per token of the last products of MLPs, in all layers. Nothing in a layer reads their result, so the
-    backward pass recomputes it only with remat="stage"."""
+    """FLOPs per token of the last products of MLPs, in all layers."""
     kinds = Counter(model.layer_kinds)
     moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
     return 2.0 * model.d_model * (kinds["dense"] * model.d_ff + kinds["moe"] * moe)
@@ -91,7 +110,7 @@ def recomputed_flops(model: ModelConfig, remat: str, *, seq: int) -> float:
     """FLOPs per token of matrix products that the backward pass recomputes, over all layers."""
     costs = part_costs(model, seq=seq)
     parts = () if remat == "none" else recomputed_parts(remat) or costs
-    whole_stage = down_flops(model) if remat == "stage" else 0
+    whole_stage = unread_flops(model) if remat == "stage" else 0
     return whole_stage + sum(costs[part].flops for part in parts if part in costs)
 
 
