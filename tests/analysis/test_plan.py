@@ -26,6 +26,7 @@ from parallax.analysis.planned import plan as plan_module
 from parallax.analysis.planned import sweep as sweep_module
 from parallax.analysis.planned.devices import fastest_matmul, local_topology, matmul_lines
 from parallax.analysis.planned.layouts import (
+    SMALLER_SUMS,
     VIRTUAL,
     Choice,
     build_if_legal,
@@ -62,7 +63,7 @@ from parallax.analysis.planned.step_time import (
     predict,
     traced_work,
 )
-from parallax.analysis.planned.sweep import Cache, LeastWork, Sweep, draw, front, price
+from parallax.analysis.planned.sweep import Cache, LeastWork, PricedLayout, Sweep, draw, front, price
 from parallax.analysis.planned.topology import GET_CUDA, devices_of, read_topology
 from parallax.analysis.traced.collectives import Sent, collectives
 from parallax.analysis.traced.flops import flops_in_8_bits_per_token
@@ -612,8 +613,37 @@ def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
     topology = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=middle))
     search = Sweep(tiny(), topology, Cache(tmp_path), keep=1000)
     search.run()
-    assert {row.choice for row in search.rows} == {r.choice for r in found.rows if r.estimate.peak_bytes <= middle}
+    own = {row.choice for row in search.rows if row.choice.sums == search.configured.sums}
+    assert own == {r.choice for r in found.rows if r.estimate.peak_bytes <= middle}
     assert search.passed["too large"] == len(found.rows) - len(search.rows)
+
+
+def test_a_layout_that_does_not_fit_is_priced_with_the_sums_of_gradients_that_do_and_cost_the_least(few, tmp_path):
+    own = Choice.of(tiny())
+    rounded, both, moved = own.with_smaller_sums(host=True)
+    assert [choice.sums for choice in (rounded, both, moved)] == [*SMALLER_SUMS]
+    assert own.with_smaller_sums(host=False) == [rounded] and not both.with_smaller_sums(host=True)
+    peaks = [held_of(choice.applied(tiny())).peak for choice in (own, rounded, both, moved)]
+    assert peaks == sorted({*peaks}, reverse=True)  # rounding needs some memory, too
+    for usable, fits in zip([*peaks, peaks[-1] - 1], (own, rounded, both, moved, None)):
+        topology = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=usable))
+        search = Sweep(tiny(), topology, Cache(tmp_path), keep=1)
+        search._look_at(own)
+        assert [row.choice for row in search.shown()] == [fits] * (fits is not None)
+        assert search.passed == Counter({"too large": 1} if fits is None else {})
+    line, of_sums, on_host = list(sweep_table([PricedLayout(both, price(both.applied(tiny()), PAIR))], {}, [], own))[1:]
+    assert (of_sums.split(), on_host.split()) == (["sums", "bfloat16"], ["sums", "on", "host"])
+
+
+def test_smaller_sums_are_shown_beside_the_fastest_layouts_and_do_not_take_their_place(few, tmp_path):
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=2)
+    own, step = search.configured, price(tiny(), PAIR)
+    rows = [(own._replace(microbatches=1), 1), (own._replace(tp=2, dp=1), 3), (own, 9)]
+    rows += [(own._replace(microbatches=many, grads_dtype="bfloat16"), secs) for many, secs in ((1, 0), (2, 2), (4, 5))]
+    search.rows = [
+        PricedLayout(choice, step._replace(secs=secs)) for choice, secs in sorted(rows, key=lambda row: row[1])
+    ]
+    assert [row.estimate.secs for row in search.shown()] == [0, 1, 2, 3, 9]
 
 
 @pytest.mark.slow

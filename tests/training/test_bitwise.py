@@ -38,6 +38,8 @@ SAME_BITS = {
     "mixture, `pipeline.residuals_on=host`": (dict(residuals_on="host"), MIXTURE),
     "mixture, `optimizer.states_on=host`": (dict(states_on="host"), MIXTURE),
 }
+# Without clipping, which reads the norm: its squares are added in another order.
+SAME_BITS_BUT_NORM = {"`pipeline.grads_on=host`, `optimizer.clip_norm=0`": (dict(grads_on="host"), dict(clip_norm=0.0))}
 # By test_host_memory.py, without fused multiply-adds: as written a program in bfloat16 has more functions than XLA for
 # CPU has room for.
 SAME_BITS_IN_BFLOAT16 = ("bfloat16, `optimizer.masters_on=host`",)
@@ -46,7 +48,7 @@ OTHER_ORDER = {
     "`data_parallel.policy=zero1`": dict(policy="zero1"),
     "`data_parallel.policy=ddp`": dict(policy="ddp"),  # of the norm, too: of whole gradients on each device
     "`pipeline.schedule=gpipe`": dict(schedule="gpipe"),  # of the embedding's and head's gradients
-    "`pipeline.grads_on=host`": dict(grads_on="host"),  # of the norm, by layers; of nothing else
+    "`pipeline.grads_on=host`": dict(grads_on="host"),  # of the norm, by layers; of nothing else: SAME_BITS_BUT_NORM
     "`pipeline.schedule=interleaved`": dict(schedule="interleaved", virtual=2),  # of the norm, by ranks
     "`loss.chunk_tokens=16`": dict(chunk_tokens=16),  # of the loss
 }
@@ -59,11 +61,12 @@ ALLOWED = 2e-7
 ALLOWED_OF_NORM = 5e-7
 
 
-def ten_steps(name="adamw", states_on="device", **changes):
+def ten_steps(name="adamw", states_on="device", clip_norm=1.0, **changes):
     """(losses, norms of gradients, parameters after them)."""
     model = build((2, 2, 1), **NONE | changes)
     model = model.replace(optimizer=dataclasses.replace(model.settings.optimizer, states_on=states_on))
-    tx = make_optimizer(optimizer_config(name=name, warmup_steps=1, eps=1e-3), STEPS, model.plan.rows)
+    config = optimizer_config(name=name, warmup_steps=1, eps=1e-3, clip_norm=clip_norm)
+    tx = make_optimizer(config, STEPS, model.plan.rows)
     step = TrainStep(model, tx, seed=0)
     batches = [jax.device_put(make_batch(32, seed=seed), model.batch_sharding) for seed in range(STEPS)]
     state = step.init()
@@ -90,6 +93,15 @@ def test_ten_steps_have_the_same_bits(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_BITS_BUT_NORM)
+def test_ten_steps_have_the_same_bits_but_for_the_norm(name):
+    option, base = SAME_BITS_BUT_NORM[name]
+    (losses, norms, params), expected = ten_steps(**base | option), with_none(**base)
+    jax.tree.map(np.testing.assert_array_equal, (losses, params), (expected[0], expected[2]))
+    np.testing.assert_allclose(norms, expected[1], rtol=ALLOWED_OF_NORM)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_ORDER)
 def test_ten_steps_differ_by_the_order_of_sums(name):
     (losses, norms, params), expected = ten_steps(**OTHER_ORDER[name]), with_none()
@@ -102,6 +114,6 @@ def test_ten_steps_differ_by_the_order_of_sums(name):
 def test_the_page_says_which_is_which():
     text = (ROOT / "docs/measured/memory.md").read_text()
     rows = re.findall(r"^\| ((?:\w+, )?`.+?`) \| (same|[\de-]+) \|", text, re.MULTILINE)
-    same = dict.fromkeys([*SAME_BITS, *SAME_BITS_IN_BFLOAT16], "same")
+    same = dict.fromkeys([*SAME_BITS, *SAME_BITS_BUT_NORM, *SAME_BITS_IN_BFLOAT16], "same")
     assert dict(rows) == same | dict.fromkeys(OTHER_ORDER, f"{ALLOWED:.0e}")
     assert f"norms of gradients to differ by {ALLOWED_OF_NORM:.0e}" in " ".join(text.split())

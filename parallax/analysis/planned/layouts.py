@@ -1,4 +1,4 @@
-"""Layouts that a sweep tries: mesh, microbatches, schedule, remat and sharding policy."""
+"""Layouts that a sweep tries: mesh, microbatches, schedule, remat, sharding policy and sums of gradients."""
 
 import dataclasses
 import itertools
@@ -19,6 +19,7 @@ from parallax.model.families import CONTEXTS
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
+from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.mesh import factorisations
 from parallax.step.step import abstract_state, model_of, optimizer_of
 
@@ -31,8 +32,10 @@ SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interle
 CHOSEN_AXES = ("pp", "dp", "cp", "ep", "tp")
 SECTION_OF = dict.fromkeys(CHOSEN_AXES, "mesh") | {"prefetch": "fsdp"}
 SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
-SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
+SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat", "grads_dtype", "grads_on"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
+# Dtype and memory of sums of gradients that are smaller on the device, those that cost the least time first.
+SMALLER_SUMS = (("bfloat16", DEVICE), ("bfloat16", HOST), ("float32", HOST))
 
 
 def unchosen_sizes(mesh: MeshConfig) -> dict[str, int]:
@@ -66,6 +69,8 @@ class Choice(NamedTuple):
     context: str = "all_gather"
     ep: int = 1
     exchange: str = AUTO
+    grads_dtype: str = "float32"
+    grads_on: str = DEVICE
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
@@ -89,9 +94,34 @@ class Choice(NamedTuple):
         return self.dp * self.cp * self.ep
 
     @property
-    def sharding(self) -> tuple[tuple[int, ...], str, str]:
-        """What a sharding plan follows from: sizes of CHOSEN_AXES, policy and exceptions."""
-        return tuple(getattr(self, axis) for axis in CHOSEN_AXES), self.policy, self.exceptions
+    def sums(self) -> tuple[str, str]:
+        """Dtype and memory of sums of gradients."""
+        return self.grads_dtype, self.grads_on
+
+    @property
+    def sharding(self) -> tuple[tuple[int, ...], str, str, tuple[str, str]]:
+        """What a sharding plan follows from: sizes of CHOSEN_AXES, policy and exceptions, and sums of gradients."""
+        return tuple(getattr(self, axis) for axis in CHOSEN_AXES), self.policy, self.exceptions, self.sums
+
+    def with_smaller_sums(self, *, host: bool) -> list["Choice"]:
+        """This layout with each of SMALLER_SUMS that is smaller on the device than its own; in host memory if `host`.
+
+        >>> layout = Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, grads_dtype="bfloat16")
+        >>> [smaller.sums for smaller in layout.with_smaller_sums(host=True)]
+        [('bfloat16', 'host')]
+        """
+        if self.grads_on == HOST:
+            return []
+        others = [sums for sums in SMALLER_SUMS if sums != self.sums and sums[0] in (self.grads_dtype, "bfloat16")]
+        return [
+            self._replace(grads_dtype=dtype, grads_on=memory) for dtype, memory in others if host or memory == DEVICE
+        ]
+
+    @property
+    def words_of_sums(self) -> list[str]:
+        """Dtype and memory of sums of gradients, where these are not float32 and the device."""
+        rounded = [f"sums {self.grads_dtype}"] if self.grads_dtype != "float32" else []
+        return rounded + ["sums on host"] * (self.grads_on == HOST)
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout instead of their own."""
@@ -159,12 +189,13 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 
 def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
+    sums = settings.pipeline.grads_dtype, settings.pipeline.grads_on
     for microbatches in divisors(settings.data.global_batch // (ranks_beside(settings.mesh) * dp * ep)):
         for schedule, virtual in SEVERAL if pp > 1 else SEVERAL[:1]:  # without a pipeline it is gradient accumulation
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
-                    yield Choice(*shape, cp, context, ep, settings.layout.exchange)
+                    yield Choice(*shape, cp, context, ep, settings.layout.exchange, *sums)
 
 
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shlex
 import textwrap
@@ -78,7 +79,7 @@ class Plan:
 
     @property
     def layout(self) -> Choice:
-        """The settings that a sweep varies: mesh, microbatches, schedule, remat and the sharding policy."""
+        """The settings that a sweep varies: mesh, microbatches, schedule, remat, sharding policy, sums of gradients."""
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
@@ -482,9 +483,10 @@ def sweep_table(
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
         figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)
-        first, *others = textwrap.wrap(choice.remat, REMAT_WIDTH)
-        lines.append([marks, *sizes, schedule, first, _policy(choice), *figures])
-        lines += [[*[""] * (2 + len(sizes)), words, *[""] * 5] for words in others]
+        words = textwrap.wrap(choice.remat, REMAT_WIDTH), [_policy(choice), *choice.words_of_sums]
+        (remat, policy), *others = itertools.zip_longest(*words, fillvalue="")
+        lines.append([marks, *sizes, schedule, remat, policy, *figures])
+        lines += [[*[""] * (2 + len(sizes)), *cells, *[""] * 4] for cells in others]
         if choice in compiled:
             lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
     yield from text_table(head, lines, left=1, width=TABLE_WIDTH)

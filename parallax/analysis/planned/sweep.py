@@ -131,11 +131,12 @@ class LeastWork:
             held += width * self.itemsize * self.tokens / self.devices / choice.microbatches
         return held
 
-    def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str) -> LayersOnMesh:
-        """What the plan of this mesh and policy says of the layers' parameters."""
+    def _layers_of(self, sizes: tuple[int, ...], policy: str, exceptions: str, sums: tuple[str, str]) -> LayersOnMesh:
+        """What the plan of this mesh, policy, and dtype and memory of sums says of the layers' parameters."""
         policies = Policies(policy, DataParallelConfig(policy, exceptions).by_name)
         axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | unchosen_sizes(self.settings.mesh)
-        plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={})
+        of_sums = dict(zip(("grads_dtype", "grads_on"), sums, strict=True))
+        plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={}, **of_sums)
         return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
 
     def _products(self, choice: Choice) -> list[OpCost]:
@@ -244,9 +245,12 @@ class PricedLayout(NamedTuple):
 
 
 class Sweep:
-    """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first. `passed` counts the
-    others by the reason for passing them over: "not legal", "too large", "slower", "beyond --most". `sets` are the
-    settings' own layout with other values of `pipeline.remat`, fastest first."""
+    """A search for the `keep` fastest layouts with the settings' sums of gradients. A layout that does not fit with
+    them is priced with those of its `with_smaller_sums` that costs the least and fits.
+
+    `rows` are those priced so far, fastest first. `passed` counts the others by the reason for passing them over: "not
+    legal", "too large", "slower", "beyond --most". `sets` are the settings' own layout with other values of
+    `pipeline.remat`, fastest first."""
 
     def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int, most: int = 0):
         """Looks at the `most` layouts with the least bounds besides the settings' own, or at all of them if 0.
@@ -270,7 +274,7 @@ class Sweep:
         self._bound_of = {}
         for done, choice in enumerate(others):
             progress(done, len(others))
-            if self.least.held(choice) <= usable:
+            if any(self.least.held(tried) <= usable for tried in (choice, *self._smaller(choice))):
                 self._bound_of[choice] = self.least.bound(choice)
         self.passed["too large"] = len(others) - len(self._bound_of)
 
@@ -294,8 +298,8 @@ class Sweep:
                 break
             self._look_at(waiting[done])
             done += 1
-            if len(self.rows) >= self.keep:
-                end = max(done, bisect_right(bounds, self.rows[self.keep - 1].estimate.secs))
+            if len(kept := self._with_own_sums()) == self.keep:
+                end = max(done, bisect_right(bounds, kept[-1].estimate.secs))
         self.passed["slower"] += len(waiting) - end
         progress(done, done)
 
@@ -309,25 +313,39 @@ class Sweep:
             progress(done, len(tried))
             choice = self.configured._replace(remat=remat)
             priced = self._priced(choice)
-            if not isinstance(priced, str):
+            if isinstance(priced, Estimate):
                 self.sets.append(PricedLayout(choice, priced))
         progress(len(tried), len(tried))
         self.sets.sort(key=lambda row: row.estimate.secs)
 
     def _look_at(self, choice: Choice) -> None:
-        priced = self._priced(choice)
+        usable, held = self.topology.chip.usable_bytes, self.least.held(choice)
+        priced = self._priced(choice) if held <= usable else held
+        if not isinstance(priced, str | Estimate):  # bytes, of which smaller sums free no more than they have less
+            beside = priced - held
+            smaller = [other for other in self._smaller(choice) if beside + self.least.held(other) <= usable]
+            fitting = ((other, then) for other in smaller if isinstance(then := self._priced(other), Estimate))
+            choice, priced = next(fitting, (choice, "too large"))
         if isinstance(priced, str):
             self.passed[priced] += 1
         else:
             self.rows.append(PricedLayout(choice, priced))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
-    def _priced(self, choice: Choice) -> Estimate | str:
+    def _smaller(self, choice: Choice) -> list[Choice]:
+        # Only if the speed of the chip's link to the host is known.
+        return choice.with_smaller_sums(host=self.topology.chip.host_bandwidth > 0)
+
+    def _with_own_sums(self) -> list[PricedLayout]:
+        """The `keep` fastest rows with the settings' sums of gradients."""
+        return [row for row in self.rows if row.choice.sums == self.configured.sums][: self.keep]
+
+    def _priced(self, choice: Choice) -> Estimate | str | int:
         settings = choice.applied(self.settings)
         priced = self.cache.kept(key_of(settings, self.topology), lambda: self._timed(settings))
-        return priced if isinstance(priced, str) else Estimate(*priced)
+        return Estimate(*priced) if isinstance(priced, list | tuple) else priced
 
-    def _timed(self, settings: Settings) -> Estimate | str:
+    def _timed(self, settings: Settings) -> Estimate | str | int:
         begun = time.perf_counter()
         priced = price(settings, self.topology)
         self._secs.append(time.perf_counter() - begun)
@@ -339,9 +357,13 @@ class Sweep:
         return sum(self._secs) / max(1, len(self._secs))
 
     def shown(self) -> list[PricedLayout]:
-        """The rows of the table: the fastest layouts, and the config's own if it is not among them."""
-        configured = [row for row in self.rows[self.keep :] if row.choice == self.configured]
-        return self.rows[: self.keep] + configured
+        """The rows of the table: the fastest layouts with the settings' sums of gradients, as many at most with smaller
+        ones that are faster than the last of these, and the settings' own if it is not among them."""
+        own = self._with_own_sums()
+        slowest = own[-1].estimate.secs if len(own) == self.keep else math.inf
+        others = [row for row in self.rows if row.choice.sums != self.configured.sums and row.estimate.secs < slowest]
+        shown = {row.choice for row in own + others[: self.keep]} | {self.configured}
+        return [row for row in self.rows if row.choice in shown]
 
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """The compiler's figures for a layout, from the cache or by compiling it."""
@@ -362,14 +384,17 @@ def as_measured_first(topology: Topology, cache: Cache) -> Topology:
     return topology._replace(chip=Chip(*cache.kept(what, lambda: topology.chip)))
 
 
-def price(settings: Settings, topology: Topology) -> Estimate | str:
-    """The estimate of a layout, or "not legal" or "too large"."""
+def price(settings: Settings, topology: Topology) -> Estimate | str | int:
+    """The estimate of a layout, "not legal", "too large" for the host's memory, or the peak's bytes if these do not fit
+    on the device."""
     model = build_if_legal(settings, topology)
     if model is None:
         return "not legal"
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
-    if held.peak > topology.chip.usable_bytes:
+    if topology.chip.host_bandwidth and host.total > topology.chip.host_bytes:
         return "too large"
+    if held.peak > topology.chip.usable_bytes:
+        return held.peak
     return estimate(settings, topology, held, traced_work(model, settings), host)
 
 
@@ -460,4 +485,4 @@ def _name(choice: Choice) -> str:
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
     kept = f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
-    return f"{choice.mesh} M={choice.microbatches}{schedule} {kept}"
+    return " ".join([f"{choice.mesh} M={choice.microbatches}{schedule} {kept}", *choice.words_of_sums])
