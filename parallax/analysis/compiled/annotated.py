@@ -168,7 +168,7 @@ def annotated(text: str, model: ShardedModel, *, seq: int) -> str:
 
 def annotated_text(text: str, model: ShardedModel, shares: Shares | None = None) -> str:
     module, names = parse_hlo(text), Names(text, model)
-    read = read_hlo_text(text, model.mesh, shares, model.load, gpu_of(model.mesh))
+    read = read_hlo_text(text, model.mesh, shares, model.share_of_rows, gpu_of(model.mesh))
     calls = {call.op: call for call in read.collectives}
     notes = {(home.name, op.name): note for home, op, note in _notes(module, names, calls)}
     lines, home = [], ""
