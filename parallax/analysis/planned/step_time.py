@@ -56,7 +56,7 @@ from parallax.analysis.traced.memory import (
     predicted_memory,
 )
 from parallax.analysis.traced.trace import Origin, step_program, walk
-from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
+from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
@@ -286,8 +286,8 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
             continue
         links = topology.route(sizes, call.axes)
         can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
-        # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
-        beside = not call.module.startswith((EMBEDDING, HEAD)) and per_use.has(call)
+        # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
+        beside = per_use.has(call)
         # In the ring, keys are sent while the previous ones are used.
         ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
         # All of a layer waits for a message with all of its weights.
