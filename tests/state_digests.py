@@ -31,7 +31,7 @@ from parallax.training import build as build_module
 from parallax.training.build import put_batches
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger
-from parallax.training.loop import checkpoint_parts
+from parallax.training.loop import checkpoint_trees
 from parallax.training.run import begin, open_checkpoints
 
 STEP, NEXT_BATCHES = 3, 4
@@ -71,8 +71,8 @@ TOPOLOGIES = {
 }
 
 
-def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
-    """The parts of a run on the first devices, as many as the topology has."""
+def components_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
+    """The components of a run on the first devices, as many as the topology has."""
     pp, dp, tp, schedule, virtual, cp, ep = topology
     changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "mesh.cp": cp, "mesh.ep": ep}
     changes |= {"pipeline.schedule": schedule, "pipeline.virtual": virtual}
@@ -91,29 +91,29 @@ def stirred(state):
     return jax.tree.unflatten(tree, [jax.device_put(new, old.sharding) for new, old in zip(other, leaves)])
 
 
-def save(path: pathlib.Path, parts) -> dict[str, str]:
-    """Save step 3 of a run of these parts; its digests."""
+def save(path: pathlib.Path, components) -> dict[str, str]:
+    """Save step 3 of a run of these components; its digests."""
     folder = RunFolder(path)
     folder.path.mkdir(parents=True, exist_ok=True)
-    state = stirred(init_state(parts.model, parts.tx, seed=0))
-    with RunLogger(folder) as logger, open_checkpoints(parts, folder, logger) as checkpoints:
+    state = stirred(init_state(components.model, components.tx, seed=0))
+    with RunLogger(folder) as logger, open_checkpoints(components, folder, logger) as checkpoints:
         logger.begin(STEP)
-        checkpoints.save(STEP, checkpoint_parts(state))
-    return digests(parts, state)
+        checkpoints.save(STEP, checkpoint_trees(state))
+    return digests(components, state)
 
 
-def load(path: pathlib.Path, parts) -> dict[str, str]:
-    """Go on with it with these parts; the digests there."""
-    state, step = begin(parts, RunFolder(path), STEP, print)
+def load(path: pathlib.Path, components) -> dict[str, str]:
+    """Go on with it with these components; the digests there."""
+    state, step = begin(components, RunFolder(path), STEP, print)
     assert step == STEP
-    return digests(parts, state)
+    return digests(components, state)
 
 
-def digests(parts, state) -> dict[str, str]:
+def digests(components, state) -> dict[str, str]:
     """SHA-256 of each array of the state, and of each of the next batches, as all devices hold them together."""
-    put = put_batches(parts)
-    batches = {f"batch {at}": put(parts.train_data.batch(at)) for at in range(STEP, STEP + NEXT_BATCHES)}
-    return {name: digest(array) for name, array in flatten({"state": checkpoint_parts(state), **batches}).items()}
+    put = put_batches(components)
+    batches = {f"batch {at}": put(components.train_data.batch(at)) for at in range(STEP, STEP + NEXT_BATCHES)}
+    return {name: digest(array) for name, array in flatten({"state": checkpoint_trees(state), **batches}).items()}
 
 
 def digest(array) -> str:
@@ -125,7 +125,8 @@ def save_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
     """Save on each of these topologies; digests by what was saved on which."""
     places = {f"{name} by {jax.process_count()}": name for name in names}
     return {
-        topology: save(root / topology, parts_on(TOPOLOGIES[name], corpus, root)) for topology, name in places.items()
+        topology: save(root / topology, components_on(TOPOLOGIES[name], corpus, root))
+        for topology, name in places.items()
     }
 
 
@@ -133,9 +134,9 @@ def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
     """Load all that is saved there onto each of these topologies; digests by what was loaded onto which."""
     found = {}
     for name in names:
-        parts = parts_on(TOPOLOGIES[name], corpus, root)
+        components = components_on(TOPOLOGIES[name], corpus, root)
         for path in sorted(path for path in root.iterdir() if " by " in path.name):
-            found[f"{path.name} on {name}"] = load(path, parts)
+            found[f"{path.name} on {name}"] = load(path, components)
     return found
 
 

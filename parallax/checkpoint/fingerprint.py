@@ -17,7 +17,7 @@ from parallax.sharding.host import rests_on_host
 
 WORD_BITS = 32
 # Elements that the host sums at once; its intermediate arrays are many times their size.
-BLOCK = 1 << 18
+BLOCK_WORDS = 1 << 18
 # Mixing steps of MurmurHash3's finaliser.
 MIXERS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
@@ -65,8 +65,8 @@ class RunningFingerprint:
         """Add the next elements."""
         flat = np.ascontiguousarray(piece).reshape(-1)
         all_words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(-1, max(flat.dtype.itemsize // 4, 1))
-        for start in range(0, len(flat), BLOCK):
-            words = all_words[start : start + BLOCK]
+        for start in range(0, len(flat), BLOCK_WORDS):
+            words = all_words[start : start + BLOCK_WORDS]
             positions = np.arange(self._next, self._next + len(words), dtype=np.uint64).astype(np.uint32)
             for half in range(words.shape[1]):
                 terms = words[:, half].astype(np.uint32) * _odd(positions + np.uint32(half << 31))

@@ -30,7 +30,7 @@ class Restored(NamedTuple):
     """Trees of arrays, their step, and newer steps that were damaged."""
 
     step: int
-    parts: dict[str, Any]
+    trees: dict[str, Any]
     damaged: list[DamagedError]
 
 
@@ -46,7 +46,7 @@ def compare_arrays(stored: Mapping[str, Any], wanted: Mapping[str, Any], part: s
 
 
 def restore_newest(
-    folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, before: int | None = None
+    folder: Path, trees: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, before: int | None = None
 ) -> Restored:
     """`restore` the newest intact step before `before`, skipping damaged ones.
 
@@ -57,7 +57,7 @@ def restore_newest(
     steps = (step for step in complete_steps(folder) if before is None or step < before)
     for step in sorted(steps, reverse=True):
         try:
-            return Restored(step, restore(folder, step, parts, settings=settings), damaged)
+            return Restored(step, restore(folder, step, trees, settings=settings), damaged)
         except DamagedError as error:
             damaged.append(error)
     if not damaged:
@@ -67,19 +67,19 @@ def restore_newest(
 
 
 def restore(
-    folder: Path, step: int, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None
+    folder: Path, step: int, trees: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Load named trees directly into the shardings of `parts`, trees of jax.ShapeDtypeStruct.
+    """Load named trees directly into the shardings of `trees`, trees of jax.ShapeDtypeStruct.
 
     Checksums of files, shapes and dtypes of arrays and, after loading, their fingerprints are checked. With `settings`,
-    an error about arrays also names the settings that differ. Other parts are neither loaded nor checked.
+    an error about arrays also names the settings that differ. Other trees are neither loaded nor checked.
 
     Raises:
         DamagedError: something is not as it was saved; names files, and damaged arrays.
         CheckpointError: there is no such step, or it is of another model.
     """
     manifest = checked_by_all(folder, step, lambda: read_manifest(folder, step))
-    for part, tree in parts.items():
+    for part, tree in trees.items():
         if differences := compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part):
             drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
             because = f"; {difference_text(drift, '; ')}" if drift else ""
@@ -87,9 +87,9 @@ def restore(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
     plain = PlainPath(folder)
-    checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, parts))
+    checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, trees))
     try:
-        loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in parts.items()}
+        loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in trees.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         reason = first_line(error)
         if jax.process_count() > 1:
@@ -119,17 +119,17 @@ def checked_by_all(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     return job.agreed(check, CheckpointError, of_another, verdict_of)
 
 
-def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Collection[str]) -> None:
-    """Check this process's share of the files of these parts, including contents."""
-    files = files_of(manifest, parts)
+def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Collection[str]) -> None:
+    """Check this process's share of the files of these trees, including contents."""
+    files = files_of(manifest, trees)
     names = sorted(files)[jax.process_index() :: jax.process_count()]
     wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)
     # Files that no manifest lists are of no process's share.
-    odd = odd_files(folder / str(step), parts) if wrong or jax.process_index() == 0 else []
+    odd = odd_files(folder / str(step), trees) if wrong or jax.process_index() == 0 else []
     if odd:
         raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
-        hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
+        hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in trees})
         raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved([*hit])}")
 
 

@@ -67,14 +67,14 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         finally:
             self._manager.close()
 
-    def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
+    def save(self, step: int, trees: Mapping[str, Any], *, loss: float | None = None) -> None:
         """Copy named trees of arrays, such as {"params": ..., "rest": ...}, and begin to write them; a step is saved
         once."""
         self.wait()
         if step in steps.complete_steps(self._folder):
             return
         self._began = time.monotonic()
-        flat = {part: flatten(tree) for part, tree in parts.items()}
+        flat = {part: flatten(tree) for part, tree in trees.items()}
         arrays = {}
         for part, tree in flat.items():
             marks = fingerprints(tree).items()
@@ -186,9 +186,9 @@ def is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     return not (abandoned or logged)
 
 
-def check_space(folder: Path, parts: Mapping[str, Any]) -> None:
+def check_space(folder: Path, trees: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the folder's disk has no space for one more checkpoint of these trees."""
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
     free = files.free_bytes(folder)
     if free < needed:
         raise CheckpointError(

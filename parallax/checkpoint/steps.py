@@ -21,7 +21,7 @@ from parallax.storage import files
 
 FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"
-# Orbax writes these beside the parts when the manifest is complete, and nothing reads them.
+# Orbax writes these beside the trees when the manifest is complete, and nothing reads them.
 ORBAX_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
@@ -138,10 +138,10 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return written["content"]
 
 
-def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
-    """The files of some parts of a step, and those of no part, such as its tokenizer."""
+def files_of(manifest: Mapping[str, Any], trees: Collection[str]) -> dict[str, dict[str, int]]:
+    """The files of some trees of a step, and those of no part, such as its tokenizer."""
     items = manifest["files"].items()
-    return {name: sums for name, sums in items if "/" not in name or name.split("/")[0] in parts}
+    return {name: sums for name, sums in items if "/" not in name or name.split("/")[0] in trees}
 
 
 def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
@@ -150,12 +150,12 @@ def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents
     return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
 
 
-def odd_files(folder: Path, parts: Collection[str]) -> list[str]:
-    """Links, pipes and the like in the folders of some parts of a step, listed in its manifest or not.
+def odd_files(folder: Path, trees: Collection[str]) -> list[str]:
+    """Links, pipes and the like in the folders of some trees of a step, listed in its manifest or not.
 
     Orbax and TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
     """
-    paths = [path for part in parts for path in (folder / part, *sorted((folder / part).rglob("*")))]
+    paths = [path for part in trees for path in (folder / part, *sorted((folder / part).rglob("*")))]
     damages = {path.relative_to(folder).as_posix(): _odd_kind(path) for path in paths}
     return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
 

@@ -26,7 +26,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.build import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
-    from parallax.training.loop import checkpoint_parts, state_from
+    from parallax.training.loop import checkpoint_trees, state_from
     from parallax.training.run import begin
 
 USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
@@ -56,22 +56,22 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
         raise ConfigError(f"--step={step} is not a step of this run; use 1 to train.steps={settings.train.steps}")
     if settings.mesh.simulate:
         simulate_devices(settings.mesh.simulate)
-    parts = build(settings, folder)
+    components = build(settings, folder)
     with waiting("restoring the state"):
-        start, state = load_before(parts, folder, step)
+        start, state = load_before(components, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
-    train_step = TrainStep(parts.model, parts.tx, settings.train.seed, settings.guard)
-    put, lines = put_batches(parts), []
+    train_step = TrainStep(components.model, components.tx, settings.train.seed, settings.guard)
+    put, lines = put_batches(components), []
     with waiting("compiling the training step, and taking steps") as show:
         for done in range(start + 1, step):
-            state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
+            state, metrics = train_step(state, put(components.train_data.batch(done - 1)))
             if metrics["skipped"]:
                 lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
             show(done - start, step - 1 - start)
-    batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
-    lines.append(f"step {step}: {text_of(parts.train_data, step)}")
+    batch, noise = put(components.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
+    lines.append(f"step {step}: {text_of(components.train_data, step)}")
     with waiting("compiling the step with its checks, and taking it"):
-        lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
+        lines += make_diagnosis(components.model)(state.params, batch, noise).lines()
         return [*lines, *compare_with_metrics(train_step(state, batch)[1], folder, step)]
 
 
@@ -93,19 +93,21 @@ def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) 
     return lines
 
 
-def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+def load_before(components: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
     """The newest intact checkpoint before this step, and its state; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
-        train = parts.settings.train
+        train = components.settings.train
         if train.first_run:
             key = "continue_from" if train.continue_from else "init_from"
             raise CheckpointError(
                 f"{folder.path} has no checkpoint before this step, and began from "
                 f"train.{key}={getattr(train, key)!r}; replay a step after its first checkpoint"
             )
-        return begin(parts, folder, 0, print)[::-1]
-    wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))
-    start, state, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
+        return begin(components, folder, 0, print)[::-1]
+    wanted = checkpoint_trees(abstract_state(components.model, components.tx))
+    start, state, damaged = restore_newest(
+        folder.checkpoints, wanted, settings=checkpoint_settings(components), before=step
+    )
     for error in damaged:
         print(error)
     return start, state_from(state)

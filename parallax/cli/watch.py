@@ -205,7 +205,7 @@ class WatchedRun:
         return int(counts[-1]) if counts else 0
 
     @property
-    def load(self) -> tuple[float, ...]:
+    def expert_load(self) -> tuple[float, ...]:
         """The largest load of an expert (1 if even) and the least entropy in the latest step; empty without experts."""
         latest = self.metrics.recent[-1] if self.metrics.recent else {}
         return tuple(latest[name] for name in OF_EXPERTS) if all(name in latest for name in OF_EXPERTS) else ()
@@ -486,9 +486,9 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
         add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
     add("checkpoints", saved_text(run.saved, status, run.metrics.copied))
     add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
-    if run.load:
-        load, entropy = run.load
-        add("experts", Text(f"largest load {decimal(load, 2)} x even, entropy {decimal(entropy, 3)} of even"))
+    if run.expert_load:
+        largest, entropy = run.expert_load
+        add("experts", Text(f"largest load {decimal(largest, 2)} x even, entropy {decimal(entropy, 3)} of even"))
     if run.metrics.torn:
         add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:

@@ -79,13 +79,13 @@ def section_html(section: TitledTables) -> Iterator[str]:
     """Elements of a page."""
     yield f"<h2>{escape(section.title)}</h2>"
     yield f'<div id="{section.name}">'
-    yield from parts_html(section.parts)
+    yield from content_html(section.content)
     yield "</div>"
 
 
-def parts_html(parts: Iterable[Table | str]) -> Iterator[str]:
+def content_html(content: Iterable[Table | str]) -> Iterator[str]:
     """Elements of a page, or of a notebook, which has no style sheet."""
-    for part in filter(None, parts):
+    for part in filter(None, content):
         yield from [f"<p>{escape(part)}</p>"] if isinstance(part, str) else table_html(part)
 
 
@@ -97,14 +97,14 @@ def table_html(table: Table) -> Iterator[str]:
         for row in table.rows
     )
     yield f'<div class="wide">{html_table(rows, left=table.left, head=[*map(escape, table.head), *drawn])}</div>'
-    colours = dict.fromkeys(colour for parts in table.bars for colour, _ in parts)
+    colours = dict.fromkeys(colour for bar in table.bars for colour, _ in bar)
     if len(colours) > 1:
         items = (f'<span style="color:{BAR_COLOURS[name]}">&#9632;</span> {name}' for name in colours)
         yield f"<p>{' &ensp; '.join(items)}</p>"
 
 
-def _bar(parts: Sequence[BarPart]) -> str:
+def _bar(bar: Sequence[BarPart]) -> str:
     """Adjacent parts, each as wide as its share."""
-    styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in parts if share)
+    styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in bar if share)
     pieces = "".join(f'<i style="{style}"></i>' for style in styles)
-    return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if parts else ""
+    return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if bar else ""

@@ -57,11 +57,11 @@ class Task:
     def line(self, now: float) -> str:
         """The current progress message."""
         secs = now - self.begun
-        parts = [f"{self.unit(self.done)} of {self.unit(self.total)}"] if self.total else []
-        parts += [f"{duration(secs)} so far"] if secs >= 1 else []
+        facts = [f"{self.unit(self.done)} of {self.unit(self.total)}"] if self.total else []
+        facts += [f"{duration(secs)} so far"] if secs >= 1 else []
         if self.total and self.done and (left := secs * (self.total / self.done - 1)) >= 1:
-            parts.append(f"about {duration(left)} left")
-        return f"{self.what}: {', '.join(parts)}" if parts else f"{self.what} ..."
+            facts.append(f"about {duration(left)} left")
+        return f"{self.what}: {', '.join(facts)}" if facts else f"{self.what} ..."
 
     def last_line(self, now: float) -> str:
         """The final message, with the duration."""

@@ -27,7 +27,7 @@ class TitledTables(NamedTuple):
 
     name: str
     title: str
-    parts: Sequence[Table | str]
+    content: Sequence[Table | str]
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
@@ -76,13 +76,13 @@ def _cell(line: Sequence[str], widths: Sequence[int], column: int, is_left: bool
 def section_text(section: TitledTables) -> Iterator[str]:
     """Lines of text."""
     yield from wrapped([section.title])
-    yield from [""] * any(isinstance(part, Table) for part in section.parts)
-    yield from wrapped(parts_text(section.parts))
+    yield from [""] * any(isinstance(part, Table) for part in section.content)
+    yield from wrapped(content_text(section.content))
 
 
-def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
+def content_text(content: Iterable[Table | str]) -> Iterator[str]:
     """Lines of text."""
-    for part in parts:
+    for part in content:
         yield from [part] if isinstance(part, str) else table_text(part)
 
 

@@ -249,7 +249,7 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
         clear_progress()
         instead = f"going on with step {restored.step}"
         tell(f"the checkpoint of step {error.step} is damaged: {error.damage}; {instead}", sys.stderr)
-    return restored.step, restored.parts["params"]
+    return restored.step, restored.trees["params"]
 
 
 def _number(value: float) -> str:

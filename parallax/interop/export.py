@@ -19,7 +19,7 @@ from parallax.checkpoint.steps import (
     write_manifest,
     wrong_files,
 )
-from parallax.config.sections import LossConfig, MeshConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, LossConfig, MeshConfig
 from parallax.config.settings import Settings, code_of, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, first_few, quoted, shown, writing
@@ -34,7 +34,7 @@ from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 from parallax.version import code_version
 
-STACKED = "blocks."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
+STACKED = f"{BLOCKS}."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 CARRIED = ("config.json", TOKENIZER_FILE)
 CARRIED_IF_THERE = (TOKENIZER_CONFIG, GENERATION_CONFIG)
 
@@ -124,9 +124,9 @@ def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Te
     single = {
         name: TensorSource(name, (), tuple(about.shape), about.dtype)
         for name, about in arrays.items()
-        if not name.startswith(STACKED)
+        if _part_of(name) != BLOCKS
     }
-    first = {name: source for name, source in single.items() if name.startswith("embedding.")}
+    first = {name: source for name, source in single.items() if _part_of(name) == EMBEDDING}
     stacks = stack_names(kinds)
     of_stacks = {kind: [name for name in arrays if name.startswith(stack)] for kind, stack in stacks.items()}
     of_layers = {}
@@ -136,6 +136,11 @@ def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Te
             source = TensorSource(name, (index,), tuple(arrays[name].shape[1:]), arrays[name].dtype, layer)
             of_layers[name.replace(stacks[kind], f"{STACKED}{layer}.", 1)] = source
     return {**first, **of_layers, **single}
+
+
+def _part_of(name: str) -> str:
+    """The part of the model to which an array belongs: the tree of parameters has an entry for each."""
+    return name.split(".")[0]
 
 
 def stack_names(kinds: Sequence[str]) -> dict[str, str]:

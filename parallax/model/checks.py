@@ -23,10 +23,10 @@ from parallax.model.kernels.cudnn import widest_head
 from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
-from parallax.model.products import NOT_IN_BLOCKS, WIDEST_BLOCKS
+from parallax.model.products import WIDEST_BLOCKS
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.layout import Layout, named_leaves
+from parallax.sharding.layout import COUNTING_DIMS, Layout, named_leaves
 from parallax.sharding.parameter import Role
 
 # Kernels beside xla that support each form of keys. The one for Triton needs the queries of whole rows.
@@ -94,7 +94,7 @@ def check_blocks_of_operands(model: ModelConfig, rows: Any, axis_sizes: Mapping[
             continue
         for dim, axes in zip(row.compute.names, row.compute.axes):
             size, pieces = model.sizes.get(dim, 0), math.prod(axis_sizes.get(axis, 1) for axis in axes)
-            if dim not in NOT_IN_BLOCKS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
+            if dim not in COUNTING_DIMS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
                 raise ConfigError(
                     f"model.matmul_scales={model.matmul_scales!r}: {' x '.join(f'mesh.{axis}' for axis in axes)}="
                     f"{pieces} ranks cut model.{dim}={size} of {name} within a block of {math.gcd(size, widest)}; use "

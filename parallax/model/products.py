@@ -54,7 +54,7 @@ from parallax.config.sections import BLOCK_SCALES, COMPUTE, DELAYED, EIGHT_BITS,
 from parallax.sharding.collectives import as_varying, max_over, vary_alike, varying_axes
 from parallax.sharding.eight_bits import LARGEST_NUMBERS, to_eight_bits
 from parallax.sharding.einsum import einsum_letters
-from parallax.sharding.layout import Layout
+from parallax.sharding.layout import COUNTING_DIMS, Layout
 from parallax.sharding.plan import WITHIN_STAGE
 from parallax.sharding.platform import multiplies_microscaled, platform_traced
 
@@ -68,7 +68,6 @@ AMAX_BITS, FLOAT32_BITS = 4, 23
 LEAST_FLOAT8 = 2.0**-9  # of e4m3
 LEAST_AMAX = 2.0**-100  # of an operand's own maxima: units, and what is divided by them, stay finite
 WIDEST_BLOCKS = {BLOCK_SCALES: 128, MXFP8: 32, NVFP4: 16}  # the most entries of a block
-NOT_IN_BLOCKS = ("heads", "kv_heads", "experts", "layers")  # dims whose entries share no block
 
 # The number to which the largest magnitude of the previous step is mapped. A power of two for float8: it leaves room
 # for growth, and scales are exact in bfloat16.
@@ -245,7 +244,7 @@ def kernel_operand(product: EightBitProduct, w: Array, layout: Layout, contracte
     """A weight rounded with its own maxima, for a product that contracts these of its dims."""
     if product.scales not in WIDEST_BLOCKS:
         return Operand.measured(w, product.operand, layout)
-    in_blocks = set(layout.names).difference(NOT_IN_BLOCKS) if product.scales == BLOCK_SCALES else contracted[-1:]
+    in_blocks = set(layout.names).difference(COUNTING_DIMS) if product.scales == BLOCK_SCALES else contracted[-1:]
     return Operand.in_blocks(w, product.operand, blocks_of(product, layout, w.shape, in_blocks), layout)
 
 

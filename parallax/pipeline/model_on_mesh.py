@@ -201,7 +201,7 @@ class ModelOnMesh:
         return SENT_AGAIN if again else self.exchange
 
     @property
-    def load(self) -> float:
+    def share_of_rows(self) -> float:
         """The share of a mixture's rows that is in use if the load of its experts is even."""
         return even_load(self.config, self.axis_sizes.get(EXPERT_AXIS, 1))
 

@@ -43,6 +43,9 @@ DIMS = {
     "gates": "X",  # of a token: one number
     "operands": "A",  # of a product: input, weight, gradient of the output
 }
+# Dims that count equal things, which share no block of scales, and dims of a head, which no axis shards.
+COUNTING_DIMS = frozenset({"heads", "kv_heads", "experts", "layers"})
+HEAD_DIMS = frozenset({"d_head", "d_qk", "d_rope"})
 
 
 def new_dims(*names: str) -> None:

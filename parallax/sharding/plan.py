@@ -234,13 +234,13 @@ class ShardingPlan:
         self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_declared)
 
     def __repr__(self) -> str:
-        """A line for each parameter, within about 100 columns: what it is, the layout at rest, then the data axes that
-        shard it during a step and in a layer, and those of its summed gradient. If anything is in host memory, also the
-        memory of the parameter between steps and of its optimizer states."""
+        """A line for each parameter, within about 110 columns: what it is and of which part of the model, the layout at
+        rest, then the data axes that shard it during a step and in a layer, and those of its summed gradient. If
+        anything is in host memory, also the memory of the parameter between steps and of its optimizer states."""
         host = ("memory", "states") if self.uses_host else ()
-        head = ["parameter", "is", "at rest", "in step", *host, "on device"]
+        head = ["parameter", "is", "part", "at rest", "in step", *host, "on device"]
         rows = [
-            [*line.cells[:3], " ".join(line.cells[3:6]), *(getattr(line, name) for name in host), line.cells[-1]]
+            [*line.cells[:4], " ".join(line.cells[4:7]), *(getattr(line, name) for name in host), line.cells[-1]]
             for line in self._lines()
         ]
         return "\n".join([self.heading, *text_table(head, rows, left=len(head) - 1)])
@@ -251,9 +251,9 @@ class ShardingPlan:
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
         rows = [
             (
-                *map(escape, line.cells[:2]),
+                *map(escape, line.cells[:3]),
                 line.layout._repr_html_(),
-                *line.cells[3:],
+                *line.cells[4:],
                 *(line.memory, line.states) * self.uses_host,
                 bar.format(8 * line.held[0] / most),
             )
@@ -638,6 +638,7 @@ class ShardingPlan:
 TABLE_HEAD = (
     "parameter",
     "is",
+    "part",
     "at rest",
     "resident",
     "compute",
@@ -648,7 +649,7 @@ TABLE_HEAD = (
     "on a device",
 )
 FLOAT32_BYTES = 4
-LEFT = 8  # columns that are flush left
+LEFT = 9  # columns that are flush left
 
 
 class _Line(NamedTuple):
@@ -678,7 +679,7 @@ class _Line(NamedTuple):
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
         what = "frozen" if row.spec.frozen and not row.spec.is_statistic else str(row.spec.role)
-        cells = name, what, str(row.at_rest), *cuts, hop, travels, *sizes
+        cells = name, what, row.spec.part or "-", str(row.at_rest), *cuts, hop, travels, *sizes
         return _Line(cells, row.at_rest, held, row.memory, row.states)
 
 

@@ -17,7 +17,7 @@ import optax
 from jax import Array, lax
 
 from parallax.errors import ConfigError
-from parallax.sharding.layout import Layout, named_leaves
+from parallax.sharding.layout import HEAD_DIMS, Layout, named_leaves
 from parallax.sharding.parameter import ParameterSpec, Role
 from parallax.sharding.rounding import random_bits, to_bfloat16
 
@@ -34,7 +34,6 @@ MANTISSA_BITS, MANTISSA, MAGNITUDE = 23, 0x7FFFFF, 0x7FFFFFFF  # of a float32
 ENTRIES_OF_SCALE = 32  # most entries that share a scale
 LEAST_PIECES = 8  # fewest blocks along a dim that a mesh may shard
 LEAST_BLOCK = 8  # entries; smaller blocks save little, since each has a scale
-NEVER_CUT = ("d_head", "d_qk", "d_rope")  # dims that no mesh shards
 
 
 class Blocks(NamedTuple):
@@ -257,14 +256,14 @@ def block_of(spec: ParameterSpec, layout: Layout, shape: tuple[int, ...]) -> tup
 
     def entries(dim: int) -> int:
         """The largest power of two that divides the dim and leaves enough blocks for a mesh to shard."""
-        least = 1 if layout.names[dim] in NEVER_CUT else LEAST_PIECES
+        least = 1 if layout.names[dim] in HEAD_DIMS else LEAST_PIECES
         size = ENTRIES_OF_SCALE
         while size > 1 and (shape[dim] % size or shape[dim] // size < least):
             size //= 2
         return size
 
     def rank(dim: int) -> tuple[Any, ...]:
-        return entries(dim) >= LEAST_BLOCK, dim < last, layout.names[dim] in NEVER_CUT, entries(dim), shape[dim]
+        return entries(dim) >= LEAST_BLOCK, dim < last, layout.names[dim] in HEAD_DIMS, entries(dim), shape[dim]
 
     best = max(range(first, len(shape)), key=rank)
     if entries(best) < LEAST_BLOCK:

@@ -76,26 +76,31 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     return RunComponents(settings, model, tx, train_data, eval_data, of_import)
 
 
-def eval_count(parts: RunComponents) -> int:
+def eval_count(components: RunComponents) -> int:
     """Number of batches in an evaluation, at most those that hold every window once."""
-    return min(parts.settings.train.eval_batches, parts.eval_data.batches)
+    return min(components.settings.train.eval_batches, components.eval_data.batches)
 
 
-def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
+def checkpoint_settings(components: RunComponents) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of its data and the versions of the code."""
-    corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
+    corpus = {
+        "fingerprint": components.train_data.fingerprint,
+        "tokenizer": components.train_data.tokenizer.fingerprint,
+    }
     versions, user_code = code_versions(), {}
-    for key, code in code_of(parts.settings).items():
+    for key, code in code_of(components.settings).items():
         versions |= code.installed
         if code.source and not code.installed:
             user_code[key] = code.source
-    sections = {**parts.settings.to_dict(), "corpus": corpus, "code": versions}
+    sections = {**components.settings.to_dict(), "corpus": corpus, "code": versions}
     return sections | ({"user_code": user_code} if user_code else {})
 
 
-def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+def put_batches(components: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
     """A function that sends this run's batches to its devices."""
-    return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))
+    return put_on(
+        components.model.batch_sharding, (components.settings.data.global_batch, components.settings.data.seq)
+    )
 
 
 def encode_sample(settings: Settings, tokenizer: Tokenizer) -> np.ndarray:

@@ -51,12 +51,12 @@ class StepCosts(NamedTuple):
     light_secs_per_token: float | None = None
 
 
-def step_costs(parts: RunComponents) -> StepCosts:
+def step_costs(components: RunComponents) -> StepCosts:
     """The costs of a run's step; the speed of CPUs is measured."""
-    settings, model = parts.settings, parts.model
+    settings, model = components.settings, components.model
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
-        needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
+        needs = memory(model, abstract_state(model, components.tx).opt_state, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
     light = None
     with contextlib.suppress(ConfigError):  # an unknown chip, as a CPU
@@ -66,10 +66,10 @@ def step_costs(parts: RunComponents) -> StepCosts:
     return StepCosts(flops, *peak_flops(settings.model.dtype), needs, light)
 
 
-def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int, source: str = "") -> Iterator[str]:
+def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: int, source: str = "") -> Iterator[str]:
     """What is printed of a run in the folder `path` before its steps from `start` on; `source` is the step of another
     run from which it goes on."""
-    settings, model, data = parts.settings, parts.model, parts.train_data
+    settings, model, data = components.settings, components.model, components.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
     yield f"run {path}" + (f", going on from {source or f'step {start}'}" if start else "")
     yield ""
@@ -106,8 +106,8 @@ def run_facts(parts: RunComponents, costs: StepCosts, path: Path, start: int, so
     if not settings.mesh.simulate:
         yield from unused_accelerators(jax.default_backend())
     wanted = settings.train.eval_batches
-    if wanted and eval_count(parts) < wanted:
-        yield f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"
+    if wanted and (count := eval_count(components)) < wanted:
+        yield f"evaluating on batches: {count}, all that are held out; train.eval_batches={wanted} is more"
     if not wanted and settings.checkpoint.keep_best:
         keep = f"checkpoint.keep_best={settings.checkpoint.keep_best}"
         yield f"nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best ({keep})"

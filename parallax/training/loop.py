@@ -192,7 +192,7 @@ class TrainingLoop:
             self.checkpoints.wait()
         began = time.monotonic()
         with waiting(f"copying step {step}"):  # it is written while the next steps run
-            self.checkpoints.save(step, checkpoint_parts(state), loss=loss)
+            self.checkpoints.save(step, checkpoint_trees(state), loss=loss)
         self.logger.record(step, {COPIED: time.monotonic() - began})
 
 
@@ -210,11 +210,11 @@ def check_eval_loss(step: int, loss: float) -> None:
         )
 
 
-def checkpoint_parts(state: TrainState) -> dict[str, Any]:
-    """A state as the parts of a checkpoint: parameters can be loaded without the rest."""
+def checkpoint_trees(state: TrainState) -> dict[str, Any]:
+    """A state as the trees of a checkpoint: parameters can be loaded without the rest."""
     return {"params": state.params, "rest": {name: part for name, part in state._asdict().items() if name != "params"}}
 
 
-def state_from(parts: dict[str, Any]) -> TrainState:
-    """The state from its checkpoint parts."""
-    return TrainState(params=parts["params"], **parts["rest"])
+def state_from(trees: dict[str, Any]) -> TrainState:
+    """The state from the trees of its checkpoint."""
+    return TrainState(params=trees["params"], **trees["rest"])

@@ -95,52 +95,52 @@ class Meter:
         """The line for the console, in columns, at most `LINE_WIDTH` wide; speed is the mean since the last line."""
         secs, waited = map(statistics.fmean, zip(*self._window)) if self._window else (0.0, 0.0)
         self._window.clear()
-        parts = {
+        columns = {
             "step": f"step {step}/{self.steps}",
             "loss": f"loss {loss_of(values['train/loss'])}",
             "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
             "lr": f"lr {rate_of(values['train/learning_rate'])}",
         }
         if "experts/load" in values:
-            parts["load"] = f"load {values['experts/load']:.1f}x"
+            columns["load"] = f"load {values['experts/load']:.1f}x"
         if secs > self._least_secs:
             done, total = self._measured
-            parts["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"
+            columns["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"
             if self.peak_flops is None:
-                parts["mfu"] = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
+                columns["mfu"] = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
             else:
-                parts["mfu"] = f"mfu {mfu(self.step_flops, secs, self.peak_flops):.0%}"
+                columns["mfu"] = f"mfu {mfu(self.step_flops, secs, self.peak_flops):.0%}"
             if self.light_secs is not None and self.light_secs < self._peak_secs:  # else it is MFU
-                parts["sol"] = f"sol {self.light_secs / secs:.0%}"
-            parts["memory"] = in_bytes(values["perf/memory_bytes"]) if "perf/memory_bytes" in values else ""
+                columns["sol"] = f"sol {self.light_secs / secs:.0%}"
+            columns["memory"] = in_bytes(values["perf/memory_bytes"]) if "perf/memory_bytes" in values else ""
             if waited / secs >= LEAST_WAIT:
-                parts["memory"] = f"wait {waited / secs:.0%}"
+                columns["memory"] = f"wait {waited / secs:.0%}"
             if POWER in values:
-                parts["sensors"] = f"{values[POWER]:.0f} W {values[TEMPERATURE]:.0f} °C"
-            parts["left"] = f"left {duration((self.steps - step) * total / done)}"
+                columns["sensors"] = f"{values[POWER]:.0f} W {values[TEMPERATURE]:.0f} °C"
+            columns["left"] = f"left {duration((self.steps - step) * total / done)}"
         widths = WIDTHS | {"step": len(f"step {self.steps}/{self.steps}")}
-        return in_columns(parts, widths | ({"mfu": FLOPS_WIDTH} if self.peak_flops is None else {}))
+        return in_columns(columns, widths | ({"mfu": FLOPS_WIDTH} if self.peak_flops is None else {}))
 
     def eval_line(self, step: int, loss: float) -> str:
         """The console's line for an evaluation."""
         return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
 
 
-def in_columns(parts: Mapping[str, str], widths: Mapping[str, int]) -> str:
-    """The parts of a line, each as wide as its column; closer together, and without the least important ones, if they
-    would not fit. Which ones follows from the widths, so that lines of the same parts are alike.
+def in_columns(columns: Mapping[str, str], widths: Mapping[str, int]) -> str:
+    """The columns of a line, as wide as `widths` says; closer together, and without the least important ones, if they
+    would not fit. Which ones follows from the widths, so that lines of the same columns are alike.
 
     >>> in_columns({"step": "step 1/20", "loss": "loss 3.1416", "left": "left 9s"}, WIDTHS | {"step": 10})
     'step 1/20  loss 3.1416 left 9s'
     """
     for gap, dropped in (("  ", ()), *((" ", DISPENSABLE[:number]) for number in range(len(DISPENSABLE) + 1))):
-        kept = {name: width for name, width in widths.items() if name in parts or name not in OF_SOME_RUNS}
+        kept = {name: width for name, width in widths.items() if name in columns or name not in OF_SOME_RUNS}
         kept = {name: width for name, width in kept.items() if name not in dropped}
         # Numbers end where their column does, and words begin there.
         cells = (
-            parts[name].ljust(width) if name in ("step", "left") else _right(parts[name], width)
+            columns[name].ljust(width) if name in ("step", "left") else _right(columns[name], width)
             for name, width in kept.items()
-            if name in parts
+            if name in columns
         )
         line = gap.join(cells).rstrip()
         if max(len(line), sum(kept.values()) + (len(kept) - 1) * len(gap)) <= LINE_WIDTH:

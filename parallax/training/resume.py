@@ -163,18 +163,18 @@ def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
 def load_newest(
     folder: RunFolder, wanted: Mapping[str, Any], settings: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[int, dict[str, Any]]:
-    """The newest intact step and its parts; damaged ones after it are named and set aside."""
-    step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
+    """The newest intact step and its trees; damaged ones after it are named and set aside."""
+    step, trees, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
         aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
         what = f"the checkpoint of step {error.step} is damaged: {error.damage}"
         say(f"{what}; set aside as {aside}, going on from step {step}, the one before it")
     barrier("damaged checkpoints are set aside")
-    return step, parts
+    return step, trees
 
 
 def load_step(train: TrainConfig, wanted: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of the step of another run that train.continue_from names; CheckpointError if it is damaged."""
+    """The trees of the step of another run that train.continue_from names; CheckpointError if it is damaged."""
     return restore(RunFiles(train.first_run).checkpoints, train.first_step, wanted, settings=settings)
 
 

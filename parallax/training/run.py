@@ -39,7 +39,7 @@ from parallax.training.evaluation import mean_loss
 from parallax.training.facts import StepCosts, next_commands, run_facts, step_costs
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, metrics_writers
-from parallax.training.loop import TrainingLoop, checkpoint_parts, state_from
+from parallax.training.loop import TrainingLoop, checkpoint_trees, state_from
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
 from parallax.training.resume import load_newest, load_params, load_step, step_to_continue, step_to_resume
@@ -96,13 +96,13 @@ def train(
 
         stop.last_words = interrupted
         job.check_shared(folder.path)
-        parts = build(settings, folder)
-        wanted = checkpoint_settings(parts)
+        components = build(settings, folder)
+        wanted = checkpoint_settings(components)
         start = step_to_resume(folder, wanted, resume, logger.say, changed_code=changed_code)
         fresh = not start
         if fresh and settings.train.continue_from:
             start = step_to_continue(settings.train, wanted, logger.say, changed_code=changed_code)
-        data = parts.train_data.fingerprint[:FINGERPRINT_DIGITS]
+        data = components.train_data.fingerprint[:FINGERPRINT_DIGITS]
         sources = {f"code of {key}": code.source[:FINGERPRINT_DIGITS] for key, code in code_of(settings).items()}
         job.check_equal("the run", {"data manifest": data, "step to go on from": start, **sources})
         if stop.signal and not job.several():
@@ -119,7 +119,7 @@ def train(
         for warning in warnings:
             logger.say(warning)
         try:
-            outcome = run_to_end(parts, folder, logger, stop, start, fresh=fresh)
+            outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh)
         except BaseException as error:
             folder.write_end(f"{type(error).__name__}: {error}")
             raise
@@ -131,35 +131,35 @@ def train(
 
 
 def run_to_end(
-    parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int, *, fresh: bool
+    components: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int, *, fresh: bool
 ) -> Outcome:
     """Print the run's facts, create or load its state, run its steps, and finish. A `fresh` run has no steps of its
     own: if `start` is not 0, it goes on from the step of another one."""
-    settings, model = parts.settings, parts.model
+    settings, model = components.settings, components.model
     source = settings.train.continue_from if fresh else ""
     with contextlib.ExitStack() as stack:
-        tidy_checkpoints(parts, folder, logger)
+        tidy_checkpoints(components, folder, logger)
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
-        state, start = continued(parts) if source else begin(parts, folder, start, logger.say)
-        checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
+        state, start = continued(components) if source else begin(components, folder, start, logger.say)
+        checkpoints = stack.enter_context(open_checkpoints(components, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
             folder.write_metadata(mesh=model.axis_sizes, start=start, **({"continued_from": source} if source else {}))
             if job.is_first():
-                parts.train_data.tokenizer.save(folder.path)
-        costs = step_costs(parts)
-        logger.say("\n".join(run_facts(parts, costs, folder.path, start, source)))
-        meter = meter_of(parts, costs)
+                components.train_data.tokenizer.save(folder.path)
+        costs = step_costs(components)
+        logger.say("\n".join(run_facts(components, costs, folder.path, start, source)))
+        meter = meter_of(components, costs)
         logger.begin(start, RunFiles(settings.train.first_run).metrics if source else None)
-        train_step = TrainStep(model, parts.tx, settings.train.seed, settings.guard)
-        put = put_batches(parts)
+        train_step = TrainStep(model, components.tx, settings.train.seed, settings.guard)
+        put = put_batches(components)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1
         loop = TrainingLoop(
             settings=settings,
             train_step=train_step.take,
-            evaluate=evaluation(parts),
-            batches=stack.enter_context(Prefetcher(parts.train_data, put, start, reserve=reserve)),
+            evaluate=evaluation(components),
+            batches=stack.enter_context(Prefetcher(components.train_data, put, start, reserve=reserve)),
             checkpoints=checkpoints,
             logger=logger,
             reports=StepReports(
@@ -167,13 +167,13 @@ def run_to_end(
                 logger=logger,
                 meter=meter,
                 rates=learning_rates(settings.optimizer, settings.train.steps),
-                skips=SkippedSteps(settings, parts.train_data, model, put, folder, logger),
+                skips=SkippedSteps(settings, components.train_data, model, put, folder, logger),
                 first=start + 1,
                 sensors=local_sensors(),
             ),
             stop=stop,
             watchdog=stack.enter_context(Watchdog(settings.train.stall_factor)),
-            corruption_check=SilentCorruptionCheck(state_shardings(model, parts.tx)),
+            corruption_check=SilentCorruptionCheck(state_shardings(model, components.tx)),
             profile=stack.enter_context(Profile(settings, train_step, folder, logger.say)),
         )
         job.barrier("the first step", setting="compile_secs")
@@ -186,65 +186,69 @@ def run_to_end(
             logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
             return Outcome("stopped", done)
         logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
-        conclude(parts, state, loop.eval_loss, folder.path, logger.say)
+        conclude(components, state, loop.eval_loss, folder.path, logger.say)
         return Outcome("finished", done, loop.eval_loss)
 
 
-def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
+def tidy_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
     """Remove incomplete checkpoints, and check the free space."""
     if job.is_first():
         check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
             logger.say(line)
-        check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
+        check_space(folder.checkpoints, abstract_state(components.model, components.tx))
     job.barrier("checkpoints are in order")
 
 
-def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+def begin(
+    components: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]
+) -> tuple[TrainState, int]:
     """The first state and its step: a fresh one at 0, otherwise loaded from the newest intact checkpoint."""
-    wanted = abstract_state(parts.model, parts.tx)
+    wanted = abstract_state(components.model, components.tx)
     if start:
         with waiting(f"restoring step {start}"):
-            step, saved = load_newest(folder, checkpoint_parts(wanted), checkpoint_settings(parts), say)
+            step, saved = load_newest(folder, checkpoint_trees(wanted), checkpoint_settings(components), say)
         return state_from(saved), step
     with waiting("compiling and making the initial state"):
-        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
-    params, source = state.params, parts.settings.train.init_from
+        state = init_state(components.model, components.tx, components.settings.train.seed)
+    params, source = state.params, components.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-            initial = params if parts.settings.model.has_user_code else None
-            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say, initial)
-    if parts.settings.model.first_scales_are_measured:
+            initial = params if components.settings.model.has_user_code else None
+            params = load_params(
+                source, wanted.params, components.model.components, checkpoint_settings(components), say, initial
+            )
+    if components.settings.model.first_scales_are_measured:
         with waiting("measuring the first scales of 8-bit products"):
-            batch = put_batches(parts)(parts.train_data.batch(0))
-            params = with_first_scales(parts.model, params, batch, parts.settings.train.seed)
+            batch = put_batches(components)(components.train_data.batch(0))
+            params = with_first_scales(components.model, params, batch, components.settings.train.seed)
     return state._replace(params=params), 0
 
 
-def continued(parts: RunComponents) -> tuple[TrainState, int]:
+def continued(components: RunComponents) -> tuple[TrainState, int]:
     """The state of the step of another run that train.continue_from names, and its step."""
-    train, wanted = parts.settings.train, abstract_state(parts.model, parts.tx)
+    train, wanted = components.settings.train, abstract_state(components.model, components.tx)
     with waiting(f"restoring {train.continue_from}"):
-        restored = load_step(train, checkpoint_parts(wanted), checkpoint_settings(parts))
+        restored = load_step(train, checkpoint_trees(wanted), checkpoint_settings(components))
     return state_from(restored), train.first_step
 
 
-def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
+def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
     """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and files of
     the import from which its weights came."""
 
     def carry(step: Path) -> None:
-        for name, content in parts.of_import.items():
+        for name, content in components.of_import.items():
             write_file(step / name, content)
-        parts.train_data.tokenizer.save(step)
-        write_file(step / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
-        write_file(step / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+        components.train_data.tokenizer.save(step)
+        write_file(step / folder.config.name, json.dumps(components.settings.to_dict(), indent=2) + "\n")
+        write_file(step / "data.json", json.dumps(dataclasses.asdict(components.train_data.manifest), indent=1) + "\n")
 
-    config = parts.settings.checkpoint
+    config = components.settings.checkpoint
     return CheckpointWriter(
         folder.checkpoints,
         config,
-        settings=checkpoint_settings(parts),
+        settings=checkpoint_settings(components),
         carry=carry,
         say=logger.say_besides,
         on_disk=logger.on_disk,
@@ -252,11 +256,11 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
 
 
 def conclude(
-    parts: RunComponents, state: TrainState, eval_loss: float | None, path: Path, say: Callable[[str], None]
+    components: RunComponents, state: TrainState, eval_loss: float | None, path: Path, say: Callable[[str], None]
 ) -> None:
     """Print the last evaluation loss with the unigram entropy of the corpus, write the sample, and say what to do
     next."""
-    data, sample = parts.train_data, parts.settings.sample
+    data, sample = components.train_data, components.settings.sample
     if eval_loss is not None:
         corpus = data.manifest
         say(
@@ -266,29 +270,29 @@ def conclude(
     if sample.prompt:
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
-            prompt = encode_sample(parts.settings, data.tokenizer)
-            ends = ends_of(data.tokenizer, parts.settings.model.vocab, parts.of_import)
-            (text,) = complete(parts.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
+            prompt = encode_sample(components.settings, data.tokenizer)
+            ends = ends_of(data.tokenizer, components.settings.model.vocab, components.of_import)
+            (text,) = complete(components.model, state.params, data.tokenizer, [prompt], sample, ends=ends)
         if spelled := stays_text(data.tokenizer, [sample.prompt], sample.special_tokens):
             say(f"note: {spelled}")
         say(f"sample of {sample.tokens} tokens:\n\n{text}")
-    say("\n".join(["what to do next:", "", *next_commands(path, parts.settings), ""]))
+    say("\n".join(["what to do next:", "", *next_commands(path, components.settings), ""]))
 
 
-def meter_of(parts: RunComponents, costs: StepCosts) -> Meter:
+def meter_of(components: RunComponents, costs: StepCosts) -> Meter:
     """The run's meter, whose clock begins now."""
-    data, steps = parts.settings.data, parts.settings.train.steps
+    data, steps = components.settings.data, components.settings.train.steps
     tokens = data.global_batch * data.seq
     light_secs = None if costs.light_secs_per_token is None else costs.light_secs_per_token * tokens
     flops = costs.flops_per_token * tokens
     return Meter(steps, tokens, flops, costs.peak_flops, jax.device_count(), light_secs=light_secs)
 
 
-def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
+def evaluation(components: RunComponents) -> Callable[[Any], float] | None:
     """A function that computes the mean loss over the held-out tokens of the first batches from parameters."""
-    if parts.eval_data is None:
+    if components.eval_data is None:
         return None
-    step, put = make_eval_step(parts.model), put_batches(parts)
+    step, put = make_eval_step(components.model), put_batches(components)
     what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
 
     def evaluate(params: Any) -> float:
@@ -299,6 +303,6 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
                 if done < total:
                     job.set_phase(f"batch {done + 1} of {total} of an evaluation")
 
-            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show_and_limit)[0]
+            return mean_loss(step, params, components.eval_data, put, eval_count(components), show_and_limit)[0]
 
     return evaluate

@@ -305,7 +305,7 @@ def test_kernels_for_gated_experts_multiply_by_each_of_their_matrices():
     sizes = jax.ShapeDtypeStruct((2,), "int32")
 
     def flops(kernel, *args):
-        return flops_by_direction(jax.make_jaxpr(kernel)(*args, sizes), rank={}, load=0.5)["forward"]
+        return flops_by_direction(jax.make_jaxpr(kernel)(*args, sizes), rank={}, share_of_rows=0.5)["forward"]
 
     product = 0.5 * 2 * 256 * 32 * 16
     assert flops(gated_by_group, x, into, into, weights) == 2 * product

@@ -79,7 +79,7 @@ def test_damage_is_named_and_the_step_before_is_used(saved, how):
         restore(folder, 2, abstract(parts))
     loaded = restore_newest(folder, abstract(parts))
     assert loaded.step == 1 and [error.step for error in loaded.damaged] == [2]
-    for got, want in zip(jax.tree.leaves(loaded.parts), jax.tree.leaves(parts), strict=True):
+    for got, want in zip(jax.tree.leaves(loaded.trees), jax.tree.leaves(parts), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 

@@ -18,7 +18,7 @@ from parallax.step.step import TrainState
 from parallax.storage.run_files import read_metrics
 from parallax.training import build, facts, run
 from parallax.training.logger import RunLogger
-from parallax.training.loop import TrainingLoop, checkpoint_parts
+from parallax.training.loop import TrainingLoop, checkpoint_trees
 from parallax.training.run import train
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
@@ -146,7 +146,7 @@ def first_state(config: ConfigDict, folder: pathlib.Path) -> tuple[TrainState, i
 
     def run(loop, state, start):
         begun.append((state, start))
-        loop.checkpoints.save(config.train.steps, checkpoint_parts(state))
+        loop.checkpoints.save(config.train.steps, checkpoint_trees(state))
         return state, config.train.steps
 
     with pytest.MonkeyPatch.context() as patch:

@@ -169,9 +169,10 @@ def test_a_plan_shows_them():
     model = model_of(settings_of("embedding blocks/mlp"), px.mesh_of(dp=2))
     of_mlp = 3 * MODEL["layers"] * MODEL["d_model"] * MODEL["d_ff"]
     assert f"not trained: {of_mlp + MODEL['vocab'] * MODEL['d_model']:,} parameters, in 4 arrays" in repr(model)
-    lines = {line.split()[0]: line.split()[1] for line in repr(model).splitlines() if "/" in line.split()[0]}
-    assert lines["embedding/table"] == lines["blocks/mlp/up/kernel"] == "frozen"
-    assert lines["blocks/attention/q/kernel"] == "weight" and lines["head/norm/scale"] == "norm"
+    lines = {line.split()[0]: line.split()[1:3] for line in repr(model).splitlines() if "/" in line.split()[0]}
+    assert lines["embedding/table"] == ["frozen", "embedding"] and lines["blocks/mlp/up/kernel"] == ["frozen", "mlp"]
+    assert lines["blocks/attention/q/kernel"] == ["weight", "attention"]
+    assert lines["head/norm/scale"] == ["norm", "head"]
     assert "<td style" in model._repr_html_() and "frozen" in model._repr_html_()
 
 

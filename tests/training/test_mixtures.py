@@ -23,7 +23,7 @@ from parallax.step.guard import init_guard
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainState, TrainStep, abstract_state, make_eval_step, state_shardings
 from parallax.storage.run_files import read_metrics
-from parallax.training.loop import checkpoint_parts, state_from
+from parallax.training.loop import checkpoint_trees, state_from
 from parallax.training.run import train
 
 STEPS, RATE, EXPERTS, ROWS, SEQ = 20, 2e-3, 4, 16, 16
@@ -178,11 +178,11 @@ def test_what_is_saved_on_one_mesh_is_bitwise_restored_on_another_and_goes_on(tm
     there, here = "pp·cp·ep", "ep·tp"
     state = trained(there)[-1]
     with CheckpointWriter(tmp_path, CheckpointConfig(every_steps=1, keep_best=0), settings={}) as checkpoints:
-        checkpoints.save(STEPS, checkpoint_parts(state))
+        checkpoints.save(STEPS, checkpoint_trees(state))
     losses = []
     for name in (there, here):
         model, tx, step, _ = on(name)
-        wanted = checkpoint_parts(abstract_state(model, tx))
+        wanted = checkpoint_trees(abstract_state(model, tx))
         found = state_from(restore(tmp_path, STEPS, wanted, settings={}))
         assert biases(found.params).any()
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, state))

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from state_digests import FOUND, STEP, TOPOLOGIES, load, parts_on, save
+from state_digests import FOUND, STEP, TOPOLOGIES, components_on, load, save
 from support.process_examples import launched
 
 
@@ -20,19 +20,19 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def parts(corpus, tmp_path_factory):
+def components(corpus, tmp_path_factory):
     """By topology: a run on it in this process."""
-    return functools.cache(lambda name: parts_on(TOPOLOGIES[name], corpus, tmp_path_factory.mktemp("parts")))
+    return functools.cache(lambda name: components_on(TOPOLOGIES[name], corpus, tmp_path_factory.mktemp("components")))
 
 
 @pytest.fixture(scope="module")
-def saved(parts, tmp_path_factory):
+def saved(components, tmp_path_factory):
     """By topology: a folder with a checkpoint that was saved on it, and its digests."""
 
     @functools.cache
     def saved_on(name):
         folder = tmp_path_factory.mktemp("saved") / f"{name} by 1"
-        return folder, save(folder, parts(name))
+        return folder, save(folder, components(name))
 
     return saved_on
 
@@ -47,9 +47,9 @@ PAIRS = [
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("there", "here"), PAIRS)
-def test_state_and_next_batches_are_bitwise_the_same_on_another_topology(saved, parts, there, here):
+def test_state_and_next_batches_are_bitwise_the_same_on_another_topology(saved, components, there, here):
     folder, expected = saved(there)
-    found = load(folder, parts(here))
+    found = load(folder, components(here))
     assert found == expected
     assert sum("opt_state" in name for name in found) > 20 and sum("batch" in name for name in found) == 16
 
@@ -86,6 +86,6 @@ def test_state_and_next_batches_are_bitwise_the_same_by_any_number_of_processes(
     assert not different
 
 
-def test_the_next_batches_hold_packed_documents(parts):
+def test_the_next_batches_hold_packed_documents(components):
     """Else the order of rows alone would be tested."""
-    assert np.mean(parts("1·1·1").train_data.batch(STEP)["segments"].max(axis=1) > 1) > 0.5
+    assert np.mean(components("1·1·1").train_data.batch(STEP)["segments"].max(axis=1) > 1) > 0.5

@@ -18,12 +18,14 @@ from parallax.analysis.compiled.hlo import (
 )
 from parallax.analysis.compiled.program import CompiledCollective, chained, instruction_flops, module_path
 from parallax.analysis.traced.trace import Origin, shown_file
+from parallax.config.sections import HEAD
 from parallax.display.units import in_bytes, in_flops
 from parallax.model.loss import LOGITS
 from parallax.model.transformer import Block
 from parallax.pipeline import ShardedModel
 from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.layout import named_leaves
+from parallax.sharding.parameter import Role
 from parallax.sharding.plan import GRADIENTS, SMALL, ParameterPlan
 
 MARK = "// "  # XLA reads over such lines
@@ -119,8 +121,8 @@ class Names:
 
     def _tables(self) -> list[str]:
         """The table of the head, which is the embedding's if there is one."""
-        tables = [name for name, (row, *_) in self.parameters.items() if row.spec.role == "table"]
-        return [name for name in tables if name.startswith("head")] or tables
+        part_of = {name: row.spec.part for name, (row, *_) in self.parameters.items() if row.spec.role == Role.TABLE}
+        return [name for name, part in part_of.items() if part == HEAD] or [*part_of]
 
     def _is_summed_over(self, row: ParameterPlan, axes: tuple[str, ...]) -> bool:
         missing = tuple(axis for axis in self.sizes if axis not in row.at_rest.used_axes())

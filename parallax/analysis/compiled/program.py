@@ -213,8 +213,10 @@ class TimelineReader:
     GPU's clock cycles.
     """
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: float = 1.0, gpu: Chip | None = None):
-        self.module, self.mesh, self.shares, self.load, self.gpu = module, mesh, shares, load, gpu
+    def __init__(
+        self, module: Module, mesh: Mesh, shares: Shares | None, share_of_rows: float = 1.0, gpu: Chip | None = None
+    ):
+        self.module, self.mesh, self.shares, self.share_of_rows, self.gpu = module, mesh, shares, share_of_rows, gpu
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
         self._read: dict[str, list] = {}
@@ -392,7 +394,7 @@ class TimelineReader:
             return sum(sizes)
         # Input and output come first, then offsets and sizes. On the side of experts there is more room than rows.
         rows, of_experts = sizes[:2] if SENT in piece.op_name else sizes[1::-1]
-        return min(rows, round(self.load * of_experts))
+        return min(rows, round(self.share_of_rows * of_experts))
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none and take that of their first operand."""
@@ -404,14 +406,14 @@ class TimelineReader:
         operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(op.shape), _kernel_flops(op, computation)
         if _is_grouped(op):
             operands, result = round(sum(map(self._used_bytes, shapes))), round(self._used_bytes(op.shape))
-            flops = round(self.load * flops)
+            flops = round(self.share_of_rows * flops)
         # Attention kernels multiply in the model's dtype; 8-bit operands of theirs are tables of masks.
         matmul = _matmul(shapes) if _is_grouped(op) else "compute"
         return Kernel(op.name, op.op_name, operands, result, flops, _is_grouped(op), matmul)
 
     def _used_bytes(self, shape: str) -> float:
         """Bytes of a grouped product's operand or result, of rows only those in use."""
-        return shape_bytes(shape) * (self.load if _has_rows(shape) else 1)
+        return shape_bytes(shape) * (self.share_of_rows if _has_rows(shape) else 1)
 
 
 def executed(events: list, average: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
@@ -504,19 +506,19 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -
     """`read_compiled` for a training step of this model on rows of `seq` tokens; the remat policy sets the costs of
     passes."""
     costs = costs_of(model.config, model.pipeline.remat, seq=seq)
-    return read_compiled(compiled, model.mesh, shares_of(model.schedule, costs), model.load)
+    return read_compiled(compiled, model.mesh, shares_of(model.schedule, costs), model.share_of_rows)
 
 
 def read_compiled(
-    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: float = 1.0
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, share_of_rows: float = 1.0
 ) -> Compiled:
     """Read the result of `jax.jit(step).lower(...).compile()` on this mesh.
 
     `branch_shares` say how often each branch runs: see `shares_of`. Conditionals without a share are assumed to take
-    the more expensive branch. `load` is the share of their rows that a mixture's products use.
+    the more expensive branch. `share_of_rows` is that of their rows that a mixture's products use.
     """
     sizes = compiled.memory_analysis()
-    read = read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
+    read = read_hlo_text(compiled.as_text(), mesh, branch_shares, share_of_rows, gpu_of(mesh))._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -542,11 +544,11 @@ def read_hlo_text(
     text: str,
     mesh: Mesh,
     branch_shares: Shares | None = None,
-    load: float = 1.0,
+    share_of_rows: float = 1.0,
     gpu: Chip | None = None,
 ) -> Compiled:
     """The same from the program's text alone, without sizes; times of a `gpu` program come from a roofline."""
-    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load, gpu)
+    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, share_of_rows, gpu)
     timeline = reader.entry()
     collectives: dict[str, CompiledCollective] = {}
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

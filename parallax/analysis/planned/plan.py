@@ -24,8 +24,8 @@ from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import sets_to_try
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
-from parallax.display.html import parts_html
-from parallax.display.tables import Table, parts_text, table_text, text_table
+from parallax.display.html import content_html
+from parallax.display.tables import Table, content_text, table_text, text_table
 from parallax.display.units import duration, in_bytes, percent
 from parallax.errors import ConfigError, ParallaxError
 from parallax.hardware.chips import KERNEL_EFFICIENCY
@@ -84,11 +84,11 @@ class Plan:
 
     def __repr__(self) -> str:
         title = plan_heading(self.name, self.settings, self.topology)
-        return "\n".join([title, "", *parts_text(estimate_parts(self.estimate, self.topology))])
+        return "\n".join([title, "", *content_text(estimate_parts(self.estimate, self.topology))])
 
     def _repr_html_(self) -> str:
         title = plan_heading(self.name, self.settings, self.topology).splitlines()
-        return "\n".join(parts_html([*title, *estimate_parts(self.estimate, self.topology)]))
+        return "\n".join(content_html([*title, *estimate_parts(self.estimate, self.topology)]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -56,7 +56,7 @@ from parallax.analysis.traced.memory import (
     predicted_memory,
 )
 from parallax.analysis.traced.trace import Origin, step_program, walk
-from parallax.config.sections import ATTENTION, EMBEDDING, HEAD
+from parallax.config.sections import ATTENTION
 from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
@@ -173,7 +173,9 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
-        return sent or _product(equation, origin, load=model.load) or moved_by_passes(equation, origin)
+        return (
+            sent or _product(equation, origin, share_of_rows=model.share_of_rows) or moved_by_passes(equation, origin)
+        )
 
     counted: dict[type, list[tuple[Any, int]]] = defaultdict(list)
     for what, times in walk(program, rank=first, count=count).items():
@@ -284,8 +286,8 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
             continue
         links = topology.route(sizes, call.axes)
         can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
-        # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
-        beside = not call.module.startswith((EMBEDDING, HEAD)) and per_use.has(call)
+        # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
+        beside = per_use.has(call)
         # In the ring, keys are sent while the previous ones are used.
         ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
         # All of a layer waits for a message with all of its weights.
@@ -331,7 +333,7 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     return secs
 
 
-def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
+def _product(equation: JaxprEqn, origin: Origin, *, share_of_rows: float) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
         arrays = 2 * equation.invars[1:2]
@@ -342,11 +344,11 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
     moved, of_rows = (sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in some) for some in (arrays, rows))
-    moved -= round((1 - load) * of_rows)
+    moved -= round((1 - share_of_rows) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
-    flops = product_flops(equation, load, origin.stack) or 0
+    flops = product_flops(equation, share_of_rows, origin.stack) or 0
     return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})
 
 

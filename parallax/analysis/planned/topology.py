@@ -316,8 +316,10 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
         return chip.dcn_bandwidth
     places, extents = (coordinates[..., :-1] for coordinates in _places(mesh, mesh.axis_names, devices))
     rings = [closes(chip, extents, extent) for extent in extents]
-    load = Counter(link for source, target in pairs for link in _path(places[source], places[target], extents, rings))
-    return chip.ici_bandwidth / max(load.values(), default=1)
+    messages = Counter(
+        link for source, target in pairs for link in _path(places[source], places[target], extents, rings)
+    )
+    return chip.ici_bandwidth / max(messages.values(), default=1)
 
 
 def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bool]) -> Iterator[tuple]:

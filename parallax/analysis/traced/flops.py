@@ -153,10 +153,10 @@ KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the paramet
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
+def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], share_of_rows: float = 1.0) -> dict[str, int]:
     """FLOPs of the matrix products of a traced program that the device at these mesh coordinates executes, 2 for each
     multiply-add, separately for "forward", "backward" and "recompute". Grouped products count rows in use, the share
-    `load` of all.
+    `share_of_rows` of all.
 
     Raises ValueError if the taken side of a branch depends on data and the sides have different costs.
 
@@ -167,7 +167,7 @@ def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: f
     """
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
-        flops = product_flops(equation, load, origin.stack)
+        flops = product_flops(equation, share_of_rows, origin.stack)
         if flops is None:
             name = equation.primitive.name
             raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
@@ -176,13 +176,13 @@ def flops_by_direction(program: ClosedJaxpr, *, rank: Mapping[str, int], load: f
     return dict(walk(program, rank=rank, count=count))
 
 
-def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int | None:
+def product_flops(equation: JaxprEqn, share_of_rows: float = 1.0, stack: str = "") -> int | None:
     """FLOPs of one equation's matrix products; `stack` is that of Origin. None if they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
         # Without how many rows each group has.
         operands = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)
-        return round(load * grouped_flops(*operands, equation.outvars[0].aval.shape))
+        return round(share_of_rows * grouped_flops(*operands, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
@@ -294,7 +294,7 @@ def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str,
     """FLOPs by direction of one device of each pipeline rank."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [flops_by_direction(program, rank=rank, load=model.load) for rank in places]
+    return [flops_by_direction(program, rank=rank, share_of_rows=model.share_of_rows) for rank in places]
 
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
