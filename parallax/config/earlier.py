@@ -19,7 +19,8 @@ ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
-    "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out",
+    "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out "
+    "lora_rank lora_alpha lora_on lora_base",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",

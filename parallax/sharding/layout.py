@@ -41,17 +41,18 @@ DIMS = {
     "rows": "I",  # of any matrix
     "columns": "O",
     "operands": "A",  # of a product: input, weight, gradient of the output
+    "rank": "X",  # of an adapter's product
 }
 
 
 def new_dims(*names: str) -> None:
-    """Declare dims that only layers of your own have, as "rank". Their letters in einsums are small ones.
+    """Declare dims that only layers of your own have, as "taps". Their letters in einsums are small ones.
 
     Raises NotationError for a name that is not one, or that of an axis.
 
-    >>> new_dims("rank")
-    >>> Layout.parse("d_model/tp rank")
-    Layout.parse('d_model/tp rank')
+    >>> new_dims("taps")
+    >>> Layout.parse("d_model/tp taps")
+    Layout.parse('d_model/tp taps')
     """
     for name in names:
         if not name.isidentifier() or name in ALL_AXES:

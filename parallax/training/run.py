@@ -212,7 +212,8 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     params, source = state.params, parts.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-            initial = params if parts.settings.model.has_user_code else None
+            adds = parts.settings.model.has_user_code or parts.settings.model.lora_rank > 0
+            initial = params if adds else None
             params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say, initial)
     if parts.settings.model.first_scales_are_measured:
         with waiting("measuring the first scales of 8-bit products"):
