@@ -137,6 +137,14 @@ def get_config() -> ConfigDict:
     # model.dtype; 8bit, of the rounded input and gradient; with row, block and mxfp8 these are rounded anew, over
     # tokens
     config.model.matmul_weight_gradients = "compute"
+    config.model.lora_rank = 0  # rank of adapters beside products, which alone are trained (Hu et al. 2022); 0: none
+    config.model.lora_alpha = 16.0  # lora: what an adapter adds is multiplied by lora_alpha / lora_rank
+    # lora: modules of a layer, or patterns of their names, whose products have adapters, as "attention/[qv] mlp"
+    config.model.lora_on = "attention mlp"
+    # "float32" | "bfloat16" | "int8" | "float8": lora: dtype between steps of weights that are not trained; int8 and
+    # float8 have a float32 scale for each column of a projection's or an expert's kernel, and other weights are in
+    # bfloat16 then
+    config.model.lora_base = "float32"
 
     # How arrays are sharded.
     config.layout = ConfigDict()

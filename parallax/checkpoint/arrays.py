@@ -28,6 +28,15 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def beside(name: str, other: str) -> str:
+    """The name of another array of the same module.
+
+    >>> beside("blocks.mlp.up.kernel", "unit")
+    'blocks.mlp.up.unit'
+    """
+    return f"{name.rpartition('.')[0]}.{other}"
+
+
 def shape_and_dtype(array: Any) -> dict[str, Any]:
     """Shape and dtype as JSON."""
     return {"shape": list(array.shape), "dtype": str(array.dtype)}

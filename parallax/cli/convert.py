@@ -4,6 +4,9 @@
     python -m parallax.convert import exported/mine runs/other
     python -m parallax.convert from-hf models/theirs --workdir runs/theirs --config.mesh.tp=2
     python -m parallax.convert to-hf runs/theirs models/ours
+    python -m parallax.convert merge runs/tuned runs/merged
+    python -m parallax.convert to-peft runs/tuned adapters/ours
+    python -m parallax.convert from-peft adapters/theirs runs/theirs --workdir runs/tuned
 
 train.init_from and `python -m parallax.generate` accept an imported run.
 """
@@ -21,6 +24,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
     from parallax.errors import ConfigError
+    from parallax.interop.adapters import from_peft, merge, to_peft
     from parallax.interop.export import export_params, import_params
     from parallax.interop.hf_config import check_own_keys
     from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
@@ -36,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(flags: argparse.Namespace) -> None:
     """Run the conversion and print a summary."""
-    {"import": _import, "export": _export, "from-hf": _from_hf, "to-hf": _to_hf}[flags.act](flags)
+    acts = {"import": _import, "export": _export, "from-hf": _from_hf, "to-hf": _to_hf}
+    acts |= {"merge": _merge, "to-peft": _to_peft, "from-peft": _from_peft}
+    acts[flags.act](flags)
 
 
 def _import(flags: argparse.Namespace) -> None:
@@ -65,6 +71,27 @@ def _to_hf(flags: argparse.Namespace) -> None:
     with waiting(f"exporting {flags.workdir}"):
         step, what = to_hf(flags.workdir, flags.out, **options)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
+
+
+def _merge(flags: argparse.Namespace) -> None:
+    with waiting(f"merging {flags.workdir}"):
+        step = merge(flags.workdir, flags.out, step=flags.step)
+    print(f"step {step} of {flags.workdir}, its adapters merged, is step 0 of {flags.out}: train.init_from={flags.out}")
+
+
+def _to_peft(flags: argparse.Namespace) -> None:
+    with waiting(f"exporting {flags.workdir}"):
+        step = to_peft(flags.workdir, flags.out, step=flags.step)
+    print(f"the adapters of step {step} of {flags.workdir} are in {flags.out}")
+
+
+def _from_peft(flags: argparse.Namespace) -> None:
+    with waiting(f"importing {flags.source}"):
+        what = from_peft(flags.source, flags.base, flags.workdir)
+    print(
+        f"{flags.base} with the adapters in {flags.source}, {what}, is step 0 of {flags.workdir}: train.init_from="
+        f"{flags.workdir}"
+    )
 
 
 def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settings:
@@ -116,6 +143,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--like", type=local_path, help="the run of from-hf from which this one started, if it is not recorded"
     )
     ours.add_argument("--dtype", choices=list(WEIGHT_DTYPES), help="of all tensors; default: as imported, else float32")
+    _of_step(add_command(acts, "merge", "make a run folder of a step whose adapters are merged", __doc__))
+    _of_step(add_command(acts, "to-peft", "write a checkpoint's adapters as a folder of peft", __doc__))
+    adapters = add_command(acts, "from-peft", "make a run folder from another and a folder of peft", __doc__)
+    adapters.add_argument("source", type=local_path, help="a folder with adapter_config.json and its safetensors file")
+    adapters.add_argument("base", type=local_path, help="the run with the weights to which they belong")
+    adapters.add_argument("--workdir", type=local_path, required=True, help="a new folder")
     flags, rest = parser.parse_known_args(arguments)
     if rest and flags.act != "from-hf":
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}")
@@ -124,11 +157,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _out_of_run(parser: argparse.ArgumentParser) -> None:
+    _of_step(parser)
+    size = f"largest size of a file in MiB; default: {SHARD_MBYTES}"
+    parser.add_argument("--shard-mbytes", type=positive, default=SHARD_MBYTES, help=size)
+
+
+def _of_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workdir", type=local_path, help="the folder of the run")
     parser.add_argument("out", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    size = f"largest size of a file in MiB; default: {SHARD_MBYTES}"
-    parser.add_argument("--shard-mbytes", type=positive, default=SHARD_MBYTES, help=size)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ BASE = "base"  # of a kind of layers: the one of which it is a variant
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
+ADAPTER, EXPERT_ADAPTER = ("adapters", "experts' adapters")  # parts of a model that model.lora_rank adds
+LORA_BASES = ("float32", "bfloat16", "int8", "float8")
 RANGE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 MATMUL_SCALES = ("delayed", "current", "row", "block", "mxfp8", "nvfp4", "fixed")
 DELAYED, CURRENT, ROW_SCALES, BLOCK_SCALES, MXFP8, NVFP4, FIXED = MATMUL_SCALES
@@ -281,11 +283,29 @@ class ModelConfig(Section, most=2**24, saved=True):
         "the rounded input and gradient; with row, block and mxfp8 these are rounded anew, over tokens",
         choices=MATMUL_RESIDUALS,
     )
+    lora_rank: int = key(
+        0, "rank of adapters beside products, which alone are trained (Hu et al. 2022); 0: none", most=2**12
+    )
+    lora_alpha: float = key(
+        16.0, "lora: what an adapter adds is multiplied by lora_alpha / lora_rank", least=LEAST_FLOAT
+    )
+    lora_on: str = key(
+        "attention mlp",
+        'lora: modules of a layer, or patterns of their names, whose products have adapters, as "attention/[qv] mlp"',
+        saved=True,
+    )
+    lora_base: str = key(
+        "float32",
+        "lora: dtype between steps of weights that are not trained; int8 and float8 have a float32 scale for each "
+        "column of a projection's or an expert's kernel, and other weights are in bfloat16 then",
+        choices=LORA_BASES,
+    )
 
     def check(self) -> None:
         self._check_kinds()
         self._check_matmul()
         self._check_matmul_scales()
+        self._check_lora()
         self._check_rope()
         if self.attention == "mla":
             for name in ("d_latent", "d_rope"):
@@ -474,6 +494,33 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"{quoted(self.matmul_parts)}: gradients of experts' kernels are computed in model.dtype; use "
                 "matmul_weight_gradients='compute', or 8-bit products of attention or MLPs."
             )
+
+    def _check_lora(self) -> None:
+        for name in ("lora_alpha", "lora_on", "lora_base") if not self.lora_rank else ():
+            if getattr(self, name) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"model.{name}={quoted(getattr(self, name))} does nothing with model.lora_rank=0, which makes no "
+                    "adapters; use lora_rank=16, say, or leave it out."
+                )
+        if self.lora_rank and names_code(self.dense):
+            raise ConfigError(
+                f"model.lora_rank={self.lora_rank} makes adapters of the package's projections, but model.dense="
+                f"{quoted(self.dense)} makes others; use lora_rank=0, or dense='dense'."
+            )
+        if self.stored_base and self.matmul != COMPUTE:
+            raise ConfigError(
+                f"model.lora_base={self.lora_base!r} has kernels in 8 bits with scales of their own, which "
+                f"model.matmul={self.matmul!r} would round again; use lora_base='bfloat16', or matmul='compute'."
+            )
+
+    @property
+    def stored_base(self) -> str:
+        """The 8-bit dtype of kernels that adapters leave as they are, between steps; "" if they have none.
+
+        >>> [ModelConfig(lora_rank=8, lora_base=base).stored_base for base in ("bfloat16", "int8")]
+        ['', 'int8']
+        """
+        return self.lora_base if self.lora_base in ("int8", "float8") else ""
 
     def matmul_of(self, part: str) -> str:
         """The form of products in this part of a layer: see parallax/model/products.py.

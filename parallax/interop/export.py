@@ -3,7 +3,7 @@
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,13 @@ def import_params(source: Path, workdir: Path) -> None:
     make_run(workdir, settings, tokenizer, {name: source / name for name in names}, parts)
 
 
-def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: list[str]) -> None:
+def check_tensors(
+    source: Path,
+    tensors: Mapping,
+    wanted: Mapping,
+    differences: list[str],
+    what: str = "the parameters of its config.json",
+) -> None:
     """Raise CheckpointError with these differences and with missing and unknown names."""
     differences = [
         *(f"{name} is missing" for name in wanted if name not in tensors),
@@ -94,8 +100,7 @@ def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: 
         *differences,
     ]
     if differences:
-        what = f"{source} does not have the parameters of its config.json"
-        raise CheckpointError(f"{what}: {first_few(sorted(differences))}")
+        raise CheckpointError(f"{source} does not have {what}: {first_few(sorted(differences))}")
 
 
 # ---- names
@@ -230,9 +235,9 @@ class SavedParams:
         except ValueError as error:  # tensorstore raises it for any problem with its files
             raise damaged(self._step, f"params {name} cannot be read") from error
 
-    def check(self) -> None:
-        """Raise DamagedError unless all arrays were read and are as saved."""
-        arrays = self._step.arrays.items()
+    def check(self, names: Collection[str] | None = None) -> None:
+        """Raise DamagedError unless these arrays, by default all, were read and are as saved."""
+        arrays = [(name, about) for name, about in self._step.arrays.items() if names is None or name in names]
         wrong = [f"params {name}" for name, about in arrays if self.stored[name].running.value != about["fingerprint"]]
         if wrong:
             raise damaged(self._step, f"{first_few(wrong)} not as saved")
@@ -247,9 +252,10 @@ def make_run(
     tokenizer: Tokenizer,
     carried: Mapping[str, Path | str],
     parts: Callable[[str, TensorSource], Iterable[tuple[tuple[int, ...], Iterable[np.ndarray]]]],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Make a run at step 0 in a new folder. `parts` returns, for each tensor of `plain_names`, in order, the index of
-    rows in its array and pieces of them.
+    rows in its array and pieces of them; `check` is called after the last.
 
     `carried` are files to copy, or their texts, by name. All except RECORD are also written beside the checkpoints.
 
@@ -268,6 +274,7 @@ def make_run(
         for name, here in plain_names(arrays, settings.model.layer_kinds).items():
             for index, pieces in parts(name, here):
                 arrays[here.name].write(index, _finite(name, pieces))
+        check()
         for name, content in carried.items():
             for folder in (step,) if name == RECORD else (step, unfinished):
                 if isinstance(content, Path):

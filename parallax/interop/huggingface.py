@@ -22,6 +22,7 @@ from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_t
 from parallax.interop.hf_architectures import ARCHITECTURES
 from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
+from parallax.interop.merged import MergedParams
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.sharding.parameter import Role
 from parallax.storage import files
@@ -277,6 +278,8 @@ def to_hf(
     rows = flatten(export.plan_of(settings).rows)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
+        if model.lora_rank:
+            params = MergedParams(params, rows, model)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.layer_kinds).values():
             if rows[here.name].spec.role == Role.MAXIMA:
@@ -298,7 +301,8 @@ def to_hf(
     aside = f", since it is not the imported model: {differing}" if differing else ""
     if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not written:
         aside += f"; {NOT_QWENS}"
-    return source.number, f"{config.architecture}, {kinds}{aside}"
+    merged = ", adapters merged" if model.lora_rank else ""
+    return source.number, f"{config.architecture}, {kinds}{merged}{aside}"
 
 
 def _check_zeros(params: SavedParams, here: TensorSource, architecture: str) -> None:

@@ -225,6 +225,13 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return {name: tensors[name] for name in homes}
 
 
+def read_file(folder: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of a file of a folder; only its header is read. Raises CheckpointError as `read_model`."""
+    if not (folder / name).is_file():
+        raise CheckpointError(f"{folder} has no {name}")
+    return read_header(_checked_file(folder, name))
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     with _reading(path, ValueError):

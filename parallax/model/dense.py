@@ -19,6 +19,7 @@ from parallax.model.products import (
     scales_of,
 )
 from parallax.sharding.collectives import bound_axis_sizes, reshard
+from parallax.sharding.eight_bits import KERNEL_UNIT, normal_in_units
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
@@ -35,7 +36,8 @@ class Dense(nn.Module):
 
     `at_rest` is the kernel's dim that data axes may shard between its uses: see ShardingPlan. `matmul` is the form of
     the product and of the gradients, `matmul_residuals` that of the saved input, from which the kernel's gradient is
-    computed: see parallax/model/products.py, also for what scales send.
+    computed: see parallax/model/products.py, also for what scales send. `stored` is the 8-bit dtype of a kernel that is
+    not trained, with the value of one unit for each column.
 
     Communication:
         forward   reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
@@ -54,15 +56,23 @@ class Dense(nn.Module):
     matmul: str = COMPUTE
     matmul_residuals: str = COMPUTE
     part: str = ""  # of the model: see ParameterSpec
+    stored: str = ""
 
     def setup(self):
-        x, y = Layout.parse(self.x), Layout.parse(self.y)
-        inputs = [name for name in Layout.parse(self.weight).names if name in x.names]
-        initial = nn.initializers.normal(self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5)
+        x, y, weight = Layout.parse(self.x), Layout.parse(self.y), Layout.parse(self.weight)
+        inputs = [name for name in weight.names if name in x.names]
+        deviation = self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5
+        initial = nn.initializers.normal(deviation)
         zeros, scales = nn.initializers.zeros, scales_of(self.matmul) if self.matmul != COMPUTE else ""
         self.amax = None
         of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs))
         of_weight |= dict(products=self.matmul, scales=scales)
+        if self.stored:
+            of_weight |= dict(stored=self.stored, unit=KERNEL_UNIT)
+            initial, units = normal_in_units(deviation, self.stored)
+            outputs = " ".join("/".join((name, *weight.cut_of(name))) for name in weight.names if name not in inputs)
+            of_unit = dict(role="norm", part=self.part, stored="float32")
+            self.unit = parameter(self, KERNEL_UNIT, outputs, self.sizes, units, **of_unit)
         self.kernel = parameter(self, KERNEL, self.weight, self.sizes, initial, **of_weight)
         if scales and product_of(self.matmul).scales == DELAYED:
             self.amax = parameter(self, scales, AMAX_LAYOUT, self.sizes, zeros, role="maxima", part=self.part)
@@ -90,11 +100,14 @@ class Dense(nn.Module):
         y = reshard(f"{partial} -> {y_layout}", y)
         if not self.bias:
             return y
-        shift = self.shift.astype(self.dtype)
-        return y + shift.reshape((1,) * (y.ndim - shift.ndim) + shift.shape)
+        return y + _of_columns(self.shift.astype(self.dtype), y)
 
     def _product(self, pattern: str, x: Array | ProductInput, zeros_after: int) -> Array:
         kernel = _padded(self.kernel.astype(self.dtype), zeros_after)
+        if self.stored:
+            sums = einsum(pattern, x, kernel)
+            units = _of_columns(_padded(self.unit, zeros_after), sums)
+            return (sums.astype(jnp.float32) * units).astype(self.dtype)
         if self.matmul == COMPUTE:
             return einsum(pattern, x, kernel)
         rounded = self.get_variable(ROUNDED, KERNEL) if self.has_variable(ROUNDED, KERNEL) else None
@@ -106,6 +119,11 @@ class Dense(nn.Module):
 def unrounded(x: Array | ProductInput) -> Array:
     """A product's input as it is, without the 8-bit form that other products of it share."""
     return x.x if isinstance(x, ProductInput) else x
+
+
+def _of_columns(x: Array, y: Array) -> Array:
+    """An array of the last dims of y, with as many dims."""
+    return x.reshape((1,) * (y.ndim - x.ndim) + x.shape)
 
 
 def _padded(kernel: Array | Operand | None, zeros: int) -> Array | Operand | None:

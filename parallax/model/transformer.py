@@ -24,6 +24,7 @@ from parallax.config.sections import (
     EMBEDDING,
     EXPERTS,
     HEAD,
+    LORA_BASES,
     MATMUL_PARTS,
     MLP,
     ONE_NORM,
@@ -42,6 +43,7 @@ from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.experts.moe import MoE
 from parallax.model.families import Family
 from parallax.model.logits import LogitForm, scaled
+from parallax.model.lora import lora_of
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA
 from parallax.model.mlp import mlps_of
@@ -180,7 +182,7 @@ class Block(nn.Module):
     @property
     def _dense(self) -> Callable[..., Dense] | None:
         """What makes projections in place of Dense."""
-        return named("model.dense", self.model.dense, {"dense": None})
+        return named("model.dense", self.model.dense, {"dense": lora_of(self.model)})
 
 
 def stacks_of(kinds: Sequence[str]) -> dict[str, str]:
@@ -283,6 +285,7 @@ class Parts(NamedTuple):
         def in_8_bits(block: Block) -> Block:
             products = dict(matmul="int8", matmul_parts=" ".join(MATMUL_PARTS), matmul_scales=DELAYED, matmul_ranges="")
             products |= dict(init_out="scaled")  # which has no effect on what is declared
+            products |= dict(lora_base=LORA_BASES[0])  # a kernel that rests in 8 bits has no such scales
             return block.clone(model=dataclasses.replace(block.model, **products))
 
         return self._replace(blocks={kind: in_8_bits(block) for kind, block in self.blocks.items()}).declared()

@@ -22,6 +22,11 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
+<<<<<<< HEAD
+=======
+from parallax.model.lora import check_adapted
+from parallax.model.mask import Mask
+>>>>>>> lora
 from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
@@ -68,7 +73,10 @@ class ModelOnMesh:
         options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
         self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, **options)
         self.orders = arrangements(self.schedule.placement, model.layer_kinds)
-        declared = freeze(stored_as(self.parts.declared(), optimizer.weights_dtype), optimizer.frozen)
+        declared = freeze(self.parts.declared(), optimizer.frozen)
+        check_adapted(declared, model.lora_on if model.lora_rank else "")
+        of_frozen = ("bfloat16" if model.stored_base else model.lora_base) if model.lora_rank else ""
+        declared = stored_as(declared, optimizer.weights_dtype, of_frozen)
         self.plan = ShardingPlan(
             declared,
             Policies(self.data_parallel.policy, self.data_parallel.by_name),

@@ -22,6 +22,9 @@ EIGHT_BIT_DTYPES = {
     "float4": jnp.dtype(jnp.float4_e2m1fn),
 }
 
+KERNEL_UNIT = "unit"  # a parameter's name: the values of one unit of a kernel in 8 bits
+DEVIATIONS = 4.0  # of initial values within the 8 bits
+
 
 def scale_of(largest: Array, kind: str) -> Array:
     """Scale that maps the largest entry of an array to the largest number of this kind, float32; 1 if it is 0."""
@@ -45,6 +48,27 @@ def to_eight_bits(x: Array, scale: Array, kind: str) -> Array:
 def from_eight_bits(values: Array, scale: Array, dtype: str) -> Array:
     """The values that these numbers represent."""
     return (values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def rounded_columns(kernel: Array, inputs: Sequence[int], kind: str) -> tuple[Array, Array]:
+    """A kernel in 8 bits, and the value of one unit of each column: the dims that are not these inputs.
+
+    >>> values, units = rounded_columns(jnp.array([[1.0, 8.0], [-2.0, 4.0]]), [0], "int8")
+    >>> values.tolist(), (127 * units).tolist()
+    ([[64, 127], [-127, 64]], [2.0, 8.0])
+    """
+    units = scale_of(jnp.abs(kernel).max(inputs, keepdims=True), kind)
+    return to_eight_bits(kernel, units, kind), units.squeeze(inputs)
+
+
+def normal_in_units(deviation: float, kind: str) -> tuple[Callable, Callable]:
+    """What draws initial values of a kernel in 8 bits, with this standard deviation, and of its units."""
+    unit = DEVIATIONS / LARGEST_NUMBERS[kind]
+
+    def draw(key: Array, shape: Sequence[int]) -> Array:
+        return to_eight_bits(jax.random.normal(key, shape), unit, kind)
+
+    return draw, jax.nn.initializers.constant(deviation * unit)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

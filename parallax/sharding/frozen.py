@@ -8,11 +8,11 @@ import jax
 
 from parallax.errors import ConfigError, nearest, quoted
 from parallax.sharding.layout import named_leaves, with_parents
-from parallax.sharding.parameter import Declared, is_declared, map_declared
+from parallax.sharding.parameter import Declared, is_declared, specs_of
 
 
 def freeze(declared: Any, frozen: str) -> Any:
-    """A tree of `Declared` in which the parameters that `frozen` names are not trained.
+    """A tree of `Declared` in which the parameters that `frozen` names are not trained, and beside adapters no others.
 
     Its words are names of parts, modules or parameters, or patterns of such names, in which * stands for any letters,
     "/" too. Statistics of the forward pass are taken in any case; a router's bias that is frozen stays as it is.
@@ -20,10 +20,11 @@ def freeze(declared: Any, frozen: str) -> Any:
     Raises:
         ConfigError: a word names nothing of this model, or nothing is left to train.
     """
-    if not frozen.split():
+    specs = named_leaves(specs_of(declared))
+    adapters = {name for name, spec in specs.items() if spec.adapts}
+    chosen = {*specs} - adapters if adapters else set()
+    if not (chosen or frozen.split()):
         return declared
-    specs = named_leaves(map_declared(lambda leaf: leaf.spec, declared))
-    chosen = set()
     for word in frozen.split():
         matches = {name for name in specs if any(fnmatch.fnmatchcase(above, word) for above in with_parents(name))}
         if not matches:

@@ -42,6 +42,7 @@ DIMS = {
     "columns": "O",
     "gates": "X",  # of a token: one number
     "operands": "A",  # of a product: input, weight, gradient of the output
+    "rank": "X",  # of an adapter's product
 }
 # Dims that count equal things, which share no block of scales, and dims of a head, which no axis shards.
 COUNTING_DIMS = frozenset({"heads", "kv_heads", "experts", "layers"})
@@ -49,13 +50,13 @@ HEAD_DIMS = frozenset({"d_head", "d_qk", "d_rope"})
 
 
 def new_dims(*names: str) -> None:
-    """Declare dims that only layers of your own have, as "rank". Their letters in einsums are small ones.
+    """Declare dims that only layers of your own have, as "taps". Their letters in einsums are small ones.
 
     Raises NotationError for a name that is not one, or that of an axis.
 
-    >>> new_dims("rank")
-    >>> Layout.parse("d_model/tp rank")
-    Layout.parse('d_model/tp rank')
+    >>> new_dims("taps")
+    >>> Layout.parse("d_model/tp taps")
+    Layout.parse('d_model/tp taps')
     """
     for name in names:
         if not name.isidentifier() or name in ALL_AXES:

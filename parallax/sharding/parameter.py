@@ -55,7 +55,10 @@ class ParameterSpec:
     inputs: tuple[str, ...] = ()
     products: str = COMPUTE
     scales: str = ""
-    frozen: bool = False  # named by optimizer.frozen; statistics are taken all the same
+    frozen: bool = False  # by optimizer.frozen or beside adapters; statistics are taken all the same
+    stored: str = ""  # its dtype between steps, if that is another than other parameters'
+    unit: str = ""  # the parameter, in the same module, with the values of one unit of its 8-bit numbers
+    adapts: str = ""  # an adapter's kernel, in the same module
 
     @property
     def is_statistic(self) -> bool:
@@ -116,8 +119,12 @@ def parameter(
     inputs: str = "",
     products: str = COMPUTE,
     scales: str = "",
+    stored: str = "",
+    unit: str = "",
+    adapts: str = "",
 ) -> Array:
-    """Declare a float32 parameter of `module`: the whole array outside shard_map, this device's piece inside.
+    """Declare a parameter of `module`, float32 unless it is `stored` in another dtype between steps: the whole array
+    outside shard_map, this device's piece inside.
 
     `init(key, shape)` returns the values. `at_rest` are the dims of which data axes may shard one, the best first. For
     `role` and `part` see ParameterSpec; a weight's `inputs` are its first dim if they are left out.
@@ -135,6 +142,7 @@ def parameter(
     check_choice(f"the role of {'/'.join((*module.path, name))}", role, [*map(str, Role)])
     contracted = tuple(inputs.split() or parsed.names[:1]) if role == Role.WEIGHT else ()
     spec = ParameterSpec(Role(role), part, inputs=contracted, products=products, scales=scales)
+    spec = dataclasses.replace(spec, stored=stored, unit=unit, adapts=adapts)
     return module.param(name, lambda key: Declared(_drawn(init, key, shape), parsed, at_rest, spec))
 
 
@@ -146,6 +154,11 @@ def _drawn(init: Callable, key: Array, shape: Sequence[int]) -> Array:
 def layouts_of(declared: Any) -> Any:
     """The tree of layouts of a tree of `Declared`."""
     return map_declared(lambda leaf: leaf.layout, declared)
+
+
+def specs_of(declared: Any) -> Any:
+    """The tree of what the parameters of a tree of `Declared` are."""
+    return map_declared(lambda leaf: leaf.spec, declared)
 
 
 def is_declared(leaf: Any) -> bool:
@@ -163,11 +176,12 @@ def declared_leaves(declared: Any) -> list[Declared]:
     return jax.tree.leaves(declared, is_leaf=is_declared)
 
 
-def stored_as(declared: Any, dtype: str) -> Any:
-    """A tree of `Declared` shapes with the dtype that parameters have between steps. Statistics stay in float32."""
+def stored_as(declared: Any, dtype: str, of_frozen: str = "") -> Any:
+    """A tree of `Declared` shapes with the dtype that parameters have between steps, those that are not trained in
+    another if it is given. Statistics stay in float32."""
 
     def cast(leaf: Declared) -> Declared:
-        kept = "float32" if leaf.spec.is_statistic else dtype
+        kept = "float32" if leaf.spec.is_statistic else leaf.spec.stored or (leaf.spec.frozen and of_frozen) or dtype
         return leaf.replace(value=jax.ShapeDtypeStruct(leaf.value.shape, jnp.dtype(kept)))
 
     return map_declared(cast, declared)

@@ -353,14 +353,16 @@ class ShardingPlan:
         row = ParameterPlan(spec, scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return row
-        row = dataclasses.replace(row, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
+        dtype = jnp.dtype(declared.value.dtype)
+        sent = dtype.name if dtype.itemsize == 1 else self.dtype
+        row = dataclasses.replace(row, dtype=sent, memory=self.masters_on, states=self.states_on)
         if spec.stack and spec.is_trained:
             # Without tp, ranks along it may have summands, whose rounded sum would depend on the mesh.
             dtype = self.grads_dtype if "tp" in compute.used_axes() else "float32"
             row = dataclasses.replace(row, grads=dtype, grads_on=self.grads_on)
         if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(row, rounded_for=self.products)
-        narrow = self.gather != "compute" and spec.role != Role.TABLE
+        narrow = self.gather != "compute" and spec.role != Role.TABLE and not spec.unit
         return dataclasses.replace(row, rounded_to=self.gather) if narrow else row
 
     def check_grads(self) -> None:

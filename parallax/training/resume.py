@@ -1,6 +1,7 @@
 """Whether a run starts or resumes, and whether its settings still fit its checkpoints."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from parallax.checkpoint.arrays import flatten
+from parallax.checkpoint.arrays import beside, flatten
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import (
     check_steps,
@@ -27,7 +28,9 @@ from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, check_choice, first_few
 from parallax.model.transformer import Parts
 from parallax.processes.job import barrier, is_first
-from parallax.sharding.parameter import Role, map_declared
+from parallax.sharding.eight_bits import rounded_columns
+from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import ParameterSpec, Role, layouts_of, specs_of
 from parallax.storage.files import PlainPath, read_bytes
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD, RunFiles
 from parallax.training.folder import RunFolder
@@ -188,18 +191,24 @@ def load_params(
 ) -> Any:
     """The parameters of another run's newest checkpoint, with the shardings and dtypes of `wanted`, those of the model
     of `parts`; float32 is rounded to the nearest bfloat16. Scales of 8-bit products that one of the two lacks are left
-    out, or are zeros. With `initial`, parameters that the checkpoint lacks have these values: adapters, say, that code
-    of a user's own adds to layers.
+    out, or are zeros. With `initial`, parameters that the checkpoint lacks have these values: adapters, say. Kernels
+    that rest in 8 bits here are rounded if they do not there.
 
-    CheckpointError if it was trained with another tokenizer.
+    CheckpointError if it was trained with another tokenizer, or has adapters that this model has not.
     """
     checkpoints, wanted_arrays = RunFiles(source).checkpoints, flatten(wanted)
-    specs = flatten(map_declared(lambda declared: declared.spec, parts.declared_in_8_bits()))
+    specs = flatten(specs_of(parts.declared_in_8_bits()))
     scales = {name for name, spec in specs.items() if spec.role == Role.MAXIMA}
-    stored = read_manifest(checkpoints, latest_step(checkpoints))["arrays"].get("params", {})
-    lacking = [name for name in wanted_arrays if name not in stored and name not in scales]
+    manifest = read_manifest(checkpoints, latest_step(checkpoints))
+    _check_adapters(manifest, settings, source)
+    stored = manifest["arrays"].get("params", {})
+    kernels, layouts = (flatten(of(parts.declared())) for of in (specs_of, layouts_of))
+    rounded = {name: beside(name, spec.unit) for name, spec in kernels.items() if spec.unit}
+    rounded = {name: unit for name, unit in rounded.items() if name in stored and unit not in stored}
+    made = {*scales, *rounded.values()}
+    lacking = [name for name in wanted_arrays if name not in stored and name not in made]
     added = [] if initial is None else lacking
-    saved = _as_saved(stored, wanted_arrays, left_out={*scales, *added})
+    saved = _as_saved(stored, wanted_arrays, left_out={*made, *added})
     if not saved:
         raise CheckpointError(f"{checkpoints} has none of the parameters of this model")
     if added:
@@ -226,8 +235,37 @@ def load_params(
         say(f"{error}; weights are those of step {step}")
     zeros = {name: jnp.zeros(wanted_arrays[name].shape) for name in scales & wanted_arrays.keys()}
     values = flatten(initial or {}) | zeros | restored["params"]
+    for name, unit in rounded.items():
+        shardings = wanted_arrays[name].sharding, wanted_arrays[unit].sharding
+        values[name], values[unit] = in_eight_bits(kernels[name], layouts[name], values[name], shardings)
     leaves = [_as_wanted(values[name], like) for name, like in wanted_arrays.items()]
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+
+
+def _check_adapters(manifest: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if a step has adapters that this run would leave out, or kernels in 8 bits of another
+    kind."""
+    there = of_today(manifest["settings"])[0].get("model", {})
+    if not there.get("lora_rank"):
+        return
+    keys = ["model.lora_rank", "model.lora_alpha", "model.lora_on"]
+    if there["lora_base"] not in WEIGHTS_DTYPES:
+        keys.append("model.lora_base")
+    changed = {key: values for key, values in compare_settings({"model": there}, settings).items() if key in keys}
+    if changed:
+        raise CheckpointError(
+            f"train.init_from={source!r} has adapters: {difference_text(changed)}; set these keys as they are there, "
+            f"or name a run without them, as `python -m parallax.convert merge {source} NEW` makes one"
+        )
+
+
+def in_eight_bits(
+    spec: ParameterSpec, layout: Layout, kernel: jax.Array, shardings: tuple[Any, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """A kernel, which may be a stack of them, as it rests in 8 bits, and its units."""
+    inputs = tuple(layout.index(name) for name in spec.inputs)
+    rounded = functools.partial(rounded_columns, inputs=inputs, kind=spec.stored)
+    return jax.jit(rounded, out_shardings=shardings)(kernel)
 
 
 def _differ_in_the_end(tokenizer: Tokenizer, fingerprints: set[str]) -> bool:

@@ -74,7 +74,7 @@ metadata={{op_name="{B}/gradients/mlp/gate/reduce_scatter"}}
 
 
 def annotated_text(text, model):
-    return annotated(text, model, read_hlo_text(text, model.mesh, None, model.load).collectives)
+    return annotated(text, model, read_hlo_text(text, model.mesh, None, model.share_of_rows).collectives)
 
 
 def notes_of(text):

@@ -267,10 +267,14 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def their_losses(name: str) -> list[float]:
+    """Of ten steps that train a whole model."""
+    return adamw_losses(random_model(name).train())
+
+
+def adamw_losses(model: torch.nn.Module) -> list[float]:
     """Of ten steps of PyTorch's AdamW; decay on matrices alone, and a gradient as long as it may be at most."""
-    model = random_model(name).train()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=ADAMW["weight_decay"]), dict(params=rest, weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, lr=ADAMW["learning_rate"], betas=(ADAMW["b1"], ADAMW["b2"]), eps=ADAMW["eps"])
     losses = []
@@ -279,7 +283,7 @@ def their_losses(name: str) -> list[float]:
         loss = cross_entropy(their_logits(model, batch).flatten(0, 1), labels, ignore_index=IGNORED)
         adamw.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW["clip_norm"])
+        torch.nn.utils.clip_grad_norm_(trained, ADAMW["clip_norm"])
         adamw.step()
         losses.append(loss.item())
     return losses

@@ -19,6 +19,7 @@ from parallax.config.sections import (
     COMPUTE,
     EIGHT_BITS,
     EMBEDDING,
+    EXPERT_ADAPTER,
     EXPERTS,
     HEAD,
     MLP,
@@ -62,7 +63,7 @@ def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str
     {'attention': 10, 'experts': 20}
     """
     share = Fraction(model.experts_per_token, model.experts)
-    return {name: int(count * share) if name == EXPERTS else count for name, count in counts.items()}
+    return {name: int(count * share) if name in (EXPERTS, EXPERT_ADAPTER) else count for name, count in counts.items()}
 
 
 def qk_width(model: ModelConfig) -> int:

@@ -12,7 +12,16 @@ from flax import struct
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import COMPUTE, CURRENT, DELAYED, EXPERTS, FIXED, ROW_SCALES, ModelConfig
+from parallax.config.sections import (
+    COMPUTE,
+    CURRENT,
+    DELAYED,
+    EXPERT_ADAPTER,
+    EXPERTS,
+    FIXED,
+    ROW_SCALES,
+    ModelConfig,
+)
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_sums
 from parallax.model.experts.grouped_kernel import (
@@ -24,6 +33,7 @@ from parallax.model.experts.grouped_kernel import (
     input_gradient_by_group,
 )
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums_of_tokens
+from parallax.model.lora import LORA_A, LORA_B, adapts, first_matrix
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
@@ -43,6 +53,7 @@ from parallax.model.products import (
 )
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, offset, vary_alike, varying_axes
+from parallax.sharding.eight_bits import KERNEL_UNIT, normal_in_units
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
@@ -52,10 +63,11 @@ INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
 class Experts(nn.Module):
-    """The kernels of this rank's experts, in the model's dtype. `matmul` is the form of their products: see
-    parallax/model/products.py. All experts of a layer share their scales. In place of current scales each row has one
-    of its own: the number of rows depends on the load, and they come in rounds, of which the first would wait for the
-    last one's maximum. The sum of rows for a kernel's gradient is never in 8 bits.
+    """The kernels of this rank's experts, in the model's dtype, and their adapters if the model has them there.
+    `matmul` is the form of their products: see parallax/model/products.py. All experts of a layer share their scales.
+    In place of current scales each row has one of its own: the number of rows depends on the load, and they come in
+    rounds, of which the first would wait for the last one's maximum. The sum of rows for a kernel's gradient is never
+    in 8 bits.
 
     Communication:
         forward   nothing
@@ -70,6 +82,10 @@ class Experts(nn.Module):
         self.gate = self._kernel("gate", INTO, self.model.d_model**-0.5)
         self.up = self._kernel("up", INTO, self.model.d_model**-0.5)
         self.down = self._kernel("down", BACK, self.out_scale * self.model.d_expert**-0.5, "d_expert")
+        # By name of their kernels, as adapters are.
+        self.units = {name: self._units(name) for name in HeldExperts._fields if self.model.stored_base}
+        adapted = [name for name in HeldExperts._fields if adapts(self.model, (*self.path, name))]
+        self.adapters = {name: self._adapter(name) for name in adapted}
         if self._is_delayed:
             self.gate_amax, self.up_amax, self.down_amax = map(self._amax, HeldExperts._fields)
 
@@ -77,13 +93,16 @@ class Experts(nn.Module):
         return HeldExperts(*map(self._held, HeldExperts._fields))
 
     def _held(self, name: str) -> "ExpertKernels":
-        kernels, layout = getattr(self, name).astype(self.model.dtype), BACK if name == "down" else INTO
+        kernels, layout = getattr(self, name).astype(self.model.dtype), _layout_of(name)
+        if self.units:
+            kernels = (kernels.astype(jnp.float32) * self.units[name][:, None]).astype(self.model.dtype)
         activation = Activation(self.model.expert_limit if self.model.expert_activation == "clamped" else 0.0)
+        adapter = self.adapters.get(name)
         if self.matmul == COMPUTE:
-            return ExpertKernels(kernels, activation=activation)
+            return ExpertKernels(kernels, adapter=adapter, activation=activation)
         rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
         amax = product_of(self.matmul).amax(getattr(self, _scales_of(name)) if self._is_delayed else None)
-        return ExpertKernels(kernels, amax, rounded, self.matmul, layout, activation)
+        return ExpertKernels(kernels, amax, rounded, adapter, self.matmul, layout, activation)
 
     @property
     def _is_delayed(self) -> bool:
@@ -97,13 +116,73 @@ class Experts(nn.Module):
         init = nn.initializers.normal(deviation)
         scales = scales_of(self.matmul, _scales_of(name)) if self.matmul != COMPUTE else ""
         what = dict(role="weight", part=EXPERTS, inputs=inputs, products=self.matmul, scales=scales)
+        if stored := self.model.stored_base:
+            init, what = normal_in_units(deviation, stored)[0], what | dict(stored=stored, unit=f"{name}_{KERNEL_UNIT}")
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
+
+    def _units(self, name: str) -> Array:
+        """The values of one unit of the 8-bit numbers of each kernel's columns."""
+        experts, contracted, columns = _layout_of(name).split()
+        scale, width = (self.out_scale, "d_expert") if name == "down" else (1.0, "d_model")
+        init = normal_in_units(scale * self.model.sizes[width] ** -0.5, self.model.stored_base)[1]
+        what = dict(role="norm", part=EXPERTS, stored="float32")
+        return parameter(self, f"{name}_{KERNEL_UNIT}", f"{experts} {columns}", self.model.sizes, init, **what)
+
+    def _adapter(self, name: str) -> "ExpertAdapter":
+        experts, contracted, columns = _layout_of(name).split()
+        inputs = contracted.partition("/")[0]
+        sizes, what = (
+            {**self.model.sizes, "rank": self.model.lora_rank},
+            dict(role="weight", part=EXPERT_ADAPTER, adapts=name),
+        )
+        first, zeros = first_matrix(sizes[inputs]), nn.initializers.zeros
+        a = parameter(self, f"{name}_{LORA_A}", f"{experts} {contracted} rank", sizes, first, inputs=inputs, **what)
+        b = parameter(self, f"{name}_{LORA_B}", f"{experts} rank {columns}", sizes, zeros, inputs="rank", **what)
+        dtype, factor = self.model.dtype, self.model.lora_alpha / self.model.lora_rank
+        return ExpertAdapter(a.astype(dtype), b.astype(dtype), factor)
+
+
+def _layout_of(kernels: str) -> str:
+    return BACK if kernels == "down" else INTO
 
 
 def _scales_of(kernels: str) -> str:
     """The name of the parameter with the scales of these kernels' products."""
     return f"{kernels}_{AMAX}"
+
+
+class ExpertAdapter(struct.PyTreeNode):
+    """What an adapter adds to each expert's product with a kernel: `factor * (x @ a) @ b`, a [E, I, X], b [E, X, O].
+
+    Communication:
+        forward   nothing
+        backward  nothing
+    """
+
+    a: Array
+    b: Array
+    factor: float = struct.field(pytree_node=False)
+
+    def times(self, x: Array, sizes_E: Array, *, transposed: bool = False) -> Array:
+        """What it adds to `ExpertKernels.times`."""
+        first, last = (self.b, self.a) if transposed else (self.a, self.b)
+        narrow = grouped_dot(x, first, sizes_E, transposed=transposed)
+        return self.factor * grouped_dot(narrow, last, sizes_E, transposed=transposed)
+
+    def sums(self, x: Array, dy: Array, sizes_E: Array, others: "ExpertAdapter | None" = None) -> "ExpertAdapter":
+        """Its gradient from rows and their results' gradients, added to others."""
+        before = (None, None) if others is None else (others.a, others.b)
+        of_a = grouped_dot(dy, self.factor * self.b, sizes_E, transposed=True)
+        of_b = grouped_dot(x, self.factor * self.a, sizes_E)
+        return self.replace(a=grouped_sums(x, of_a, sizes_E, before[0]), b=grouped_sums(of_b, dy, sizes_E, before[1]))
+
+
+class KernelSums(NamedTuple):
+    """Gradients of kernels, and of their adapter if they have one."""
+
+    kernels: Array
+    adapter: ExpertAdapter | None
 
 
 class ExpertKernels(struct.PyTreeNode):
@@ -120,6 +199,7 @@ class ExpertKernels(struct.PyTreeNode):
     kernels: Array
     amax: Array | None = None
     rounded: Array | Operand | None = None
+    adapter: ExpertAdapter | None = None
     form: str = struct.field(pytree_node=False, default=COMPUTE)
     layout: str = struct.field(pytree_node=False, default=INTO)
     activation: Activation = struct.field(pytree_node=False, default=SWIGLU)  # behind the products of gate and up
@@ -137,7 +217,16 @@ class ExpertKernels(struct.PyTreeNode):
         weight, dtype = self._weight(transposed), self.kernels.dtype
         if self._product.scales in WIDEST_BLOCKS:
             x, weight = x.unrounded(dtype), weight.unrounded(dtype)
-        return grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
+        y = grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
+        if self.adapter is None:
+            return y
+        return y + self.adapter.times(x.unrounded(dtype).values, sizes_E, transposed=transposed)
+
+    def sums(self, x: Array, dy: Array, sizes_E: Array, others: KernelSums | None = None) -> KernelSums:
+        """Their gradients from rows and their results' gradients, added to others."""
+        kernels, of_adapter = others or (None, None)
+        adapter = self.adapter and self.adapter.sums(x, dy, sizes_E, of_adapter)
+        return KernelSums(grouped_sums(x, dy, sizes_E, kernels), adapter)
 
     def most(self, x: Array, sizes_E: Array | None = None) -> Array | None:
         """The largest magnitude; with `sizes_E`, of the rows in use. None but for delayed scales."""
@@ -145,12 +234,13 @@ class ExpertKernels(struct.PyTreeNode):
             return None
         return largest(x if sizes_E is None else jnp.where((jnp.arange(len(x)) < sizes_E.sum())[:, None], x, 0))
 
-    def with_gradient(self, kernels: Array, of_input: Array | None, of_gradient: Array | None) -> "ExpertKernels":
+    def with_gradient(self, sums: KernelSums, of_input: Array | None, of_gradient: Array | None) -> "ExpertKernels":
         """The gradients; that of `amax` has the largest magnitudes, with 0 for kernels that were rounded before."""
+        given = self.replace(kernels=sums.kernels, adapter=sums.adapter, amax=None, rounded=None)
         if of_input is None:
-            return self.replace(kernels=kernels, amax=None, rounded=None)
+            return given
         of_kernels = largest(self.kernels) if self.rounded is None else jnp.zeros_like(of_input)
-        return self.replace(kernels=kernels, amax=jnp.stack([of_input, of_kernels, of_gradient]), rounded=None)
+        return given.replace(amax=jnp.stack([of_input, of_kernels, of_gradient]))
 
     def _weight(self, transposed: bool) -> Operand:
         product, rounded = self._product, self.rounded
@@ -217,7 +307,7 @@ class HeldExperts(NamedTuple):
 
     def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
         """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
-        if has_kernel(x):
+        if has_kernel(x) and self.gate.adapter is None is self.up.adapter:
             return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E, self.activation)
         gate, up = (kernels.times(x, sizes_E) for kernels in (self.gate, self.up))
         return gate, up, gated(gate, up, weights_R1, self.activation).astype(gate.dtype)
@@ -233,13 +323,19 @@ class HeldExperts(NamedTuple):
     def input_gradients(self, d_gate_RU: Array, d_up_RU: Array, sizes_E: Array) -> tuple[Array, ...]:
         """One or two arrays [R, D]; their sum is the gradient of the rows."""
         pairs = (self.gate, self.gate.gradient(d_gate_RU)), (self.up, self.up.gradient(d_up_RU))
-        if has_kernel(pairs[0][1]):
+        if has_kernel(pairs[0][1]) and self.gate.adapter is None is self.up.adapter:
             return (input_gradient_by_group(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
         return tuple(kernels.times(d, sizes_E, transposed=True) for kernels, d in pairs)
 
-    def with_gradients(self, kernels: Iterable[Array], most: Iterable[tuple]) -> "HeldExperts":
+    def sums(
+        self, pairs: Iterable[tuple[Array, Array]], sizes_E: Array, others: Iterable[KernelSums | None] = (None,) * 3
+    ) -> list[KernelSums]:
+        """Gradients of the three products' kernels from rows and their results' gradients, added to others."""
+        return [held.sums(*pair, sizes_E, before) for held, pair, before in zip(self, pairs, others, strict=True)]
+
+    def with_gradients(self, sums: Iterable[KernelSums], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""
-        given = zip(self, kernels, most, strict=True)
+        given = zip(self, sums, most, strict=True)
         return HeldExperts(*(held.with_gradient(gradient, *largest_two) for held, gradient, largest_two in given))
 
     def for_each(self, chunks: int) -> list[Array]:
@@ -343,13 +439,13 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
 
     dx_ND, dweights, (of_dgate, of_dup, of_hidden), *of_usual = _on_rows_in_use(usual, rows, of_tokens)
 
-    def of_kernels(rows: Rows, sums: Callable) -> list[Array]:
+    def of_kernels(rows: Rows, sums: Callable) -> list[KernelSums]:
         x_RD, dy_RD = dispatch(x_ND, rows), dispatch(dy_ND, rows)
         dgate, dup, hidden = of_usual
         if not _is_usual(usual, rows):
             dgate, dup, _, hidden = of_products(rows)
         pairs = (x_RD, dgate), (x_RD, dup), (hidden, dy_RD)
-        return [grouped_sums(left, right, rows.sizes_E) for left, right in pairs]
+        return experts.sums(pairs, rows.sizes_E)
 
     most = (of_x, of_dgate), (of_x, of_dup), (of_hidden, down.most(dy_ND))
     dexperts = experts.with_gradients(_on_rows_in_use(usual, rows, of_kernels), most)

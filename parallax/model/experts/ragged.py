@@ -17,8 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts.exchange_costs import usual_rows
-from parallax.model.experts.experts import USUAL_LOAD, HeldExperts
-from parallax.model.experts.grouped import grouped_sums
+from parallax.model.experts.experts import USUAL_LOAD, HeldExperts, KernelSums
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows
 from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.collectives import all_gather, as_varying, varying_axes
@@ -247,11 +246,12 @@ class ExchangedRows(NamedTuple):
         dx_R = _send_back(_in_units(dx), slices, dx_R)
         return dx_R, dweights_R, jax.tree.map(jnp.maximum, most or latest, latest)
 
-
-def _kernel_sums(slices: Slices, x: Array, of_rows: RowGradients, sums: list[Array | None]) -> list[Array]:
-    """Gradients of the kernels of gate, up and down, added to those of earlier rounds."""
-    pairs = (x, of_rows.gate), (x, of_rows.up), (of_rows.hidden, of_rows.y)
-    return [grouped_sums(*pair, slices.rows_of_experts(), earlier) for pair, earlier in zip(pairs, sums)]
+    def add_to_kernels(
+        self, slices: Slices, x: Array, of_rows: RowGradients, sums: list[KernelSums | None]
+    ) -> list[KernelSums]:
+        """Gradients of the kernels of gate, up and down, added to those of earlier rounds."""
+        pairs = (x, of_rows.gate), (x, of_rows.up), (of_rows.hidden, of_rows.y)
+        return self.experts.sums(pairs, slices.rows_of_experts(), sums)
 
 
 # The backward pass of an exchange, in two functions. That of `_finish` only passes on what was saved, as "gradients" of
@@ -337,9 +337,9 @@ def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBa
     for slices, rows, of_round in zip(rounds, received, gradients):
         sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
         if sizes.send_again:
-            before = None if kernels[0] is None else sum(map(_probe, kernels))
+            before = None if kernels[0] is None else sum(_probe(sums.kernels) for sums in kernels)
             x = given.send(given.x_ND, slices, len(rows.weights) // UNIT, before)
-        kernels = _kernel_sums(slices, x, of_round, kernels)
+        kernels = given.add_to_kernels(slices, x, of_round, kernels)
 
     def recomputed(number: Array) -> tuple[Slices, ReceivedRows, RowGradients]:
         slices = sizes.further_slices(given.counts_PE, number)
@@ -350,9 +350,9 @@ def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBa
         slices, _, of_round = recomputed(number)
         return given.add_to_tokens(slices, of_round, sums)
 
-    def further_kernels(number: Array, sums: list) -> list[Array]:
+    def further_kernels(number: Array, sums: list) -> list[KernelSums]:
         slices, rows, of_round = recomputed(number)
-        return _kernel_sums(slices, rows.x, of_round, sums)
+        return given.add_to_kernels(slices, rows.x, of_round, sums)
 
     def of_tokens(sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         return _summed(sums[0], given.rows), _summed(sums[1], given.rows.of_choices()), sums[2]

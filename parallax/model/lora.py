@@ -1,0 +1,108 @@
+"""LoRA: a product of low rank beside a frozen one (Hu et al. 2022, section 4.1).
+
+Symbols of the paper: r rank, A `lora_a`, B `lora_b`, W_0 kernel.
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.config.sections import ADAPTER, ModelConfig
+from parallax.errors import ConfigError, nearest, quoted
+from parallax.model.dense import Dense, unrounded
+from parallax.model.products import KERNEL, ProductInput
+from parallax.sharding.collectives import reshard
+from parallax.sharding.einsum import einsum, einsum_layout
+from parallax.sharding.layout import Layout, named_leaves, with_parents
+from parallax.sharding.parameter import parameter, specs_of
+
+LORA_A, LORA_B = "lora_a", "lora_b"  # names of parameters
+RANK = "rank"  # the dim that the second of them contracts
+
+
+class LoRA(Dense):
+    """`x @ kernel + alpha / rank * (x @ lora_a) @ lora_b` if its model adapts this module; otherwise a Dense.
+
+    lora_b begins at 0, so training begins where the kernel is. Both matrices are sharded as the kernel's dims that they
+    have, and no data axis shards them: they are small.
+
+    Communication, besides that of Dense:
+        forward   all_reduce of x @ lora_a over tp if a contracted dim is cut over tp; reduce_scatter if `y` is cut over
+                  seq
+        backward  the transposes
+    """
+
+    model: ModelConfig | None = None
+
+    def setup(self):
+        super().setup()
+        self.is_adapted = adapts(self.model, self.path)
+        if not self.is_adapted:
+            return
+        x, y, kernel = map(Layout.parse, (self.x, self.y, self.weight))
+        inputs = [name for name in kernel.names if name in x.names]
+        outputs = [name for name in kernel.names if name not in inputs]
+        self.into = " ".join([*("/".join((name, *kernel.cut_of(name))) for name in inputs), "rank"])
+        self.back = " ".join(["rank", *("/".join((name, *y.cut_of(name))) for name in outputs)])
+        sizes, what = {**self.sizes, "rank": self.model.lora_rank}, dict(role="weight", part=ADAPTER, adapts=KERNEL)
+        first = first_matrix(math.prod(self.sizes[name] for name in inputs))
+        self.lora_a = parameter(self, LORA_A, self.into, sizes, first, inputs=" ".join(inputs), **what)
+        self.lora_b = parameter(self, LORA_B, self.back, sizes, nn.initializers.zeros, inputs="rank", **what)
+
+    def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
+        y = super().__call__(x, zeros_after=zeros_after)
+        return y + self._added(unrounded(x), zeros_after) if self.is_adapted else y
+
+    def _added(self, x: Array, zeros_after: int) -> Array:
+        y, into = Layout.parse(self.y), Layout.parse(self.into)
+        tokens = y.names[:2]
+        sums = einsum_layout([Layout.parse(self.x), into], (*tokens, "rank"))
+        whole = Layout((*tokens, "rank"), (*map(y.cut_of, tokens), ()))
+        narrow = einsum(f"{self.x}, {self.into} -> {sums}", x, self.lora_a.astype(self.dtype))
+        narrow = reshard(f"{sums} -> {whole}", narrow)
+        added = einsum(f"{whole}, {self.back} -> {self.y}", narrow, self.lora_b.astype(self.dtype))
+        added *= self.model.lora_alpha / self.model.lora_rank
+        return jnp.pad(added, [*((0, 0) for _ in added.shape[:-1]), (0, zeros_after)]) if zeros_after else added
+
+
+def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
+    """What makes a model's projections in place of Dense; None for Dense itself."""
+    return partial(LoRA, model=model, stored=model.stored_base) if model.lora_rank else None
+
+
+def adapts(model: ModelConfig, path: Sequence[str]) -> bool:
+    """Whether the product of a layer's module has an adapter.
+
+    >>> model = ModelConfig(lora_rank=4, lora_on="attention/[qv] mlp")
+    >>> [adapts(model, path) for path in (("attention", "q"), ("attention", "out"), ("mlp", "shared", "up"))]
+    [True, False, True]
+    """
+    return bool(model.lora_rank) and _is_named("/".join(path), model.lora_on)
+
+
+def first_matrix(fan_in: int) -> Callable:
+    """The initial values of lora_a, with the standard deviation of those of PEFT."""
+    return nn.initializers.normal((3 * fan_in) ** -0.5)
+
+
+def check_adapted(declared: Any, words: str) -> None:
+    """Raise ConfigError if a word of model.lora_on adapts no product; `declared` are a model's parameters."""
+    specs = named_leaves(specs_of(declared))
+    in_layers = {name.removeprefix(f"{spec.stack}/"): spec for name, spec in specs.items() if spec.stack}
+    for word in words.split():
+        if not any(spec.adapts and _is_named(name, word) for name, spec in in_layers.items()):
+            known = dict.fromkeys(above for name in in_layers for above in with_parents(name)[:-1])
+            raise ConfigError(
+                f"model.lora_on={quoted(words)}: no product in {quoted(word)} may have an adapter; "
+                f"{nearest(word, known)}"
+            )
+
+
+def _is_named(path: str, words: str) -> bool:
+    return any(fnmatch.fnmatchcase(above, word) for above in with_parents(path) for word in words.split())
