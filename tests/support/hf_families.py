@@ -110,6 +110,17 @@ FAMILIES |= {
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
     "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
 }
+UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
+FAMILIES |= {
+    "Gemma": ("Gemma", GROUPED | dict(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
+    "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
+    "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
+    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "Arcee": ("Arcee", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "Nemotron": ("Nemotron", GROUPED | dict(head_dim=16)),
+    "GPT-NeoX": ("GPTNeoX", UNGROUPED | dict(rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.5))),
+    "GPT-NeoX, one after the other": ("GPTNeoX", UNGROUPED | dict(use_parallel_residual=False, attention_bias=False)),
+}
 SHARED = dict(moe_intermediate_size=12, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
 MIXTURES |= {
     "Granite-MoE": ("GraniteMoe", GROUPED | FACTORS | dict(num_local_experts=4, num_experts_per_tok=2)),
