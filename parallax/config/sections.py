@@ -406,8 +406,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             name = changed[0]
             raise ConfigError(
                 f"model.{name}={quoted(written[name])} does nothing with model.layers_of={quoted(self.layers_of)}, "
-                f"which has only mixtures, of experts that silu gates; use {name}={getattr(ModelConfig, name)!r}, or "
-                "some dense layers."
+                f"which has only mixtures; use {name}={getattr(ModelConfig, name)!r}, or some dense layers."
             )
         if names_code(self.mlp) and len(changed) > 1:
             name = changed[1]
@@ -417,8 +416,8 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         if self.activation != "silu" and "moe" in self.layer_kinds:
             raise ConfigError(
-                f"model.activation={self.activation!r} would be that of dense layers alone, since experts are gated by "
-                "silu; use activation='silu', or dense layers only."
+                f"model.activation={self.activation!r} would be that of dense layers alone, since experts have "
+                f"model.expert_activation={self.expert_activation!r}; use activation='silu', or dense layers only."
             )
 
     def _check_matmul(self) -> None:

@@ -30,10 +30,20 @@ ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
 # Fields that are keys of a section in another way: those of 1 / the key, and of the key times another one.
 INVERSE, TIMES_D_EXPERT = ("1 / logit_scale",), ("shared_experts * d_expert",)
+# Values of keys that are words here and truth values there.
+WORDS = {"branches": {False: "sequential", True: "parallel"}}
 # Choices of a block that an architecture has at their defaults, unless its row says otherwise.
 PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
 PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_after_rope", "shared_gate")
 PLAIN_CHOICES += ("router_shift", "expert_activation", "expert_limit")
+PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
+# Words of hidden_act, with the activation of each; the first is that of an absent field.
+SILU = {"silu": "silu", "swish": "silu"}
+GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+RELU2 = {"relu2": "relu2"}
+GELU_FIRST = {"gelu": "gelu"}
+EVERY_ACTIVATION = SILU | GELU | RELU2
+GEMMA_GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # transformers reads both as this
 
 EXPERT = "{expert}"
 OUTSIDE = ("embedding", "head.norm", "head")  # modules that are not in layers
@@ -44,7 +54,9 @@ WEIGHT_NAMES = {
     "head": "lm_head",
     "": "model.layers.{layer}",  # a layer
     "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
@@ -88,6 +100,16 @@ GRANITE_NAMES = {
 GATES_AND_UPS = dict.fromkeys(["mlp.gate", "mlp.up"], "mlp.gate_up_proj")
 PHI3_NAMES = GATES_AND_UPS | dict.fromkeys([f"attention.{name}" for name in "qkv"], "self_attn.qkv_proj")
 QWEN2_MOE_NAMES = {f"mlp.shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+NEOX_NAMES = {
+    "embedding": "gpt_neox.embed_in",
+    "head.norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+    "": "gpt_neox.layers.{layer}",
+    **dict.fromkeys([f"attention.{name}" for name in "qkv"], "attention.query_key_value"),
+    "attention.out": "attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
 HUNYUAN_NAMES = {
     f"attention.{name}_norm": f"self_attn.{word}_layernorm" for name, word in (("q", "query"), ("k", "key"))
 }
@@ -106,6 +128,14 @@ class Architecture(NamedTuple):
     interleaved: str = "never"  # whether rotated pairs are neighbours: "never", "always", or the field that says it
     rotated: float | None = None  # part of a head, if partial_rotary_factor is absent; None: heads are rotated whole
     ignored: tuple[str, ...] = ()  # fields that change no result
+    renamed: Mapping[str, str] = {}  # other names of usual fields, and these
+    activations: Mapping[str, str] = SILU  # see SILU
+    root_scaled: bool = False  # whether embeddings are times the root of d_model
+    whole_heads: bool = (
+        False  # whether there are as many key heads as heads, of d_model / heads, and no fields of these
+    )
+    joined_by_head: bool = False  # whether a tensor of q, k and v has all three of a head, then those of the next
+    buffers: tuple[str, ...] = ()  # ends of names in old files, of arrays that are no weights
     windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
     mixture: "Mixture | None" = None
 
@@ -215,6 +245,12 @@ GRANITE_FACTORS = {
 GRANITE_ABSENT = ALL_HEADS | dict.fromkeys(GRANITE_FACTORS, 1.0)
 BIASED_FIELDS = GQA_FIELDS | {"attention_bias": "qkv_bias"}
 NO_NORM = {"attention": "gqa", "qk_norm": False}
+WITHOUT_EPS = {name: key for name, key in GQA_FIELDS.items() if key != "norm_eps"}
+STARCODER2_FIELDS = WITHOUT_EPS | {"norm_epsilon": "norm_eps", "use_bias": "qkv_bias out_bias mlp_bias"}
+NEMOTRON_FIELDS = WITHOUT_EPS | {"norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias", "mlp_bias": "mlp_bias"}
+NEOX_FIELDS = {name: key for name, key in FIELDS.items() if key != "norm_eps"}
+NEOX_FIELDS |= {"layer_norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias"}
+BIASED_NORMS = {"norm": "layer", "norm_bias": True}
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, absent=ALL_HEADS, only=no("attention_bias", "mlp_bias")),
@@ -224,6 +260,75 @@ ARCHITECTURES = {
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3", 32_768, QWEN3_KEYS, absent={"head_dim": 128}, only=no("attention_bias"), windows="some, if used"
+    ),
+    "GemmaForCausalLM": Architecture(
+        "gemma",
+        8192,
+        GQA_KEYS | {"norm_scale": "one_plus"},
+        absent={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+        only=no("attention_bias")
+        | {"use_bidirectional_attention": (None, False), "hidden_activation": (None, "gelu_pytorch_tanh")},
+        activations=GEMMA_GELU,
+        root_scaled=True,
+    ),
+    "OlmoForCausalLM": Architecture(
+        "olmo",
+        2048,
+        GQA_KEYS | {"norm": "layer", "norm_scale": "none", "norm_eps": 1e-5},
+        WITHOUT_EPS,
+        ALL_HEADS,
+        no("attention_bias") | {"clip_qkv": (None,)},
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2",
+        2048,
+        QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"},
+        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
+        only=no("attention_bias"),
+    ),
+    "ArceeForCausalLM": Architecture(
+        "arcee",
+        4096,
+        GQA_KEYS | {"mlp": "plain"},
+        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
+        only=no("attention_bias", "mlp_bias"),
+        activations=RELU2 | EVERY_ACTIVATION,
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        "starcoder2",
+        4096,
+        NO_NORM | BIASED_NORMS | {"mlp": "plain"},
+        STARCODER2_FIELDS,
+        {"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True}
+        | {"sliding_window": 0},
+        names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+        ignored=("residual_dropout", "embedding_dropout", "attention_dropout"),
+        activations=GELU | EVERY_ACTIVATION,
+        windows="all",
+    ),
+    "NemotronForCausalLM": Architecture(
+        "nemotron",
+        4096,
+        NO_NORM | BIASED_NORMS | {"norm_scale": "one_plus", "mlp": "plain"},
+        NEMOTRON_FIELDS,
+        ALL_HEADS | {"norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
+        rotated=0.5,
+        activations=RELU2 | EVERY_ACTIVATION,
+    ),
+    "GPTNeoXForCausalLM": Architecture(
+        "gpt_neox",
+        2048,
+        NO_NORM | BIASED_NORMS | {"mlp": "plain", "mlp_bias": True},
+        NEOX_FIELDS | {"use_parallel_residual": "branches"},
+        {"layer_norm_eps": 1e-5, "attention_bias": True, "use_parallel_residual": True},
+        names=NEOX_NAMES,
+        rotated=0.25,
+        ignored=("classifier_dropout",),
+        renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        activations=GELU_FIRST | EVERY_ACTIVATION,
+        whole_heads=True,
+        joined_by_head=True,
+        buffers=(".attention.bias", ".attention.masked_bias"),
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "deepseek_v3",

@@ -20,6 +20,7 @@ from parallax.interop.hf_architectures import (
     INVERSE,
     PLAIN_CHOICES,
     TIMES_D_EXPERT,
+    WORDS,
     Architecture,
     Mixture,
 )
@@ -61,7 +62,6 @@ HARMLESS = (
 )
 # Fields that could change results, with the values that do not; the first one is the default of an absent field.
 AT_DEFAULT = {
-    "hidden_act": ("silu", "swish"),
     "attention_dropout": (0,),
     **dict.fromkeys(
         ["rope_interleaved", "qk_layer_norms", "use_qk_norm", "add_cross_attention", "tie_encoder_decoder", "use_bias"],
@@ -205,12 +205,22 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         fields.refuse("architectures", names, f"{supported}{why}")
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
+    for theirs, usual in kind.renamed.items():
+        if theirs in fields.left:
+            fields.left[usual] = fields.take(theirs)
     block = _read_quantization(fields)
     model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     if "q_lora_rank" in fields.left:  # null is none
         absent |= {"q_lora_rank": 0}
     _read_keys(fields, kind.fields, model, absent)
+    if kind.whole_heads:
+        model |= {"kv_heads": model["heads"], "d_head": model["d_model"] // model["heads"]}
+        if model["d_model"] % model["heads"]:
+            fields.refuse("num_attention_heads", model["heads"], f"a divisor of hidden_size={model['d_model']}")
+    model["activation"] = _read_activation(fields, kind)
+    if kind.root_scaled:
+        model["embedding_scale"] = math.sqrt(model["d_model"])
     if model["attention"] == "mla":
         model["kv_heads"] = model["heads"]
         fields.ignore(["head_dim", "qk_head_dim"])  # derived from other fields
@@ -226,9 +236,9 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
     further = max(fields.read(name, int, 0, least=0) for name in FURTHER_LAYERS)
+    fields.ignore([*HARMLESS.split(), *kind.ignored])
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
-    fields.ignore([*HARMLESS.split(), *kind.ignored])
     fields.end()
     notes = (*fields.notes, *_notes(model, block, further))
     return HfConfig(names[0], model, context, interleaved, block, further, notes)
@@ -244,9 +254,20 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
         if key in INVERSE:
             model[key.removeprefix("1 / ")] = 1 / fields.read(name, float, default)
             continue
-        value = fields.read(name, TYPES[key], default)
-        if model.setdefault(key, value) != value:
-            fields.refuse(name, value, _in_json(model[key]))
+        first, *more = key.split()
+        value = fields.read(name, bool if first in WORDS else TYPES[first], default)
+        value = WORDS[first][value] if first in WORDS else value
+        if model.setdefault(first, value) != value:
+            fields.refuse(name, value, _in_json(model[first]))
+        model |= dict.fromkeys(more, value)
+
+
+def _read_activation(fields: Fields, kind: Architecture) -> str:
+    """The key activation."""
+    word = fields.take("hidden_act", next(iter(kind.activations)))
+    if word not in tuple(kind.activations):
+        fields.refuse("hidden_act", word, " or ".join(map(repr, kind.activations)))
+    return kind.activations[word]
 
 
 def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -499,20 +520,23 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         ConfigError: no architecture does.
     """
     name = _plainest(model)
+    kind = ARCHITECTURES[name]
     of_latents = {"attention_bias": False, "q_lora_rank": model.d_latent_q or None}
-    return {
+    content = {
         "architectures": [name],
-        "model_type": ARCHITECTURES[name].model_type,
-        **{field: _value_of(key, model) for field, key in ARCHITECTURES[name].fields.items()},
-        "hidden_act": "silu",
+        "model_type": kind.model_type,
+        **{field: _value_of(key, model) for field, key in kind.fields.items()},
+        "hidden_act": next(word for word, each in kind.activations.items() if each == model.activation),
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model, name),
         **_window_fields(name, model.windows),
-        **_mixture_fields(ARCHITECTURES[name].mixture, model),
+        **_mixture_fields(kind.mixture, model),
         **(of_latents if model.attention == "mla" else {}),
-        **({"rope_interleave": True} if ARCHITECTURES[name].interleaved == "rope_interleave" else {}),
+        **({"rope_interleave": True} if kind.interleaved == "rope_interleave" else {}),
     }
+    usual = {name: theirs for theirs, name in kind.renamed.items()}
+    return {usual.get(field, field): value for field, value in content.items()}
 
 
 def _plainest(model: ModelConfig) -> str:
@@ -526,8 +550,11 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
+    if model.branches not in WORDS["branches"].values():
+        yield f"model.branches={' or '.join(map(repr, WORDS['branches'].values()))}"
     read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
     read += ["rope_fraction"] if kind.rotated else []
+    read += ["activation", *(["embedding_scale"] if kind.root_scaled else [])]
     keys = {key: getattr(ModelConfig, key) for key in (*PLAIN_CHOICES, "rope_fraction") if key not in read}
     keys |= kind.keys | (mixture.keys if mixture and "moe" in kinds else {})
     if not kind.windows and any(model.windows):
@@ -536,7 +563,15 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
         yield "one window"
     if not _has_one_rope(model):
         yield "the same rotary embedding in all layers"
+    if kind.whole_heads:
+        keys |= {"kv_heads": model.heads, "d_head": model.d_model // model.heads}
+    if kind.root_scaled:
+        keys |= {"embedding_scale": math.sqrt(model.d_model)}
+    for first, *more in map(str.split, kind.fields.values()):
+        keys |= {key: getattr(model, first) for key in more if key.isidentifier() and first.isidentifier()}
     yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
+    if model.activation not in kind.activations.values():
+        yield f"model.activation={next(iter(kind.activations.values()))!r}"
     if "moe" in kinds:
         if mixture is None:
             yield "no experts"
@@ -552,7 +587,9 @@ def _value_of(key: str, model: ModelConfig) -> Any:
         return 1 / getattr(model, key.removeprefix("1 / "))
     if key == "attention_scale":  # they have no default that depends on the width
         return model.attention_scale or model.d_head**-0.5
-    return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key)
+    if key in WORDS:
+        return next(theirs for theirs, word in WORDS[key].items() if word == getattr(model, key))
+    return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key.split()[0])
 
 
 def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from einops import rearrange
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import UNSCALED, ModelConfig
 from parallax.interop.export import TensorSource, stack_names
 from parallax.interop.hf_architectures import ARCHITECTURES, EXPERT, Architecture
 from parallax.interop.hf_config import ScaleBlock
@@ -75,19 +75,39 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     kind, d_model, heads, width = ARCHITECTURES[architecture], model.d_model, model.heads, model.d_head
     table = model.vocab, d_model
     views: dict[str, WeightView | None] = {"embedding.table": WeightView(f"{kind.tensor('embedding')}.weight", table)}
-    views["head.norm.scale"] = _scale_view(kind, "head.norm", d_model)
+    views |= _norm(kind, model, "head.norm")
     if not model.tied:
         views["head.table"] = WeightView(f"{kind.tensor('head')}.weight", table)
     back = "d_model (heads d_head) -> heads d_head d_model"
+    norms = ["attention_norm", "mlp_norm"][: model.norms_before]
+    norms += ["attention_out_norm", "mlp_out_norm"] if model.norms_behind else []
     layer = {
-        "attention_norm.scale": _scale_view(kind, "attention_norm", d_model),
-        "mlp_norm.scale": _scale_view(kind, "mlp_norm", d_model),
+        **{name: view for norm in norms for name, view in _norm(kind, model, norm).items()},
+        **_bias(kind, "attention.out", d_model, has=model.out_bias),
         "attention.out.kernel": _kernel_view(kind, "attention.out", back, d_model, heads * width, heads=heads),
         **(_mla(kind, model, interleaved) if model.attention == "mla" else _gqa(kind, model, interleaved)),
     }
     for of_stack, stack in stack_names(model.layer_kinds).items():
-        mlp = _mixture(kind, model) if of_stack == "moe" else _mlp(kind, "mlp", d_model, model.d_ff)
+        mlp = _mixture(kind, model) if of_stack == "moe" else _dense_mlp(kind, model)
         views |= {f"{stack}{name}": view for name, view in (layer | mlp).items()}
+    return views
+
+
+def _norm(kind: Architecture, model: ModelConfig, module: str) -> dict[str, WeightView]:
+    scale = {} if model.norm_scale == UNSCALED else {f"{module}.scale": _scale_view(kind, module, model.d_model)}
+    return scale | _bias(kind, module, model.d_model, has=model.norm_bias)
+
+
+def _bias(kind: Architecture, module: str, size: int, *, has: bool) -> dict[str, WeightView]:
+    return {f"{module}.bias": WeightView(f"{kind.tensor(module)}.bias", (size,))} if has else {}
+
+
+def _dense_mlp(kind: Architecture, model: ModelConfig) -> dict[str, WeightView]:
+    views, widths = _mlp(kind, "mlp", model.d_model, model.d_ff), {"gate": model.d_ff, "up": model.d_ff}
+    if model.mlp == "plain":
+        del views["mlp.gate.kernel"], widths["gate"]
+    for name, width in (widths | {"down": model.d_model}).items():
+        views |= _bias(kind, f"mlp.{name}", width, has=model.mlp_bias)
     return views
 
 
@@ -157,7 +177,9 @@ def _gqa(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str,
     every = model.d_head * (model.heads + 2 * model.kv_heads)  # rows of all three in one tensor
     for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
         module, out = f"attention.{name}", heads * model.d_head
-        rows = partial(_rows, first, out, heads) if is_joined else partial(_rows, 0, out, heads)
+        rows = partial(_rows, first if is_joined else 0, out, heads)
+        if kind.joined_by_head:
+            rows = partial(_rows_of_heads, "qkv".index(name), heads)
         size, order, first = (
             every if is_joined else out,
             None if name == "v" else _order(model, interleaved),
@@ -182,6 +204,12 @@ def _gqa(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str,
 
 def _rows(first: int, count: int, heads: int, tensor: np.ndarray, pattern: str) -> np.ndarray:
     return rearrange(tensor[first : first + count], pattern, heads=heads)
+
+
+def _rows_of_heads(place: int, heads: int, tensor: np.ndarray, pattern: str) -> np.ndarray:
+    """The same, where each head has its rows of queries, keys and values together."""
+    split = pattern.replace("(heads d_head)", "(heads qkv d_head)").replace("-> ", "-> qkv ")
+    return rearrange(tensor, split, heads=heads, qkv=3)[place]
 
 
 def _order(model: ModelConfig, interleaved: bool) -> np.ndarray | None:

@@ -182,7 +182,7 @@ def _tensors_of_model(
     tensors = {
         name: tensor
         for name, tensor in read_model(source).items()
-        if not name.endswith(ROPE_TABLE) and not name.startswith(further)
+        if not name.endswith((ROPE_TABLE, *kind.buffers)) and not name.startswith(further)
     }
     if config.block:
         tensors = hf_weights.with_scales(tensors, config.block)

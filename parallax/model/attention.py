@@ -60,7 +60,8 @@ def attend(
         return _padded(by_jax, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
         return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
-    assert kernel == "xla" or (not cap and sinks is None), f"model.kernel={kernel!r} has neither caps nor sinks"
+    has_neither = kernel in ("cudnn", "triton")
+    assert not has_neither or (not cap and sinks is None), f"model.kernel={kernel!r} has neither caps nor sinks"
     if kernel == "triton":
         return _padded(partial(triton_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "cudnn":

@@ -22,11 +22,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
-<<<<<<< HEAD
-=======
 from parallax.model.lora import check_adapted
-from parallax.model.mask import Mask
->>>>>>> lora
 from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds

@@ -214,18 +214,12 @@ def begin(
     params, source = state.params, components.settings.train.init_from
     if source:
         with waiting(f"restoring the weights of {source}"):
-<<<<<<< HEAD
-            initial = params if components.settings.model.has_user_code else None
+            adds = components.settings.model.has_user_code or components.settings.model.lora_rank > 0
+            initial = params if adds else None
             params = load_params(
-                source, wanted.params, components.model.components, checkpoint_settings(components), say, initial
+                source, wanted.params, components.model.parts, checkpoint_settings(components), say, initial
             )
     if components.settings.model.first_scales_are_measured:
-=======
-            adds = parts.settings.model.has_user_code or parts.settings.model.lora_rank > 0
-            initial = params if adds else None
-            params = load_params(source, wanted.params, parts.model.parts, checkpoint_settings(parts), say, initial)
-    if parts.settings.model.first_scales_are_measured:
->>>>>>> lora
         with waiting("measuring the first scales of 8-bit products"):
             batch = put_batches(components)(components.train_data.batch(0))
             params = with_first_scales(components.model, params, batch, components.settings.train.seed)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from support.hf_folders import MIXTURE_KEYS
-from support.published_configs import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
+from support.published_configs import BILLIONS, FORMS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
 from parallax.analysis.traced.flops import active_parameters, parameters_by_component
@@ -40,6 +40,13 @@ def test_a_published_model_is_read_and_has_its_number_of_parameters(name):
     scaling = config.get("rope_scaling") or {}
     assert model.rope_scaling == scaling.get("rope_type", scaling.get("type", "none"))
     assert model.rope_factor == scaling.get("factor", 1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_published_model_of_another_form_has_its_number_of_parameters(name):
+    config, count = FORMS[name]
+    settings = read_settings(get_config(), model=read_config(config).model)
+    assert sum(math.prod(about.shape) for about in param_shapes(settings).values()) == count
 
 
 @pytest.mark.parametrize("name", MIXTURES)

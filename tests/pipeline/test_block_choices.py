@@ -180,8 +180,8 @@ MOE = dict(layers=4, experts=4, layers_of="moe*4")
     [
         (dict(branches="parallel_one_norm", norm_place="after"), "shares the norm before attention"),
         (dict(norm_place="both", init_out="zeros"), r"multiplies its gradient by norm_eps \*\* -0.5 = 1000"),
-        (MOE | dict(activation="gelu"), "model.activation='gelu' does nothing .* that silu gates"),
-        (MOE | dict(layers_of="dense moe*3", activation="gelu"), "since experts are gated by silu"),
+        (MOE | dict(activation="gelu"), "model.activation='gelu' does nothing .* only mixtures"),
+        (MOE | dict(layers_of="dense moe*3", activation="gelu"), "since experts have model.expert_activation"),
         (MOE | dict(mlp="plain"), "model.mlp='plain' does nothing"),
         (MOE | dict(mlp_bias=True), "model.mlp_bias=True does nothing"),
         (dict(mlp="squared:SquaredMLP", mlp_bias=True), "does nothing with model.mlp='squared:SquaredMLP'"),

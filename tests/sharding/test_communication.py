@@ -78,6 +78,7 @@ LAYERS = {
     "layer_norm": "",
     **dict.fromkeys(["mlp", "mlp_plain", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
     **dict.fromkeys(["gqa_qk_norm", "gqa_qk_norm kv_heads"], "family"),
+    **dict.fromkeys(["gqa_normed_together", "gqa_normed_together kv_heads"], "family"),
 }
 LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in ("vocab_parallel", "all_to_all")}
 
@@ -104,6 +105,8 @@ def found_and_said(name, how, family, residual, sizes):
         "the last dim is cut over tp": residual == HIDDEN_CUT,
         "kv_heads are cut": not kv,
         "kv_heads are whole": bool(kv),
+        "heads are normed together": name == "gqa_normed_together",
+        "kv_heads are cut and normed together": name == "gqa_normed_together" and not kv,
         "d_latent_q > 0": name == "mla_latent_queries",
     }
     arrays = params, *windows()

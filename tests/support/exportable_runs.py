@@ -13,6 +13,8 @@ from support.run_examples import tiny_config
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
 V2 = "DeepseekV2ForCausalLM"
 GROUPS = dict(experts=8, router_groups=4, router_groups_chosen=2, experts_per_token=3, d_expert=12, shared_experts=2)
+BIASED_NORMS = dict(norm="layer", norm_bias=True, mlp="plain")
+BIASES = BIASED_NORMS | dict(out_bias=True, mlp_bias=True)
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
 OWN = {
     "gqa": (dict(attention="gqa"), LLAMA),
@@ -52,6 +54,36 @@ OWN = {
     "mixture, sigmoid of grouped heads": (
         dict(attention="gqa", layers_of="dense moe", experts=4, d_expert=12, router_score="sigmoid", shared_experts=1),
         "Glm4MoeForCausalLM",
+    ),
+    "norms without parameters": (
+        dict(attention="gqa", norm="layer", norm_scale="none", norm_eps=1e-5),
+        "OlmoForCausalLM",
+    ),
+    "norms after": (
+        dict(attention="gqa", norm_place="after", qk_norm=True, qk_norm_over="projection"),
+        "Olmo2ForCausalLM",
+    ),
+    "one plus": (
+        dict(attention="gqa", norm_scale="one_plus", activation="gelu_tanh", embedding_scale=32**0.5),
+        "GemmaForCausalLM",
+    ),
+    "plain": (dict(attention="gqa", mlp="plain", activation="relu2"), "ArceeForCausalLM"),
+    "plain, biases": (dict(attention="gqa", activation="gelu_tanh", qkv_bias=True, **BIASES), "Starcoder2ForCausalLM"),
+    "plain, one plus": (
+        dict(attention="gqa", activation="relu2", norm_scale="one_plus", rope_fraction=0.5, **BIASED_NORMS),
+        "NemotronForCausalLM",
+    ),
+    "parallel": (
+        dict(
+            attention="gqa",
+            activation="gelu",
+            branches="parallel",
+            kv_heads=4,
+            rope_fraction=0.25,
+            qkv_bias=True,
+            **BIASES,
+        ),
+        "GPTNeoXForCausalLM",
     ),
     "mixture, latents": (dict(attention="mla", layers_of="moe*2", router_normalized=False, **GROUPS), V2),
 }

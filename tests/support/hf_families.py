@@ -103,23 +103,35 @@ MIXTURES = {
         SOME_EXPERTS | dict(n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0),
     ),
 }
+# A pad_token_id would leave a row of their table without a gradient.
 FACTORS = dict(attention_multiplier=0.3, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5)
 FAMILIES |= {
     "Granite": ("Granite", GROUPED | FACTORS | dict(tie_word_embeddings=True)),
-    "Phi-3": ("Phi3", GROUPED | dict(pad_token_id=0)),
+    "Phi-3": ("Phi3", GROUPED | dict(pad_token_id=None)),
     "Phi-3, rotated in part": (
         "Phi3",
-        GROUPED | dict(pad_token_id=0, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
+        GROUPED | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
     ),
-    "GLM": ("Glm", GROUPED | dict(head_dim=16, pad_token_id=0)),
+    "GLM": ("Glm", GROUPED | dict(head_dim=16, pad_token_id=None)),
     "Ernie 4.5": ("Ernie4_5", GROUPED | dict(head_dim=16)),
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
     "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
 }
+UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
+FAMILIES |= {
+    "Gemma": ("Gemma", GROUPED | dict(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
+    "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
+    "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
+    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "Arcee": ("Arcee", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "Nemotron": ("Nemotron", GROUPED | dict(head_dim=16)),
+    "GPT-NeoX": ("GPTNeoX", UNGROUPED | dict(rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.5))),
+    "GPT-NeoX, one after the other": ("GPTNeoX", UNGROUPED | dict(use_parallel_residual=False, attention_bias=False)),
+}
 SHARED = dict(moe_intermediate_size=12, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
 MIXTURES |= {
     "Granite-MoE": ("GraniteMoe", GROUPED | FACTORS | dict(num_local_experts=4, num_experts_per_tok=2)),
-    "OLMoE": ("Olmoe", GROUPED | dict(num_experts=8, num_experts_per_tok=3)),
+    "OLMoE": ("Olmoe", GROUPED | dict(num_experts=8, num_experts_per_tok=3, pad_token_id=None)),
     "Qwen2-MoE": ("Qwen2Moe", GROUPED | SHARED),
     "GLM-4.5": (
         "Glm4Moe",

@@ -111,6 +111,8 @@ def without(config, *names):
 def shapes_of(config):
     """Every tensor of a model, in the order of its layers."""
     c, (architecture,) = config, config["architectures"]
+    if architecture in FORMS:
+        return form_shapes(c)
     d, f, h = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
     table = {"model.embed_tokens.weight": (c["vocab_size"], d)}
     layers = {}
@@ -127,6 +129,45 @@ def shapes_of(config):
         layers |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     head = {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], d)}
     return {**table, **layers, "model.norm.weight": (d,), **head}
+
+
+FORMS = [f"{family}ForCausalLM" for family in ("Gemma", "Olmo", "Olmo2", "Arcee", "Starcoder2", "Nemotron", "GPTNeoX")]
+USUAL = ("model.embed_tokens", "model.layers", "model.norm", "lm_head", "self_attn.o_proj")
+OF_NEOX = ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out", "attention.dense")
+UP_AND_DOWN = {
+    "gpt_neox": ["dense_h_to_4h", "dense_4h_to_h"],
+    "starcoder2": ["c_fc", "c_proj"],
+    "arcee": ["up_proj", "down_proj"],
+    "nemotron": ["up_proj", "down_proj"],
+}
+
+
+def form_shapes(c):
+    """The same of families with other norms, MLPs and biases than Llama's."""
+    kind, d, f, h = c["model_type"], c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    is_neox, width, kv_heads = kind == "gpt_neox", c.get("head_dim", d // h), c.get("num_key_value_heads", h)
+    table, at, last, head, out = OF_NEOX if is_neox else USUAL
+    norms = [] if kind == "olmo" else ["input_layernorm", "post_attention_layernorm"]
+    norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if kind == "olmo2" else norms
+    heads = {"q": h * width, "k": kv_heads * width, "v": kv_heads * width}
+    attention = {f"self_attn.{name}_proj": (rows, d) for name, rows in heads.items()}
+    attention = {"attention.query_key_value": (3 * d, d)} if is_neox else attention
+    attention |= {out: (d, h * width)}
+    up, down = UP_AND_DOWN.get(kind, ["up_proj", "down_proj"])
+    mlp = {f"mlp.{up}": (f, d), f"mlp.{down}": (d, f)}
+    mlp |= {} if kind in UP_AND_DOWN else {"mlp.gate_proj": (f, d)}
+    biased = [attention] * bool(c.get("use_bias") or c.get("attention_bias"))
+    biased += [mlp] * bool(is_neox or c.get("use_bias") or c.get("mlp_bias"))
+    layer = {f"{name}.weight": shape for name, shape in (attention | mlp).items()} | {
+        f"{x}.weight": (d,) for x in norms
+    }
+    layer |= {f"self_attn.{name}_norm.weight": (heads[name],) for name in "qk"[: 2 * (kind == "olmo2")]}
+    layer |= {f"{name}.bias": shape[:1] for part in biased for name, shape in part.items()}
+    ends = ["weight", "bias"] if kind in ("gpt_neox", "starcoder2", "nemotron") else ["weight"][: kind != "olmo"]
+    layer |= {f"{name}.bias": (d,) for name in norms if "bias" in ends}
+    shapes = {f"{at}.{number}.{name}": x for number in range(c["num_hidden_layers"]) for name, x in layer.items()}
+    shapes |= {f"{last}.{end}": (d,) for end in ends} | {f"{table}.weight": (c["vocab_size"], d)}
+    return shapes if c["tie_word_embeddings"] else shapes | {f"{head}.weight": (c["vocab_size"], d)}
 
 
 def has_experts(c, layer):

@@ -544,6 +544,46 @@ GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "
 BITSANDBYTES = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 
+# With other norms, MLPs and biases than Llama's.
+FORMS = {
+    "google/gemma-2b": (
+        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": False, "head_dim": 256}
+        | {"attention_dropout": 0.0, "hidden_act": "gelu", "hidden_activation": None, "rms_norm_eps": 1e-06}
+        | {"max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000}
+        | sizes(2048, 16384, 18, 8, 1),
+        2_506_172_416,
+    ),
+    "allenai/OLMo-7B-hf": (
+        {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "attention_bias": False, "clip_qkv": None}
+        | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0}
+        | {"rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 50304}
+        | sizes(4096, 11008, 32, 32, 32),
+        6_888_095_744,
+    ),
+    "allenai/OLMo-2-1124-7B": (
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "hidden_act": "silu"}
+        | {"attention_dropout": 0.0, "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_theta": 500000}
+        | {"rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 100352}
+        | sizes(4096, 11008, 32, 32, 32),
+        7_298_617_344,
+    ),
+    "bigcode/starcoder2-3b": (
+        {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "use_bias": True}
+        | {"attention_dropout": 0.1, "embedding_dropout": 0.1, "residual_dropout": 0.1, "norm_epsilon": 1e-05}
+        | {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384, "sliding_window": 4096}
+        | {"rope_theta": 999999.4420358813, "vocab_size": 49152}
+        | sizes(3072, 12288, 30, 24, 2),
+        3_030_371_328,
+    ),
+    "EleutherAI/pythia-1.4b": (
+        {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25}
+        | {"layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "rotary_emb_base": 10000, "vocab_size": 50304}
+        | {"use_parallel_residual": True, "tie_word_embeddings": False}
+        | sizes(2048, 8192, 24, 16),
+        1_414_647_808,
+    ),
+}
+
 # What is not computed here, and the field and value by which that is said.
 REFUSED = {
     "microsoft/Phi-3-mini-128k-instruct": (
@@ -557,10 +597,6 @@ REFUSED = {
     "google/gemma-2-2b": (
         LLAMA | {"architectures": ["Gemma2ForCausalLM"]},
         r"architectures=\['Gemma2ForCausalLM'\] is not supported",
-    ),
-    "allenai/OLMo-2-1124-7B": (
-        LLAMA | {"architectures": ["Olmo2ForCausalLM"]},
-        r"architectures=\['Olmo2ForCausalLM'\] is not supported",
     ),
     "ibm-granite/granite-3b-code-base-2k": (
         LLAMA

@@ -29,7 +29,8 @@ def attention_layer(kind, residual, family, *, kv="kv_heads/tp", **changes):
     shared = dict(residual=residual, family=family, sizes=model.sizes, dtype=model.dtype, kernel=model.kernel)
     shared |= dict(bias=model.qkv_bias, temperature=Rope(model).temperature(), out_scale=0.5)
     shared |= dict(norm_eps=model.norm_eps)
-    return MLA(**shared) if kind == "mla" else GQA(kv=kv, qk_norm=model.qk_norm, **shared)
+    normed = dict(qk_norm=model.qk_norm, qk_norm_over=model.qk_norm_over, sinks=model.sinks)
+    return MLA(**shared) if kind == "mla" else GQA(kv=kv, **normed, **shared)
 
 
 def residual_layers(residual, family, *, kv="kv_heads/tp"):
@@ -48,6 +49,7 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
         "gqa": attention("gqa", kv=kv),
         "gqa_bias": attention("gqa", kv=kv, qkv_bias=True),
         "gqa_qk_norm": attention("gqa", kv=kv, qk_norm=True),
+        "gqa_normed_together": attention("gqa", kv=kv, qk_norm=True, qk_norm_over="projection", sinks=True),
         "mla": attention("mla"),
         "mla_latent_queries": attention("mla", d_latent_q=16, qkv_bias=True, **YARN),
         "embedding_vocab_parallel": embedding("vocab_parallel"),
