@@ -408,8 +408,8 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotat
         for each in (fields, scaling):
             each.only("partial_rotary_factor", 1)
     else:
-        part = fields.read("partial_rotary_factor", float, rotated, least=1e-6)
-        keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part, least=1e-6)
+        part = fields.read("partial_rotary_factor", float, rotated)
+        keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
     _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys

@@ -79,7 +79,7 @@ def test_a_text_and_an_object_are_the_same_code(written, canonical):
         ("model.mlp", f"{MLP}(3.0)", "settings have names; settings are NAME=VALUE"),
         ("model.mlp", f"{MLP}(power=__import__('os'))", "cannot be read as"),
         ("model.mlp", f"{MLP}.power", "is a float, not a function or a class"),
-        ("model.mlp", "gatd", "did you mean 'gated'? Known: gated, or \"module:name\""),
+        ("model.mlp", "gatd", "did you mean 'gated'? Known: gated, plain, or \"module:name\""),
         ("model.mlp", 7, "is a whole number, but it must be a text"),
         ("model.mlp", {"wide": user_parts.SquaredMLP}, "must be"),
         ("model.mlp", functools.partial(user_parts.SquaredMLP, 1), "give settings by name"),
