@@ -81,6 +81,17 @@ def test_without_a_mark_the_inputs_gradient_is_summed_at_each_use(page, layer, u
     assert arrays_of(sent["strings"], "reduce-scatter")["tp"] == 2
 
 
+def test_before_partitioning_types_are_shardings_and_strings_are_one_manual_computation(page, monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: lowered.as_text())
+    monkeypatch.setitem(
+        page, "sent", lambda text, devices: (text.count("sdy.manual_computation("), "unreduced" in text)
+    )
+    texts, said = programs_of(page, "mlp", "SHARDED")
+    assert said == {"types": (0, True), "strings": (1, False)}
+    collectives = {way: text.count('all_gather"') + text.count('reduce_scatter"') for way, text in texts.items()}
+    assert collectives == {"types": 0, "strings": sum(ARRAYS["mlp"].values()) * 2}
+
+
 def partial_sums(wide, down):
     return jnp.einsum("BSF,FD->BSD", wide, down, out_sharding=P("dp", None, None, unreduced={"tp"}))
 
