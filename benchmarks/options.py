@@ -13,6 +13,7 @@ after the first two, on this machine's devices, each row in a process of its own
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -196,11 +197,9 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         found = FirstRun(shortened(settings_on(args, name, jax.device_count()), args.steps))
     except ConfigError as error:
         return {"why": f"no: {error}"}
-    why = "not reported"
-    try:
+    with contextlib.suppress(PhaseError):
         measure_run(found)
-    except PhaseError as error:
-        why = f"no: {error}"
+    why = f"no: {found.failed}" if found.failed else "not reported"
     predicted, made = (
         [found.figures[MEMORY, source] / 2**30, found.figures[STEP_TIME, source]] for source in ("planned", "measured")
     )

@@ -217,11 +217,11 @@ def measure(run: FirstRun) -> None:
     """Plan, compile and run the step; a step that could not be planned can still be measured."""
     with contextlib.suppress(PhaseError), run.phase("plan"):
         make_plan(run)
-    data, mesh = run.settings.data, make_mesh(run.settings.mesh)
     with run.phase("trace"):
+        mesh = make_mesh(run.settings.mesh)
         connect_devices(mesh)
         step = step_of(run.settings, mesh)
-        lowered = step.lower(data.global_batch, data.seq)
+        lowered = step.lower(run.settings.data.global_batch, run.settings.data.seq)
     with run.phase("compile"):
         program = lowered.compile()
     read_program(run, step.model, program)
