@@ -359,17 +359,10 @@ class Sweep:
     def shown(self) -> list[PricedLayout]:
         """The rows of the table: the fastest layouts with the settings' sums of gradients, as many at most with smaller
         ones that are faster than the last of these, and the settings' own if it is not among them."""
-<<<<<<< HEAD
-        same = self._with_own_sums()
-        slowest = same[-1].estimate.secs if len(same) == self.keep else math.inf
-        others = [row for row in self.rows if row.choice.sums != self.configured.sums and row.estimate.secs < slowest]
-        shown = {row.choice for row in same + others[: self.keep]} | {self.configured}
-=======
         kept = self._with_own_sums()
         slowest = kept[-1].estimate.secs if len(kept) == self.keep else math.inf
         others = [row for row in self.rows if row.choice.sums != self.configured.sums and row.estimate.secs < slowest]
         shown = {row.choice for row in kept + others[: self.keep]} | {self.configured}
->>>>>>> fin39
         return [row for row in self.rows if row.choice in shown]
 
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
