@@ -37,6 +37,9 @@ WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 BASE = "base"  # of a kind of layers: the one of which it is a variant
+# Settings of attention that are data of a layer: layers that differ in them alone have one block.
+OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_factor", "rope_original_seq")
+OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_temperature", "rope_magnitude")
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -539,10 +542,6 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
-
-
-# Settings of attention that are data of a layer: layers that differ in them alone have one block.
-OF_A_KIND = tuple(f.name for f in fields(ModelConfig) if f.name.startswith("rope") or f.name == "sliding_window")
 
 
 class SettingsOfLayers(NamedTuple):
