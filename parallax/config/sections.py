@@ -282,7 +282,8 @@ class ModelConfig(Section, most=2**24, saved=True):
                         f"{nearest(name, (BASE, *OF_A_KIND))}"
                     )
             if kind in (*LAYER_KINDS, *codes) and BASE in settings:
-                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])}: {kind!r} has its own blocks.")
+                wrong = f"model.kinds.{kind}.base={quoted(settings[BASE])} does nothing"
+                raise ConfigError(f"{wrong}: {kind!r} has blocks of its own; leave base out.")
             if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
                 known = nearest(str(settings[BASE]), LAYER_KINDS)
                 raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
