@@ -50,7 +50,7 @@ class Annotated(ShardedModel):
     def check_model(self) -> None:
         """Raise ConfigError for unsupported settings."""
         m, sizes, family = self.config, self.axis_sizes, self.layout.tensor_parallel
-        more = m.qkv_bias, m.qk_norm, m.dropout, m.sliding_window, m.padded_vocab > m.vocab
+        more = m.qkv_bias, m.qk_norm, m.dropout, m.sliding_window, m.kinds, not m.rope, m.padded_vocab > m.vocab
         if m.attention != "gqa" or any(more) or self.loss_config.z_coefficient:
             raise ConfigError("the annotated model is GQA with RoPE, without biases, norms of heads, dropout, z-loss.")
         if sizes["pp"] > 1 or m.kv_heads % sizes["tp"] or family != "column_row":

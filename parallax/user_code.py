@@ -33,7 +33,7 @@ ALL_BY_NAME = re.compile(rf"\s*(?:{BY_NAME.pattern})+", re.DOTALL)
 CODE_FORM = '"module:name" or "module:name(setting=1)"'
 INSTALLED = {"site-packages", "dist-packages"}
 LITERALS = (bool, int, float, str)
-BLOCK = "block"  # the entry of an object of settings that is code
+BLOCK_KEY = "block"  # the entry of an object of settings that is code
 IMPORT_ERROR_LETTERS = 400  # most characters of another program's error
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -112,7 +112,7 @@ def settings_by_name(key: str, value: Any) -> dict[str, dict[str, Any]]:
     """
     if isinstance(value, Mapping):
         given = {name: each for name, each in value.items() if isinstance(each, Mapping)}
-        return {name: {k: v for k, v in each.items() if k != BLOCK} for name, each in given.items()}
+        return {name: {k: v for k, v in each.items() if k != BLOCK_KEY} for name, each in given.items()}
     return {name: _parsed(key, value, f"settings{text}")[1] for name, text in _by_name(value)[1].items()}
 
 
@@ -135,7 +135,7 @@ def with_settings(key: str, value: Any, changes: Mapping[str, Mapping[str, Any]]
     settings = settings_by_name(key, value)
     settings |= {name: settings.get(name, {}) | each for name, each in changes.items()}
     if isinstance(value, Mapping):
-        return settings | {name: {**settings.get(name, {}), BLOCK: code} for name, code in _codes_of(value).items()}
+        return settings | {name: {**settings.get(name, {}), BLOCK_KEY: code} for name, code in _codes_of(value).items()}
     text = " ".join([*(f"{name}={code}" for name, code in _by_name(value)[0].items()), settings_text(settings)])
     return UserCode(text) if isinstance(value, UserCode) else text
 
@@ -168,7 +168,7 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
 
 def _codes_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """The code of each name in an object, or in the objects of settings in it."""
-    codes = {name: each.get(BLOCK) if isinstance(each, Mapping) else each for name, each in by_name.items()}
+    codes = {name: each.get(BLOCK_KEY) if isinstance(each, Mapping) else each for name, each in by_name.items()}
     return {name: code for name, code in codes.items() if code is not None or not isinstance(by_name[name], Mapping)}
 
 

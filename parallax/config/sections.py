@@ -40,6 +40,9 @@ BRANCHES = SEQUENTIAL, PARALLEL, ONE_NORM = ("sequential", "parallel", "parallel
 NORM_SCALES = DIRECT, ONE_PLUS, UNSCALED = ("direct", "one_plus", "none")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 BASE = "base"  # of a kind of layers: the one of which it is a variant
+# Settings of attention that are data of a layer: layers that differ in them alone have one block.
+OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_factor", "rope_original_seq")
+OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_temperature", "rope_magnitude")
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -353,7 +356,8 @@ class ModelConfig(Section, most=2**24, saved=True):
                         f"{nearest(name, (BASE, *OF_A_KIND))}"
                     )
             if kind in (*LAYER_KINDS, *codes) and BASE in settings:
-                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])}: {kind!r} has its own blocks.")
+                wrong = f"model.kinds.{kind}.base={quoted(settings[BASE])} does nothing"
+                raise ConfigError(f"{wrong}: {kind!r} has blocks of its own; leave base out.")
             if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
                 known = nearest(str(settings[BASE]), LAYER_KINDS)
                 raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
@@ -727,10 +731,6 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
-
-
-# Settings of attention that are data of a layer: layers that differ in them alone have one block.
-OF_A_KIND = tuple(f.name for f in fields(ModelConfig) if f.name.startswith("rope") or f.name == "sliding_window")
 
 
 class SettingsOfLayers(NamedTuple):

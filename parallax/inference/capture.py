@@ -17,7 +17,7 @@ from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
-from parallax.model.context import Context
+from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import logits
 from parallax.model.loss import cross_entropy
 from parallax.model.transformer import Block, Parts
@@ -87,7 +87,7 @@ def _run(model: ModelConfig):
 
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
-        context = Context.of_model(model, batch["positions"], rows, None, batch["segments"])
+        context = Context.of_model(model, tables_of_layers(model, batch["positions"]), rows, None, batch["segments"])
         x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
         def layer(block: Block, weights: Any, x: Array, context: Context, _: None) -> tuple[Array, dict]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
-from parallax.model.context import Context
+from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.transformer import Parts
@@ -156,12 +156,12 @@ class Decoder:
         segment, which no token reads."""
         slot_S = cursor + jnp.arange(new.ids_BS.shape[1])
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        rows_B = jnp.arange(len(new.ids_BS))
+        tables, rows_B = tables_of_layers(self.model, positions_BS), jnp.arange(len(new.ids_BS))
         is_prompt = isinstance(cursor, int) and cursor == 0
         slot_T = slot_S if is_prompt else jnp.arange(slots)
         filled_BT = (slot_T[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
         cursor = None if is_prompt else cursor
-        return Context.of_model(self.model, positions_BS, rows_B, None, filled_BT, cursor=cursor)
+        return Context.of_model(self.model, tables, rows_B, None, filled_BT, cursor=cursor)
 
     def caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""

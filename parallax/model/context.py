@@ -30,7 +30,7 @@ class Context(NamedTuple):
     @staticmethod
     def of_model(
         model: ModelConfig,
-        positions_BS: Array,
+        rope: tuple[Array, Array],
         rows_B: Array,
         key: Array | None,
         segments_BN: Array,
@@ -38,17 +38,12 @@ class Context(NamedTuple):
         cursor: Array | int | None = None,
         row_weight: Array | None = None,
     ) -> "Context":
-        """The context of these tokens for all layers of a model."""
-        ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
-        if any(rope.rotation != ropes[0].rotation for rope in ropes):
-            tables = jax.tree.map(lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS) for rope in ropes))
-        else:
-            tables = ropes[0].tables(positions_BS)
+        """The context of tokens for all layers of a model; `rope` are their `tables_of_layers`."""
         windows = [settings.sliding_window for settings in model.settings_of_layers.settings]
         mask = Mask(segments_BN, cursor, windows[0])
         if len(set(windows)) > 1:
             mask = mask.replace(window=0, windows=tuple(windows))
-        return Context(tables, rows_B, key, mask, row_weight)
+        return Context(rope, rows_B, key, mask, row_weight)
 
     def of_layer(self, model: ModelConfig, layer: Array) -> "Context":
         """The context of one of the model's layers, by its number."""
@@ -67,6 +62,14 @@ class Context(NamedTuple):
     def tempered(self, q: Array) -> Array:
         """Queries times the layer's temperature, if that is not the same in all layers."""
         return q if self.temperature is None else (q * self.temperature).astype(q.dtype)
+
+
+def tables_of_layers(model: ModelConfig, positions_BS: Array) -> tuple[Array, Array]:
+    """`Rope.tables` of all layers of a model, with a leading dim of settings if they rotate by different angles."""
+    ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
+    if all(rope.rotation == ropes[0].rotation for rope in ropes):
+        return ropes[0].tables(positions_BS)
+    return jax.tree.map(lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS) for rope in ropes))
 
 
 def temperatures_of(model: ModelConfig) -> list[float]:

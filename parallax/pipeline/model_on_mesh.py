@@ -17,7 +17,7 @@ from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
 from parallax.model.batch import checked
-from parallax.model.context import Context
+from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
@@ -235,7 +235,8 @@ class ModelOnMesh:
         if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        return Context.of_model(self.config, positions, rows, tokens.key, segments, row_weight=weight)
+        tables = tables_of_layers(self.config, positions)
+        return Context.of_model(self.config, tables, rows, tokens.key, segments, row_weight=weight)
 
     @property
     def rounds_kernels(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from parallax.config.sections import LossConfig, ModelConfig
 from parallax.model.batch import IGNORED
-from parallax.model.context import Context
+from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.transformer import Block, Parts
@@ -121,7 +121,8 @@ def plain_forward(model, params, batch, loss=None):
     """(logits, the Notes of all layers)."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
     # With a cursor attention is jax.nn.dot_product_attention, which knows no blocks.
-    context = Context.of_model(model, batch["positions"], rows, None, batch["segments"], cursor=0)
+    tables = tables_of_layers(model, batch["positions"])
+    context = Context.of_model(model, tables, rows, None, batch["segments"], cursor=0)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
     def layer(block, weights, x, context, _):
