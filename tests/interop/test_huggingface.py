@@ -421,7 +421,7 @@ LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalL
 MIXTRAL, QWEN3_MOE, V2 = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"
 SOME = {"first_k_dense_replace": 1}
 REFUSED = {
-    "an architecture": (LLAMA, {"architectures": ["MptForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
+    "an architecture": (LLAMA, {"architectures": ["MptForCausalLM"]}, r"\['MptForCausalLM'\] is not supported"),
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
