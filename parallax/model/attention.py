@@ -149,6 +149,26 @@ def update_kv_cache(cache_BT: Array, new_BS: Array, mask: Mask) -> Array:
     return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), first, axis=1)
 
 
+class Sinks(nn.Module):
+    """A trained logit of each head: see `attend`.
+
+    Communication:
+        forward   nothing
+        backward  nothing
+    """
+
+    sizes: Mapping[str, int]
+
+    @nn.compact
+    def __call__(self) -> Array:
+        zeros = nn.initializers.zeros
+        return parameter(self, "logits", "heads/tp", self.sizes, zeros, role="bias", part=ATTENTION)
+
+
+def no_sinks() -> None:
+    """In the place of Sinks."""
+
+
 class GQA(nn.Module):
     """Queries in `heads` heads, keys and values in `kv_heads`; all sharded over `tp` by heads.
 
@@ -211,13 +231,12 @@ class GQA(nn.Module):
         self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
         self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms
-        self.sink_logits = sink_logits(self) if self.sinks else None
+        self.sink_logits = Sinks(self.sizes) if self.sinks else no_sinks
         self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
-        scores = dict(scale=self._scale, cap=self.score_cap, sinks=self.sink_logits)
-        sow_intermediates(self, context.mask, q, k, cache={"k": k, "v": v}, **scores)
+        sow_intermediates(self, context.mask, q, k, cache={"k": k, "v": v}, **self._scores)
         return self.out(self._attend(q, k, v, context.mask))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -245,10 +264,15 @@ class GQA(nn.Module):
 
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
-        scores = dict(scale=self._scale, kernel=self.kernel, cap=self.score_cap, sinks=self.sink_logits)
         if mask.cursor is not None:
-            return attend(q, k, v, mask, **scores)
-        return attend_over_context(self.family.context, q, k, v, mask, keys=SEQ, **scores)
+            return attend(q, k, v, mask, kernel=self.kernel, **self._scores)
+        form = self.family.context
+        return attend_over_context(form, q, k, v, mask, keys=SEQ, kernel=self.kernel, **self._scores)
+
+    @property
+    def _scores(self) -> dict[str, Any]:
+        """What becomes of scores: arguments of `attend`."""
+        return dict(scale=self._scale, cap=self.score_cap, sinks=self.sink_logits())
 
     @property
     def _scale(self) -> float:
@@ -262,12 +286,6 @@ class GQA(nn.Module):
             return kv_BTGK
         first = offset(Layout.parse(activation("heads/tp d_head")), "heads", local_heads) // group
         return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
-
-
-def sink_logits(layer: nn.Module) -> Array:
-    """Declare the sinks of a layer's heads."""
-    zeros = nn.initializers.zeros
-    return parameter(layer, "sinks", "heads/tp", layer.sizes, zeros, role="bias", part=ATTENTION)
 
 
 def as_it_is(x: Array, *others: Any) -> Array:

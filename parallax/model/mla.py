@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from parallax.config.sections import ATTENTION, COMPUTE, FIXED
-from parallax.model.attention import attend, attend_over_context, sink_logits, sow_intermediates, update_kv_cache
+from parallax.model.attention import Sinks, attend, attend_over_context, no_sinks, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
@@ -92,7 +92,7 @@ class MLA(nn.Module):
         self.up_k = of_latent()
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
-        self.sink_logits = sink_logits(self) if self.sinks else None
+        self.sink_logits = Sinks(self.sizes) if self.sinks else no_sinks
         settings |= dict(bias=self.out_bias, scale=self.out_scale)
         self.out = (self.dense or Dense)(kernel, heads, self.residual, **settings)
 
@@ -145,7 +145,7 @@ class MLA(nn.Module):
     def _scores(self) -> dict[str, Any]:
         """What becomes of scores; their scale is the factor that is left for them after `_rotated`."""
         scale = 1.0 if joins_by_adding() else self._scale
-        return dict(scale=scale, cap=self.score_cap, sinks=self.sink_logits)
+        return dict(scale=scale, cap=self.score_cap, sinks=self.sink_logits())
 
     def _query_layers(self) -> list[nn.Module]:
         if not self.sizes["d_latent_q"]:

@@ -49,6 +49,11 @@ MODELS |= {
     "mixed": EXPERTS
     | {"attention": "mla", "layers_of": "dense moe*2 dense", "experts_per_token": 3, "router_score": "sigmoid"}
     | {"router_groups": 4, "router_groups_chosen": 2},
+    "choices": EXPERTS
+    | {"attention": "gqa", "kv_heads": 2, "layers_of": "(dense moe)*2", "score_cap": 2.0, "sinks": True}
+    | {"qk_norm": True, "qk_norm_over": "projection", "qk_norm_after_rope": True, "rope_fraction": 0.5}
+    | {"residual_scale": 0.7, "embedding_scale": 3.0, "logit_scale": 1.5, "logit_cap": 2.0, "attention_scale": 0.9}
+    | {"router_shift": True, "shared_gate": True, "expert_activation": "clamped"},
 }
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
 RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
@@ -67,6 +72,7 @@ FAST = [
     ("gqa", (2, 1, 2, 1, 2), OTHER),
     ("mqa", (2, 2, 1, 1, 1, 2), PLAIN),
     ("mixed", (2, 1, 2, 1, 1, 2), OTHER),
+    ("choices", (2, 1, 2), OTHER),
 ]
 ALL = {
     *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
