@@ -18,9 +18,9 @@ from parallax.sharding.collectives import reshard
 
 ACTIVATIONS = {
     "silu": nn.silu,
-    "gelu": partial(nn.gelu, approximate=False),
-    "gelu_tanh": partial(nn.gelu, approximate=True),
-    "relu2": lambda x: jnp.square(nn.relu(x)),  # (So et al. 2021)
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # (So et al. 2021)
 }
 
 

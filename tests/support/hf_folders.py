@@ -221,7 +221,7 @@ def grouped_shapes(c, d, h, architecture):
     shapes = {f"{name}_proj.weight": (rows, d) for name, rows in wide.items()} | {"o_proj.weight": (d, h * width)}
     if architecture.startswith("Phi3"):
         return of_phi3(shapes, c)
-    if c.get("attention_bias", c.get("qkv_bias", architecture.startswith("Qwen2"))):
+    if c.get("qkv_bias", architecture == "Qwen2ForCausalLM") or c.get("attention_bias"):
         shapes |= {f"{name}_proj.bias": (rows,) for name, rows in wide.items()}
     if architecture.startswith("Qwen3") or c.get("use_qk_norm"):
         shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}

@@ -93,7 +93,7 @@ class Activation(NamedTuple):
         if not self.limit:
             return nn.silu(gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return gate * nn.sigmoid(SLOPE * gate) * (up + 1)
+        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
 
 
 SWIGLU = Activation()
