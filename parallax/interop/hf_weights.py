@@ -117,11 +117,11 @@ def _mixture(kind: Architecture, model: ModelConfig) -> dict[str, WeightView | N
     if model.shared_gate:
         others["mlp.shared_gate"] = _kernel_view(kind, "mlp.shared_gate", "gates d_model -> d_model gates", 1, d_model)
     if EXPERT not in kind.tensor(gate):
-        both, one = (f"{kind.tensor(module)}.weight" for module in (gate, down))
+        both, back_of_all = (f"{kind.tensor(module)}.weight" for module in (gate, down))
         kernels = {
             gate: WeightView(both, (count, 2 * d_expert, d_model), lambda tensor: tensor[:, :d_expert].swapaxes(1, 2)),
             up: WeightView(both, (count, 2 * d_expert, d_model), lambda tensor: tensor[:, d_expert:].swapaxes(1, 2)),
-            down: WeightView(one, (count, d_model, d_expert), lambda tensor: tensor.swapaxes(1, 2)),
+            down: WeightView(back_of_all, (count, d_model, d_expert), lambda tensor: tensor.swapaxes(1, 2)),
         }
     else:
         kernels = {
