@@ -32,10 +32,12 @@ class LoRA(Dense):
     lora_b begins at 0, so training begins where the kernel is. Both matrices are sharded as the kernel's dims that they
     have, and no data axis shards them: they are small.
 
-    Communication, besides that of Dense:
-        forward   all_reduce of x @ lora_a over tp if a contracted dim is cut over tp; reduce_scatter if `y` is cut over
-                  seq
-        backward  the transposes
+    Communication:
+        forward   as Dense;
+                  all_reduce of x @ lora_a over tp if a contracted dim is cut over tp and seq of `y` is not;
+                  reduce_scatter of x @ lora_a over tp if a contracted dim and seq of `y` are cut over tp
+        backward  the transposes;
+                  all_reduce of the gradient of x @ lora_a over tp if a contracted dim and columns are cut over tp
     """
 
     model: ModelConfig | None = None

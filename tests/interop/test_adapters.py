@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.hf_folders import read_folder
 from support.run_examples import tiny_config, train
 
 import parallax as px
@@ -46,6 +47,11 @@ def test_a_merged_run_computes_what_its_adapters_do(tuned, tmp_path):
     runs = [px.load(run) for run in (tuned, tmp_path / "merged")]
     losses = [float(run.model.loss(run.params, run.batch_of("Call me Ishmael."))["loss"]) for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for run, out in ((tuned, "theirs"), (tmp_path / "merged", "of_merged")):
+        assert main(["to-hf", str(run), str(tmp_path / out)]) == 0
+    here, there = (read_folder(tmp_path / out) for out in ("theirs", "of_merged"))
+    assert here.keys() == there.keys() and not any("lora" in name for name in here)
+    assert all(np.array_equal(here[name], there[name]) for name in here)
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
 
 

@@ -24,6 +24,7 @@ from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.kernels.blockwise import blockwise_attention
+from parallax.model.lora import LoRA
 from parallax.model.loss import cross_entropy
 from parallax.model.mask import Mask
 from parallax.model.mla import MLA, Reshard, Up
@@ -229,6 +230,24 @@ def test_a_dense_sends_what_its_strings_say(form, module):
     run = lambda kernel, x: dense.apply({"params": {"kernel": kernel}}, x)  # noqa: E731
     found = sent(run, ones(weight, x_layout), (weight, x_layout))
     assert found == promised(module, "", dense_facts(*map(Layout.parse, DENSE[form])), Dense=Dense)
+
+
+# Where columns are whole, `sent` makes them vary, and their gradients are sums that no mesh needs.
+@pytest.mark.parametrize("form", ["column", "row", "scatter", "row over seq"])
+def test_an_adapter_sends_what_its_strings_say(form):
+    weight, x, y = DENSE.get(form, (*DENSE["row"][:2], "batch/dp seq/tp d_model"))
+    layer = LoRA(weight, x, y, SIZES, model=model_config(lora_rank=4, lora_on="*"), name="up")
+    model = jax.eval_shape(layer.init, jax.random.key(0), *ones(x))["params"]
+    layouts = {name: leaf.layout for name, leaf in model.items()}
+    params = {name: np.ones(leaf.value.shape, np.float32) for name, leaf in model.items()}
+    found = sent(lambda params, x: layer.apply({"params": params}, x), (params, *ones(x)), (layouts, x))
+    weight, x, y = map(Layout.parse, (weight, x, y))
+    facts, is_cut = dense_facts(weight, x, y), "tp" in {axis for name in x.names[2:] for axis in x.cut_of(name)}
+    over_seq = "tp" in y.cut_of("seq")
+    facts["a contracted dim is cut over tp and seq of `y` is not"] = is_cut and not over_seq
+    facts["a contracted dim and seq of `y` are cut over tp"] = is_cut and over_seq
+    facts["a contracted dim and columns are cut over tp"] = is_cut and not over_seq
+    assert found == promised(LoRA, "", facts, Dense=Dense)
 
 
 @pytest.mark.parametrize("method", ["absorb_query", "expand"])

@@ -132,10 +132,8 @@ class Experts(nn.Module):
     def _adapter(self, name: str) -> "ExpertAdapter":
         experts, contracted, columns = _layout_of(name).split()
         inputs = contracted.partition("/")[0]
-        sizes, what = (
-            {**self.model.sizes, "rank": self.model.lora_rank},
-            dict(role="weight", part=EXPERT_ADAPTER, adapts=name),
-        )
+        sizes = {**self.model.sizes, "rank": self.model.lora_rank}
+        what = dict(role="weight", part=EXPERT_ADAPTER, adapts=name)
         first, zeros = first_matrix(sizes[inputs]), nn.initializers.zeros
         a = parameter(self, f"{name}_{LORA_A}", f"{experts} {contracted} rank", sizes, first, inputs=inputs, **what)
         b = parameter(self, f"{name}_{LORA_B}", f"{experts} rank {columns}", sizes, zeros, inputs="rank", **what)
@@ -327,12 +325,6 @@ class HeldExperts(NamedTuple):
             return (input_gradient_by_group(d_gate_RU, d_up_RU, self.gate.kernels, self.up.kernels, sizes_E),)
         return tuple(kernels.times(d, sizes_E, transposed=True) for kernels, d in pairs)
 
-    def sums(
-        self, pairs: Iterable[tuple[Array, Array]], sizes_E: Array, others: Iterable[KernelSums | None] = (None,) * 3
-    ) -> list[KernelSums]:
-        """Gradients of the three products' kernels from rows and their results' gradients, added to others."""
-        return [held.sums(*pair, sizes_E, before) for held, pair, before in zip(self, pairs, others, strict=True)]
-
     def with_gradients(self, sums: Iterable[KernelSums], most: Iterable[tuple]) -> "HeldExperts":
         """Their gradients; `most` has the largest magnitudes of each product's input and of its result's gradient."""
         given = zip(self, sums, most, strict=True)
@@ -445,7 +437,7 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
         if not _is_usual(usual, rows):
             dgate, dup, _, hidden = of_products(rows)
         pairs = (x_RD, dgate), (x_RD, dup), (hidden, dy_RD)
-        return experts.sums(pairs, rows.sizes_E)
+        return [held.sums(*pair, rows.sizes_E) for held, pair in zip(experts, pairs, strict=True)]
 
     most = (of_x, of_dgate), (of_x, of_dup), (of_hidden, down.most(dy_ND))
     dexperts = experts.with_gradients(_on_rows_in_use(usual, rows, of_kernels), most)

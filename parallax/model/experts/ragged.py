@@ -251,7 +251,8 @@ class ExchangedRows(NamedTuple):
     ) -> list[KernelSums]:
         """Gradients of the kernels of gate, up and down, added to those of earlier rounds."""
         pairs = (x, of_rows.gate), (x, of_rows.up), (of_rows.hidden, of_rows.y)
-        return self.experts.sums(pairs, slices.rows_of_experts(), sums)
+        given = zip(self.experts, pairs, sums, strict=True)
+        return [held.sums(*pair, slices.rows_of_experts(), earlier) for held, pair, earlier in given]
 
 
 # The backward pass of an exchange, in two functions. That of `_finish` only passes on what was saved, as "gradients" of
