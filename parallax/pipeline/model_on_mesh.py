@@ -26,12 +26,12 @@ from parallax.model.lora import check_adapted
 from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
-from parallax.pipeline.layers_on_ranks import Arrangement, arrangements
+from parallax.pipeline.layers_on_ranks import Arrangement, LayerRun, arrangements
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
 from parallax.sharding.bucket import BY_PARAMETER
-from parallax.sharding.collectives import as_varying
+from parallax.sharding.collectives import after, as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
 from parallax.sharding.frozen import freeze
 from parallax.sharding.host import MEMORY_KINDS
@@ -161,7 +161,7 @@ class ModelOnMesh:
                 "data_parallel.policy='zero3'."
             )
         order = self.arrangement
-        if order.stage_layers > 1 and not any(run.can_prefetch for each in order.repeats for run in each.runs):
+        if order.stage_layers > 1 and not any(self.prefetches(run) for each in order.repeats for run in each.runs):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
                 f"model.layers_of={self.config.layers_of!r} and {len(order.placement)} pipeline stages no stage has "
@@ -217,6 +217,14 @@ class ModelOnMesh:
     @property
     def is_simulated(self) -> bool:
         return is_simulated(self.mesh)
+
+    def after(self, x: Array, y: Array) -> Array:
+        """`x`, which simulated devices have only after `y`: see `collectives.after`."""
+        return after(x, y) if self.is_simulated else x
+
+    def prefetches(self, run: LayerRun) -> bool:
+        """Whether the next layer of a run is gathered while one computes."""
+        return self.fsdp.prefetch > 0 and run.can_prefetch
 
     def _sharding(self, row: ParameterPlan, memory: str) -> NamedSharding:
         """The at-rest sharding of a parameter, in this memory."""

@@ -20,7 +20,7 @@ from parallax.pipeline.layer_passes import LayerPasses, Pools
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
-from parallax.sharding.collectives import after, vary_over_pp
+from parallax.sharding.collectives import vary_over_pp
 from parallax.sharding.slots import host_slots, read_slot, write_slot, zeros
 
 # The scopes of the passes in traces and profiles; JOINT is around those of F and B that are one pass.
@@ -151,7 +151,7 @@ class SaveStageInput(SaveLayers):
     ) -> tuple[Array, Array, Any, list]:
         with jax.named_scope(BACKWARD):
             here, y, recomputed = self._again(back, residuals)
-        x = after(x, y) if back.layers.model.is_simulated else x
+        x = back.layers.model.after(x, y)
         with jax.named_scope(FORWARD):
             inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
@@ -231,7 +231,7 @@ def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> tuple
         state = turn(count, *carried)
         return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
-    if not this.layers.model.fsdp.prefetch or not run.can_prefetch or this.work == "weight_gradients":
+    if not this.layers.model.prefetches(run) or this.work == "weight_gradients":
         return lax.fori_loop(0, run.places, turn, state), None
     gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
     return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered))
@@ -295,7 +295,7 @@ def both_ways(
     if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
         with jax.named_scope(FORWARD):
             (x, saved), *_ = each_layer(ahead, (x, saved), [])
-        dy = after(dy, x) if back.layers.model.is_simulated else dy
+        dy = back.layers.model.after(dy, x)
         with jax.named_scope(BACKWARD):
             (dy, saved), grads, _ = each_layer(back, (dy, saved), grads, read)
         return x, dy, saved, grads
@@ -313,9 +313,9 @@ def both_ways(
 def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any, read: Any) -> Any:
     """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
     layers."""
-    (ahead, back), (run, run_back), simulated = passes, runs, passes[0].layers.model.is_simulated
+    (ahead, back), (run, run_back), model = passes, runs, passes[0].layers.model
     plain = all(len(each.kinds) == 1 and not each.uneven for each in runs)
-    prefetch = ahead.layers.model.fsdp.prefetch > 0 and plain and run.places > 1
+    prefetch = plain and model.prefetches(run)
 
     def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
         if prefetch:
@@ -332,7 +332,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             else:
                 state, _ = each_place(ahead, run.narrowed(place), state)
             (x, saved), _ = state
-        dy = after(dy, x) if simulated else dy
+        dy = model.after(dy, x)
         with jax.named_scope(BACKWARD):
             state = (dy, saved), grads
             if plain:
@@ -360,8 +360,8 @@ def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | N
     """The collections of a layer's weights, gathered; on simulated devices only after `x`, which its pass reads first.
     Kernels of 8-bit products are rounded before, and sent in 8 bits."""
     model, stack, weights = layers.model, layers.stacks[kind], read_slot(layers.weights[kind], on_rank)
-    if model.is_simulated and x is not None:
-        weights = jax.tree.map(lambda weight: after(weight, x), weights)
+    if x is not None:
+        weights = jax.tree.map(lambda weight: model.after(weight, x), weights)
     if not model.rounds_kernels:
         return {"params": model.plan.use(weights, stack)}
     maxima = None if layers.maxima[kind] is None else read_slot(layers.maxima[kind], on_rank)

@@ -162,10 +162,10 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
-        simulated = pipeline.layers.model.is_simulated
-        y = after(outputs["F"], made_last(pipeline, state, outputs)) if simulated else outputs["F"]
+        model = pipeline.layers.model
+        y = after(outputs["F"], made_last(pipeline, state, outputs)) if model.is_simulated else outputs["F"]
         state = with_head(state, y)
-        outputs = {kind: after(output, state.ends.loss) if simulated else output for kind, output in outputs.items()}
+        outputs = {kind: model.after(output, state.ends.loss) for kind, output in outputs.items()}
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)

@@ -33,7 +33,7 @@ class ToyLayer:
 class ToyModel:
     """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
 
-    is_simulated, rounds_kernels, pipeline = False, False, PipelineConfig()
+    rounds_kernels, pipeline = False, PipelineConfig()
 
     def __init__(self, layers, prefetch):
         self.stage_layers = LAYERS
@@ -47,6 +47,12 @@ class ToyModel:
 
     def use(self, weights, stack):
         return weights
+
+    def after(self, x, y):
+        return x
+
+    def prefetches(self, run):
+        return self.fsdp.prefetch > 0 and run.can_prefetch
 
     trained_of = use
 
