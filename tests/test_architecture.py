@@ -40,6 +40,16 @@ ROWS = [
 ]
 ROW_OF = {noun: row for row, noun in enumerate(ROWS)}
 
+# The training framework: what a run consists of, and what that stands on. Around it is the workshop, which generates,
+# converts, analyses, and has the commands.
+WORKSHOP = {"inference", "interop", "analysis", "cli", "__init__", "__main__"}
+# Where a run uses the workshop, and what for.
+USES_THE_WORKSHOP = {
+    "training/build.py": "whether parameters fit on a device, and whether the sample's prompt can be read",
+    "training/facts.py": "what a run is about to say of itself: FLOPs, memory, the speed of light",
+    "training/run.py": "the sample at its end",
+}
+
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
@@ -72,6 +82,14 @@ def test_imports_point_to_rows_above(path):
     others = {name.split(".")[1] for name in imported_modules(path) if name.startswith("parallax.")} - {room}
     below = {other for other in others if ROW_OF[other] >= ROW_OF[room]}
     assert not below, f"{room} imports {below}, which the rows below it have"
+
+
+def test_the_core_imports_nothing_of_the_workshop():
+    """But for what is listed."""
+    core = [path for path in FILES if room_of(path) not in WORKSHOP]
+    modules = {path: [name for name in imported_modules(path) if name.startswith("parallax.")] for path in core}
+    users = {path for path, names in modules.items() if {name.split(".")[1] for name in names} & WORKSHOP}
+    assert {str(path.relative_to(PACKAGE)) for path in users} == {*USES_THE_WORKSHOP}
 
 
 def test_each_folder_and_module_of_the_package_has_one_row():
@@ -335,7 +353,7 @@ def test_every_binding_of_a_name_is_seen(text):
 
 
 # What each command has, which parallax/cli/command.py calls.
-OF_EVERY_COMMAND = {"main", "act", "parse", "run", "FLAGS", "USAGE", "__all__"}
+OF_EVERY_COMMAND = {"main", "act", "parse", "parser", "run", "FLAGS", "USAGE", "__all__"}
 
 
 def names_defined(statement: ast.stmt) -> set[str]:

@@ -165,7 +165,7 @@ def test_all_commands_of_a_page_run_in_their_order(page, copy):
 
 def read_by_programs(lines):
     """What is wrong with each command line of the project's programs, where anything is."""
-    reader = [sys.executable, str(ROOT / "tests" / "docs_parsing.py")]
+    reader = [sys.executable, str(ROOT / "tests" / "support" / "docs_parsing.py")]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(reader, cwd=ROOT, env=env, input=json.dumps(lines), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

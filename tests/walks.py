@@ -92,7 +92,7 @@ PASSED = {
         "pipeline/loss_and_grads.py loss_and_grads",
         "pipeline/loss_and_grads.py pipeline_of",
         "pipeline/loss_and_grads.py microbatches",
-        "pipeline/loss_and_grads.py _in_context_order",
+        "pipeline/loss_and_grads.py in_context_order",
         "sharding/zigzag.py own_tokens",
         "pipeline/embed_and_head.py Tokens",
         "pipeline/embed_and_head.py MicrobatchHead",

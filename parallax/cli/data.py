@@ -30,13 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
 
     def run() -> int:
-        parsed = _parser().parse_args(arguments)
+        parsed = parser().parse_args(arguments)
         return parsed.run(parsed)
 
     return exit_status(run, one_line=True, interrupted=AGAIN)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
     _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))

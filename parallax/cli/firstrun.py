@@ -27,7 +27,7 @@ with loading(__name__, sys.stderr):
     import numpy as np
     from jax.extend.backend import get_backend
 
-    from parallax.analysis.planned.devices import device_memory, local_topology, most_memory
+    from parallax.analysis.planned.devices import local_topology
     from parallax.analysis.planned.plan import plan
     from parallax.analysis.planned.step_time import read_figures
     from parallax.analysis.planned.topology import Topology
@@ -40,7 +40,7 @@ with loading(__name__, sys.stderr):
     from parallax.display.tables import text_table
     from parallax.display.units import in_bytes, percent
     from parallax.errors import ConfigError, ParallaxError, check_whole, first_line, tell
-    from parallax.hardware.devices import start_devices
+    from parallax.hardware.devices import device_memory, most_memory, start_devices
     from parallax.pipeline import ShardedModel
     from parallax.processes.address import ADDRESS_FLAGS, read_address
     from parallax.processes.job import connect_devices, is_first, join, leave, limited, reporting, set_phase, several

@@ -44,7 +44,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for user errors."""
-    return exit_status(lambda: run(_parser().parse_args(arguments)), one_line=True)
+    return exit_status(lambda: run(parser().parse_args(arguments)), one_line=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -205,7 +205,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.launch", description=__doc__)
     add = parser.add_argument
     add("--processes", type=positive, required=True, metavar="N", help="number of processes to start")

@@ -34,7 +34,7 @@ COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, 2 for user errors."""
-    return exit_status(lambda: run(_parser().parse_args(arguments)))
+    return exit_status(lambda: run(parser().parse_args(arguments)))
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
 # ---- arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
     add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, the path of a .csv file, or {CODE_FORM}")

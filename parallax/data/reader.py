@@ -158,7 +158,7 @@ class Reader:
             raise ConfigError(
                 f"columns {columns} are not columns of data.seq={config.seq}; use a range in 0 to {config.seq - 1}"
             )
-        self._folder, self._seed = folder, config.seed
+        self.folder, self._seed = folder, config.seed
         self._global_batch, self._eval_fraction = config.global_batch, config.eval_fraction
         contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
         for shard in manifest.shards:
@@ -216,7 +216,7 @@ class Reader:
         """
         if self.split == "all":
             return self.manifest.text_bytes, True
-        table = self.manifest.read_documents(self._folder)[self._chosen()]
+        table = self.manifest.read_documents(self.folder)[self._chosen()]
         special_tokens = self.manifest.special_tokens
         total, guessed, start = 0, 0, 0
         for tokens, known in zip(table["tokens"].tolist(), table["hash"].tolist()):
@@ -260,7 +260,7 @@ class Reader:
     @cached_property
     def _ends(self) -> np.ndarray:
         """Index in the stream after each document's last token."""
-        return np.cumsum(self.manifest.read_documents(self._folder)["tokens"][self._chosen()].astype(np.int64))
+        return np.cumsum(self.manifest.read_documents(self.folder)["tokens"][self._chosen()].astype(np.int64))
 
     def windows_of(self, step: int) -> np.ndarray:
         """The windows in the global batch of `step`, of all hosts, in the order of its rows."""
@@ -275,7 +275,7 @@ class Reader:
 
     def _chosen(self) -> np.ndarray:
         """A mask of the split's documents over the whole corpus."""
-        hashes = self.manifest.read_documents(self._folder)["hash"]
+        hashes = self.manifest.read_documents(self.folder)["hash"]
         return documents_of_split(hashes, split=self.split, eval_fraction=self._eval_fraction)
 
     def _windows_in(self, step: int, rows: np.ndarray) -> np.ndarray:

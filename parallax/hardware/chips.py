@@ -242,3 +242,8 @@ def chip(name: str) -> Chip:
     if short not in SHORT:
         raise ConfigError(f"chip {name!r} is unknown; {nearest(name.split(':')[0], NAMES)}")
     return CHIPS[SHORT[short]]
+
+
+def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
+    """Model FLOPs utilization: model FLOPs over peak FLOP/s times the time; both of the same devices, one or all."""
+    return model_flops / secs / peak_flops

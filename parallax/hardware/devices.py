@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -177,3 +178,28 @@ def _on_pci(root: Path) -> Iterator[str]:
             continue
         if vendor == GOOGLE and device not in NO_TPU:
             yield str(file.parent)
+
+
+def most_memory() -> int | None:
+    """Peak bytes in use on any of this process's devices; None if the backend does not report it.
+
+    Simulated devices share the process; for them it is the peak of the process.
+    """
+    import jax
+
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        # Linux counts in KiB, macOS in bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def device_memory() -> int | None:
+    """Bytes of memory of a device; None if the backend does not report it. Simulated devices share the machine's."""
+    import jax
+
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")

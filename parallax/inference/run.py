@@ -125,7 +125,7 @@ class Run:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        return facts_html((name, escape(value)) for name, value in self._facts()) + self._loss_curve()
+        return facts_html((name, escape(value)) for name, value in self._facts()) + self.loss_curve()
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
@@ -146,7 +146,7 @@ class Run:
             *((label, f"{name} {_number(value)} at step {step}") for label, (name, step, value) in ends.items()),
         ]
 
-    def _loss_curve(self) -> str:
+    def loss_curve(self) -> str:
         """The training loss as a small picture, without non-finite values and outliers."""
         losses = self.curve("train/loss")[1] if "train/loss" in self.numbers else np.zeros(0)
         losses = losses[np.abs(losses) < LARGEST_DRAWN]

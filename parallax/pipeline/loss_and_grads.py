@@ -175,7 +175,7 @@ def microbatches(
     """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
     every mesh, which data ranks share; otherwise each rank divides its own rows."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
-    arrays = _in_context_order(batch)
+    arrays = in_context_order(batch)
     if shared:
         arrays, rows = {name: _share_of_each(x, count) for name, x in arrays.items()}, _share_of_each(rows, count)
     cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in arrays.items()}
@@ -205,7 +205,7 @@ def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:
     return metrics | {"z_loss": z_loss} if ends.loss.z_coefficient else metrics
 
 
-def _in_context_order(batch: Mapping[str, Array]) -> Mapping[str, Array]:
+def in_context_order(batch: Mapping[str, Array]) -> Mapping[str, Array]:
     """The tokens of this context rank, in the order of parallax/sharding/zigzag.py, with the segments of whole rows.
 
     Communication:

@@ -69,7 +69,7 @@ class RunFolder(RunFiles):
         """Record where, when and with which versions the run was started; the latest start comes last."""
         if not is_first():
             return
-        starts = self._starts()
+        starts = self.starts()
         start = {
             "time": time.strftime(TIME),
             "host": socket.gethostname(),
@@ -86,11 +86,11 @@ class RunFolder(RunFiles):
         """Record how the run ended, in the entry of its latest start."""
         # The run may end because the disk is full: then that error is reported, not this one.
         with contextlib.suppress(OSError):
-            if self._started and (starts := self._starts()):
+            if self._started and (starts := self.starts()):
                 starts[-1] = {**starts[-1], "ended": {"time": time.strftime(TIME), "reason": reason}}
                 _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
-    def _starts(self) -> list[Any]:
+    def starts(self) -> list[Any]:
         """The starts so far; empty if the file cannot be read."""
         starts = files.object_if_readable(self.metadata).get("starts")
         return starts if isinstance(starts, list) else []

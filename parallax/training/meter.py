@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from parallax.analysis.planned.devices import most_memory
-from parallax.analysis.traced.flops import mfu
 from parallax.display.units import count, duration, in_bytes, in_flops
+from parallax.hardware.chips import mfu
+from parallax.hardware.devices import most_memory
 from parallax.hardware.sensors import POWER, TEMPERATURE
 
 LINE_WIDTH = 91  # columns of a step's line; with the time of day before it, a line has 100

@@ -108,7 +108,7 @@ def test_the_held_out_part_is_that_of_the_run_and_its_bytes_are_counted(observed
     settings = load_settings(observed_run)
     reader = open_reader(settings.data, folder=observed_run / "data", vocab=None, split="all")
     texts = [path.read_text() for path in sorted((observed_run.parent / "corpus").glob("*.txt"))]
-    hashes = np.concatenate([shard.read_documents(reader._folder)["hash"] for shard in reader.manifest.shards])
+    hashes = np.concatenate([shard.read_documents(reader.folder)["hash"] for shard in reader.manifest.shards])
     chosen = documents_of_split(hashes, split="eval", eval_fraction=settings.data.eval_fraction)
     held_out = [text for text, out in zip(texts, chosen) if out]
     assert found["documents"] == len(held_out) == 8 and found["bytes_exact"]

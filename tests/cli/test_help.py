@@ -104,9 +104,9 @@ def test_flags_are_read_with_underscores_too_and_values_keep_theirs(words, value
 
 def test_flags_that_argparse_reads_have_underscores_too_and_what_is_launched_keeps_its_own():
     words = ["prepare", "--source=moby", "--bpe_vocab=300", "--out=o", "--tokenizer=bpe"]
-    assert COMMANDS["data"]._parser().parse_args(words).bpe_vocab == 300
+    assert COMMANDS["data"].parser().parse_args(words).bpe_vocab == 300
     words = ["--processes=2", "--grace_secs=3", "--", "train.py", "--run_name=a", "--grace_secs=4"]
-    started = COMMANDS["launch"]._parser().parse_args(words)
+    started = COMMANDS["launch"].parser().parse_args(words)
     assert started.grace_secs == 3 and started.command[-2:] == ["--run_name=a", "--grace_secs=4"]
 
 

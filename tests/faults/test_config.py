@@ -13,12 +13,13 @@ from support.run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
-from parallax.analysis.planned.devices import check_fits, device_memory
+from parallax.analysis.planned.devices import check_fits
 from parallax.cli.command import read_line
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import load_tokenizer
 from parallax.errors import ConfigError, ParallaxError
+from parallax.hardware.devices import device_memory
 from parallax.step.optimizer import learning_rate
 from parallax.training import run as run_module
 from parallax.training.run import train

@@ -632,7 +632,7 @@ def test_curves_of_a_received_run_have_its_numbers_and_no_others(received):
     steps, losses = run.curve("train/loss")
     assert run.numbers == ["train/loss"] and len(steps) == len(losses) == 10
     assert math.isnan(losses[0]) and math.isinf(losses[3])
-    drawn = run._loss_curve()
+    drawn = run.loss_curve()
     assert "svg" in drawn and "nan" not in drawn and "inf" not in drawn
 
 

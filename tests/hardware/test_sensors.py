@@ -65,6 +65,13 @@ class Cuda:
         return 0
 
 
+def last_reading_ends():
+    """Wait for what reads sensors beside the steps."""
+    for thread in threading.enumerate():
+        if thread.name == "sensors":
+            thread.join()
+
+
 @pytest.mark.parametrize(
     ("slots", "numbers", "values"),
     [
@@ -112,7 +119,7 @@ def test_nobody_waits_for_a_driver_that_does_not_answer():
         assert slow.take() == {}
     assert reading.wait(60) and len(calls) == 1
     answers.set()
-    slow._thread.join()
+    last_reading_ends()
     assert slow.take() == {POWER: 1.0} and slow.take() == {}
 
 
@@ -122,7 +129,7 @@ def test_logged_steps_have_what_devices_tell_and_cpus_tell_nothing(corpus, tmp_p
     class AtOnce(Sensors):
         def begin(self):
             super().begin()
-            self._thread.join()
+            last_reading_ends()
 
     monkeypatch.setattr(run, "local_sensors", lambda: AtOnce(lambda: {POWER: 412.3, TEMPERATURE: 61.0}))
     train(config, tmp_path / "gpu")
@@ -130,4 +137,7 @@ def test_logged_steps_have_what_devices_tell_and_cpus_tell_nothing(corpus, tmp_p
     assert [row["step"] for row in rows if row.get(POWER) == 412.3 and row[TEMPERATURE] == 61] == [1, 3, 6, 8]
     lines = [line for line in capsys.readouterr().out.splitlines() if " step " in line and "loss" in line]
     assert lines and all("412 W 61 °C" in line for line in lines[1:])
-    assert local_sensors()._read() == {}
+    of_cpus = local_sensors()
+    of_cpus.begin()
+    last_reading_ends()
+    assert of_cpus.take() == {}

@@ -33,7 +33,7 @@ class ToyLayer:
 class ToyModel:
     """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
 
-    rounds_kernels, pipeline = False, PipelineConfig()
+    rounds_kernels, pipeline, config = False, PipelineConfig(), None
 
     def __init__(self, layers, prefetch):
         self.stage_layers = LAYERS
@@ -81,6 +81,9 @@ class NoDropout:
     """As much of a context as a stage looks at."""
 
     key = None
+
+    def of_layer(self, config, number):
+        return self
 
 
 jax.tree_util.register_static(NoDropout)

@@ -530,7 +530,7 @@ def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, exp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--", "x.py"])
+    parsed = launch.parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--", "x.py"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     environments = [launch.environment_of(parsed, rank) for rank in range(2)]
     assert [own["CUDA_VISIBLE_DEVICES"] for own in environments] == expected

@@ -32,7 +32,7 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead
 from parallax.pipeline.layers_on_ranks import layers_from_ranks, layers_to_ranks
-from parallax.pipeline.loss_and_grads import _in_context_order
+from parallax.pipeline.loss_and_grads import in_context_order
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -175,7 +175,7 @@ def test_a_move_of_tokens_sends_what_it_would_send_in_any_order(before, after):
 @pytest.mark.parametrize("mesh", [(2, 1, 2, 1, 2), (1, 1, 1, 1, 4)], ids=str)
 def test_the_batch_is_brought_into_context_order_once_a_step_as_is_said(mesh):
     model = build(mesh, schedule="one_f_one_b", microbatches=4)
-    assert sent_in(_in_context_order, model) == said_of(promised(_in_context_order, "", {}))
+    assert sent_in(in_context_order, model) == said_of(promised(in_context_order, "", {}))
 
 
 def test_a_block_sends_what_its_parts_send():

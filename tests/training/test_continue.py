@@ -58,7 +58,7 @@ def test_it_is_bitwise_the_run_that_it_goes_on_from_and_leaves_that_one_as_it_wa
     assert_as(tmp_path, source)
     assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
     assert f"run {tmp_path}, going on from {source}/checkpoints/4\n" in capsys.readouterr().out
-    start = RunFolder(tmp_path)._starts()[-1]
+    start = RunFolder(tmp_path).starts()[-1]
     assert (start["start"], start["continued_from"]) == (4, f"{source}/checkpoints/4")
     # The same command goes on from its own steps.
     assert train(continuing(corpus, source), tmp_path).reason == "nothing to do"

@@ -8,9 +8,10 @@ import pytest
 from support.stand_ins import Chip
 from support.tiny_model import build
 
-from parallax.analysis.planned.devices import light_secs, measure_matmul, most_memory, peak_flops
+from parallax.analysis.planned.devices import light_secs, measure_matmul, peak_flops
 from parallax.analysis.traced.flops import flops_in_8_bits_per_token, flops_per_token
 from parallax.hardware.chips import CHIPS, chip
+from parallax.hardware.devices import most_memory
 from parallax.hardware.sensors import POWER, TEMPERATURE
 from parallax.training.meter import Meter
 

@@ -1,9 +1,6 @@
 """This machine's devices: FLOP/s and bandwidths, from data sheets or measured, and memory."""
 
 import math
-import os
-import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +19,7 @@ from parallax.config.sections import BLOCK_SCALES, DELAYED, MXFP8, NVFP4, ModelC
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import Chip, chip
-from parallax.hardware.devices import start_devices
+from parallax.hardware.devices import device_memory, start_devices
 
 MATMUL, MACHINE_MATMUL = 512, 1024  # rows and columns of factors: of each device, and of all together
 COPIED_BYTES = 2**24  # of each device: larger than caches
@@ -108,27 +105,6 @@ def light_secs(model: ModelConfig, flops: float, flops_in_8_bits: float, known: 
     """
     peak = known.peak(model.dtype)
     return flops / peak + flops_in_8_bits / known.flops.get(model.matmul, peak)
-
-
-def most_memory() -> int | None:
-    """Peak bytes in use on any of this process's devices; None if the backend does not report it.
-
-    Simulated devices share the process; for them it is the peak of the process.
-    """
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu":
-        # Linux counts in KiB, macOS in bytes.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def device_memory() -> int | None:
-    """Bytes of memory of a device; None if the backend does not report it. Simulated devices share the machine's."""
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def check_fits(state: Any) -> None:

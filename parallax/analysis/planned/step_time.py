@@ -47,7 +47,7 @@ from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
-from parallax.analysis.traced.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
+from parallax.analysis.traced.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, product_flops
 from parallax.analysis.traced.memory import (
     HostMemory,
     Memory,
@@ -61,7 +61,7 @@ from parallax.config.settings import Settings
 from parallax.display.tables import LEAST_SHOWN, Table
 from parallax.display.units import percent
 from parallax.errors import ConfigError
-from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip
+from parallax.hardware.chips import KERNEL_EFFICIENCY, Chip, mfu
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import figures

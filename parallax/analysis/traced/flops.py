@@ -94,11 +94,6 @@ def flops_per_head_weight(declared: Any) -> int:
     return FLOPS_PER_WEIGHT + FLOPS_PER_GRADIENT * tables.get(HEAD, tables[EMBEDDING]).spec.is_trained
 
 
-def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
-    """Model FLOPs utilization: model FLOPs over peak FLOP/s times the time; both of the same devices, one or all."""
-    return model_flops / secs / peak_flops
-
-
 def flops_per_token(model: ModelConfig, declared: Any, *, seq: int) -> int:
     """Model FLOPs for one token, forward and backward, without recomputation.
 
