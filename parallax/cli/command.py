@@ -39,6 +39,7 @@ WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # most characters of an error that a config file raises
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
 KEY_MEANING = "another value for a key of the config, as --config.train.steps=50"
+ABBREVIATIONS = {"lr": "learning_rate"}
 HELP = {"help": "print this", "help-config": "print every key of a config with its default and meaning"}
 
 
@@ -278,9 +279,8 @@ def nearest_key(word: str) -> str:
 
     def likeness(key: str) -> float:
         name = key.split(".")[1]
-        initials = "".join(part[0] for part in name.split("_"))
         parts = (difflib.SequenceMatcher(None, a, b).ratio() for a, b in ((word, key), (last, name)))
-        return max(*parts, 0.95 * (last == initials))
+        return max(*parts, 0.95 * (ABBREVIATIONS.get(last) == name))
 
     return max(keys, key=likeness)
 

@@ -125,7 +125,7 @@ def _keys(written_settings: Sequence[str]) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags; ConfigError if they are wrong."""
     parser = Parser("python -m parallax.convert", description=__doc__)
-    acts = parser.add_subparsers(dest="act", required=True)
+    acts = parser.add_subparsers(dest="act", required=True, metavar="COMMAND")
     _out_of_run(add_command(acts, "export", "write a checkpoint's parameters as safetensors files", __doc__))
     back = add_command(acts, "import", "make a run folder from the output of export", __doc__)
     back.add_argument("source", type=local_path, help="a folder with safetensors files, config.json and tokenizer.json")

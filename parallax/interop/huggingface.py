@@ -249,7 +249,7 @@ def to_hf(
     """
     source = export.open_step(workdir, step)
     settings = read_settings(load_saved(source.folder / CONFIG)[0])
-    model, tokenizer = settings.model, source.tokenizer
+    model, tokenizer, rows = settings.model, source.tokenizer, flatten(export.plan_of(settings).rows)
     record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0
     differing = hf_config.differing_keys(hf_config.read_config(record["config"]), model) if record else ""
@@ -275,7 +275,6 @@ def to_hf(
         written = {}  # written by the import, for an end that only config.json named
     texts = _texts_beside(content, config.context, tokenizer, written | record["files"], trained=trained)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
-    rows = flatten(export.plan_of(settings).rows)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         if model.lora_rank:

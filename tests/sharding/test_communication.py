@@ -192,7 +192,8 @@ def test_a_block_sends_what_its_parts_send():
     for name, part in {"attention_norm": "norm", "attention": "gqa", "mlp_norm": "norm", "mlp": "mlp"}.items():
         layouts[name], params[name] = declared(parts[part], Rope(model))
     found = sent(run, (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
-    facts = {"the last dim is cut over tp": True}
+    facts = {"the last dim is cut over tp": True, "heads are normed together": False}
+    facts |= {"kv_heads are cut and normed together": False}
     whole = [promised(type(parts[part]), name, facts) for part, name in (("gqa", "column_row"), ("mlp", "column_row"))]
     whole += 2 * [promised(type(parts["norm"]), "", facts)]
     assert found == added(*whole)

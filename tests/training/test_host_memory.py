@@ -192,7 +192,7 @@ ERRORS = {
     "what is made again": (
         lambda: build((1, 1, 1), remat="elementwise ffn", residuals_on="ffn"),
         "pipeline.residuals_on='ffn' has 'ffn', but pipeline.remat='elementwise ffn' does not save it by name; use a "
-        "set of input, latent, q, kv, core, out, experts, or another remat",
+        "set of input, latent, q, kv, core, out, experts, down, or another remat",
     ),
     "no names": (
         lambda: build((1, 1, 1), remat="none", residuals_on="input"),
