@@ -16,6 +16,7 @@ from jax import Array
 from parallax.config.sections import COMPUTE
 from parallax.errors import check_choice
 from parallax.sharding.collectives import bound_axis_sizes
+from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES
 from parallax.sharding.layout import Layout
 
 
@@ -182,6 +183,7 @@ def stored_as(declared: Any, dtype: str, of_frozen: str = "") -> Any:
 
     def cast(leaf: Declared) -> Declared:
         kept = "float32" if leaf.spec.is_statistic else leaf.spec.stored or (leaf.spec.frozen and of_frozen) or dtype
-        return leaf.replace(value=jax.ShapeDtypeStruct(leaf.value.shape, jnp.dtype(kept)))
+        kept = EIGHT_BIT_DTYPES.get(kept) or jnp.dtype(kept)
+        return leaf.replace(value=jax.ShapeDtypeStruct(leaf.value.shape, kept))
 
     return map_declared(cast, declared)
