@@ -20,6 +20,15 @@ PACKAGE = ROOT / "parallax"
 STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics"]
 STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py pipeline_of"]
 TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
+DECLARED = [
+    "model/transformer.py Parts.build",
+    "model/transformer.py Block.setup",
+    "model/mlp.py GatedMLP.__call__",
+    "model/dense.py Dense.setup",
+    "sharding/parameter.py parameter",
+    "sharding/layout.py Layout.local_shape",
+    "sharding/collectives.py bound_axis_sizes",
+]
 LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]
 OPTAX = "optax GradientTransformationExtraArgs.update"
 WALKS = {
@@ -73,13 +82,7 @@ WALKS = {
         "step/step.py model_of",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
-        "model/transformer.py Parts.build",
-        "model/transformer.py Block.setup",
-        "model/mlp.py GatedMLP.__call__",
-        "model/dense.py Dense.setup",
-        "sharding/parameter.py parameter",
-        "sharding/layout.py Layout.local_shape",
-        "sharding/collectives.py bound_axis_sizes",
+        *DECLARED,
     ],
 }
 PASSED = {
@@ -187,13 +190,7 @@ PASSED = {
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
         "pipeline/sharded_model.py ShardedModel.on_mesh",
-        "model/transformer.py Parts.build",
-        "model/transformer.py Block.setup",
-        "model/mlp.py GatedMLP.__call__",
-        "model/dense.py Dense.setup",
-        "sharding/parameter.py parameter",
-        "sharding/layout.py Layout.local_shape",
-        "sharding/collectives.py bound_axis_sizes",
+        *DECLARED,
     ],
 }
 # Behind `block.apply`, and behind the block's `self.mlp`.

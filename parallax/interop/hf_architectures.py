@@ -89,8 +89,6 @@ MIXTRAL_NAMES = {
     "mlp.experts.up": f"block_sparse_moe.experts.{EXPERT}.w3",
     "mlp.experts.down": f"block_sparse_moe.experts.{EXPERT}.w2",
 }
-
-
 GRANITE_NAMES = {
     "mlp.router": "block_sparse_moe.router.layer",
     "mlp.experts.gate": "block_sparse_moe.input_linear",
@@ -131,9 +129,7 @@ class Architecture(NamedTuple):
     renamed: Mapping[str, str] = {}  # other names of usual fields, and these
     activations: Mapping[str, str] = SILU  # see SILU
     root_scaled: bool = False  # whether embeddings are times the root of d_model
-    whole_heads: bool = (
-        False  # whether there are as many key heads as heads, of d_model / heads, and no fields of these
-    )
+    whole_heads: bool = False  # whether key heads are as many as heads, of d_model / heads, with no fields of these
     joined_by_head: bool = False  # whether a tensor of q, k and v has all three of a head, then those of the next
     buffers: tuple[str, ...] = ()  # ends of names in old files, of arrays that are no weights
     windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
