@@ -61,6 +61,7 @@ RING = {"layout.context": "ring", "model.kernel": "xla"}
 JOINED = {"model.attention": "joined:JoinedGQA", "model.mlp": "joined:JoinedMLP"}
 ONE_KERNEL = {"model.attention": "joined:GQAOfOneKernel", "model.mlp": "joined:MLPOfOneKernel"}
 TABLES_ONCE = {"data_parallel.exceptions": "embedding=lean head=lean"}  # their gradients are exchanged once a step
+TABLE_FIRST = {"loss.table_first": True}  # the head's gradient is exchanged before layers run backward
 # Options of XLA for GPUs, each in addition to the first.
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
@@ -87,6 +88,7 @@ GPU_ROWS = [
     Row(JOINED),
     Row(ONE_KERNEL),
     Row(TABLES_ONCE),
+    Row(TABLE_FIRST),
 ]
 ROWS = {
     "llama_1b_16": [
@@ -105,6 +107,7 @@ ROWS = {
         Row(FEW | {"data_parallel.policy": "zero3"}),
         Row(JOINED),
         Row(ONE_KERNEL),
+        Row(TABLE_FIRST),
     ],
     "llama2_7b_64": [
         Row({}),

@@ -201,6 +201,7 @@ def get_config() -> ConfigDict:
     config.loss.balance_coefficient = 0.0  # moe: weight of the balance loss; 1e-2 or 1e-3 is usual
     config.loss.router_z_coefficient = 0.0  # moe: weight of logsumexp(router's logits)^2, a mean over tokens
     config.loss.chunk_tokens = 1024  # most tokens on a device whose logits exist at once
+    config.loss.table_first = False  # the head's table gradient before its input's, and sent before layers run backward
 
     # The optimizer and the learning rate schedule.
     config.optimizer = ConfigDict()

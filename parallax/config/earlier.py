@@ -28,7 +28,7 @@ ADDED = {
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",
     "fsdp": "gather_dtype bucket",
-    "loss": "name balance_coefficient router_z_coefficient",
+    "loss": "name balance_coefficient router_z_coefficient table_first",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
     "train": "compile_cache continue_from other_data",

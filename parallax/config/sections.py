@@ -925,6 +925,10 @@ class LossConfig(Section, saved=True):
     expert's share of the row's choices, `score` the mean of its scores, which sum to 1. The balance losses of all
     layers are added. So it does not depend on mesh and microbatches. It is not part of a metric: "loss" is the
     cross-entropy.
+
+    With `table_first` the last chunk of tokens gives the gradient of the head's table before that of its input, behind
+    which the table's exchange can hide; it ends before the layers' backward pass begins. The arithmetic is the same.
+    The program has the code of a chunk twice.
     """
 
     name: str = key(
@@ -942,6 +946,7 @@ class LossConfig(Section, saved=True):
         least=1,
         says="must be 1 or more; 1024 is usual.",
     )
+    table_first: bool = key(False, "the head's table gradient before its input's, and sent before layers run backward")
 
 
 @dataclass(frozen=True)

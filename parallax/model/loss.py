@@ -89,13 +89,14 @@ def chunked_loss_and_grads(
     table is not `trained`.
 
     Forward and backward of a chunk run together, so logits are neither saved nor recomputed. `table_VD` must vary over
-    every bound axis: its gradient is this device's share, which the caller sums once.
+    every bound axis: its gradient is this device's share, which the caller sums once. With `config.table_first` it is
+    whole before the last chunk's gradient of hidden.
     """
 
     losses_of = partial(_losses, config, table, entries, logit_form)
     wide = dict(preferred_element_type=jnp.float32)
 
-    def step(grad_VD, chunk):
+    def step(grad_VD, chunk, table_first=False):
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
 
@@ -107,12 +108,22 @@ def chunked_loss_and_grads(
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)
         with jax.named_scope(GRADIENTS), jax.named_scope(LOGITS):
+            if table_first:
+                grad_VD = grad_VD + jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
+                grad_CV, grad_VD = lax.optimization_barrier((grad_CV, grad_VD))
             hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
-            grad_VD = grad_VD + jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide) if trained else None
+            if trained and not table_first:
+                grad_VD = grad_VD + jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
         return grad_VD, (loss, *pull_hidden(hidden_grad))
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None and trained else earlier_VD
-    grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
+    chunks = _chunks(config, hidden_ND, labels_N)
+    if config.table_first:
+        grad_VD, earlier = lax.scan(step, start, jax.tree.map(lambda x: x[:-1], chunks))
+        grad_VD, last = step(grad_VD, jax.tree.map(lambda x: x[-1], chunks), table_first=True)
+        losses, grad_ND = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), earlier, last)
+    else:
+        grad_VD, (losses, grad_ND) = lax.scan(step, start, chunks)
     return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
 
 

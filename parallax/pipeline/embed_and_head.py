@@ -95,6 +95,8 @@ class EmbedAndHead:
         elif trained:
             shares.setdefault(home, {})["table"] = d_table
         shares = {part: self.plan.added_up(part, share) for part, share in shares.items()}
+        if self.loss.table_first:
+            dy, shares = lax.optimization_barrier((dy, shares))  # before the layers' backward pass, which reads dy
         return loss, add_gradients(totals, shares), dy
 
     def logits(self, y: Array) -> Array:

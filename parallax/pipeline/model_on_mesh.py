@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
-from parallax.config.sections import AUTO, BLOCKS, COMPUTE
+from parallax.config.sections import AUTO, BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
@@ -92,6 +92,7 @@ class ModelOnMesh:
         )
         self._check_prefetch()
         self._check_bucket()
+        self._check_table_first()
         self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
@@ -171,14 +172,32 @@ class ModelOnMesh:
     def _check_bucket(self) -> None:
         """Raise ConfigError if nothing is sent that could go together."""
         rows = jax.tree.leaves(self.plan.rows[BLOCKS])
-        exceptions = self.data_parallel.exceptions
-        excepted = f" and data_parallel.exceptions={exceptions!r}" if exceptions else ""
         if self.fsdp.bucket != BY_PARAMETER and all(row.resident == row.compute == row.summed for row in rows):
             raise ConfigError(
                 f"fsdp.bucket={self.fsdp.bucket!r} sends matrices of a layer together, but with data_parallel.policy="
-                f"{self.data_parallel.policy!r}{excepted} none is sent when a layer runs; use "
+                f"{self.data_parallel.policy!r}{self._excepted} none is sent when a layer runs; use "
                 f"fsdp.bucket={BY_PARAMETER!r}, or the policy 'zero3' for layers."
             )
+
+    def _check_table_first(self) -> None:
+        """Raise ConfigError if no gradient of the head's table is sent after a microbatch."""
+        part = EMBEDDING if self.parts.head.tied else HEAD
+        row = self.plan.rows[part]["table"]
+        if self.loss_config.table_first and not (row.spec.is_trained and row.summed != row.compute):
+            why = (
+                f"with data_parallel.policy={self.data_parallel.policy!r}{self._excepted} it is sent once a step"
+                if row.spec.is_trained
+                else f"{part}/table is not trained"
+            )
+            raise ConfigError(
+                "loss.table_first=True sends the gradient of the head's table before layers run backward, but "
+                f"{why}; use loss.table_first=False, or the policy 'zero3' for a trained {part}."
+            )
+
+    @property
+    def _excepted(self) -> str:
+        exceptions = self.data_parallel.exceptions
+        return f" and data_parallel.exceptions={exceptions!r}" if exceptions else ""
 
     def _check_shared_rows(self, global_batch: int) -> None:
         """Check the batch if embedding and head run outside of the ticks: pipeline and data ranks share its rows."""

@@ -307,6 +307,14 @@ def test_a_config_file_that_gives_no_config_is_one_line(text, message, tmp_path,
             "but with data_parallel.policy='zero3' and data_parallel.exceptions='blocks=ddp' none is sent when a",
         ),
         (
+            {"loss.table_first": True, "data_parallel.exceptions": "head=lean embedding=lean"},
+            "='zero3' and data_parallel.exceptions='head=lean embedding=lean' it is sent once a step; use loss.",
+        ),
+        (
+            {"loss.table_first": True, "optimizer.frozen": "embedding/table"},
+            "before layers run backward, but embedding/table is not trained; use loss.table_first=False",
+        ),
+        (
             {"pipeline.remat": "some"},
             "pipeline.remat='some' is unknown; known: none, layer, stage, qkv, elementwise, attention",
         ),

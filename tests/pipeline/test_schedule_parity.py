@@ -26,6 +26,7 @@ MESHES = [
     (1, 1, 1), (1, 2, 4), (2, 1, 1), (2, 4, 1), (2, 1, 4), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (8, 1, 1),
 ]  # fmt: skip
 NOTHING_PER_USE = ("ddp", "zero1")
+SUMMED_PER_USE = ("zero2", "zero3")
 # Microbatches as a share of the pipeline's ranks: fewer, as many, twice, four times.
 SHARES = [0.5, 1, 2, 4]
 # What a schedule has less to do with is drawn for each case. With `uneven` some stages have a layer more than others.
@@ -39,6 +40,7 @@ REST = {
     "prefetch": [0, 1],
     "reduce": ["float32", "compute"],
     "bucket": ["parameter", "module", "layer"],
+    "table_first": [False, True],
 }
 
 # The largest error of a gradient that was seen, 7e-6: two rows a microbatch, and much that cancels.
@@ -57,6 +59,7 @@ def case_of(mesh, schedule, share, policy, number):
     layers = stages + max(stages // 2, 1) if rest.pop("uneven") else stages
     case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), policy=policy)
     rest["prefetch"] *= policy in PER_USE
+    rest["table_first"] &= policy in SUMMED_PER_USE
     if policy in NOTHING_PER_USE:
         rest["bucket"] = "parameter"
     return case | rest | SCHEDULES[schedule]
@@ -92,6 +95,8 @@ def test_every_pair_of_settings_is_in_the_whole_grid():
         for x, y in itertools.product(factors[a], factors[b])
     }
     wanted -= {frozenset({("policy", policy), ("prefetch", 1)}) for policy in set(POLICY_NAMES) - set(PER_USE)}
+    summed_once = set(POLICY_NAMES) - set(SUMMED_PER_USE)
+    wanted -= {frozenset({("policy", policy), ("table_first", True)}) for policy in summed_once}
     wanted -= {frozenset({("policy", p), ("bucket", unit)}) for p in NOTHING_PER_USE for unit in ("module", "layer")}
     found = {frozenset(pair) for case in settings for pair in itertools.combinations(case.items(), 2)}
     assert wanted <= found

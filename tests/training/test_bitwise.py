@@ -28,6 +28,7 @@ SAME_BITS = {
     "`pipeline.schedule=zero_bubble`": (dict(schedule="zero_bubble"), {}),
     "`fsdp.prefetch=1`": (dict(prefetch=1), {}),
     "`fsdp.bucket=layer`": (dict(bucket="layer"), {}),
+    "`loss.table_first=True`": (dict(table_first=True), {}),
     "`data_parallel.policy=zero2`": (dict(policy="zero2"), {}),
     "`pipeline.residuals_on=host`": (dict(residuals_on="host"), {}),
     '`pipeline.residuals_on="input ffn"`': (dict(remat="norm swiglu", residuals_on="input ffn"), {}),
