@@ -28,14 +28,18 @@ MLA_FIELDS = FIELDS | {
 }
 ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
-# Fields that are keys of a section in another way: those of 1 / the key, and of the key times another one.
-INVERSE, TIMES_D_EXPERT = ("1 / logit_scale",), ("shared_experts * d_expert",)
+# Fields that are keys of a section in another way: 1 / a power of a key, with the field's type; the key times another.
+INVERSE = {"1 / logit_scale": ("logit_scale", 1, float), "1 / attention_scale ** 2": ("attention_scale", 2, int)}
+TIMES_D_EXPERT = ("shared_experts * d_expert",)
+# Fields in which null stands for a key of 0, and not for an absent field.
+NULL_IS_ZERO = {"q_lora_rank": "d_latent_q"}
+NULL_IS_ZERO |= {"attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"}
 # Values of keys that are words here and truth values there.
 WORDS = {"branches": {False: "sequential", True: "parallel"}}
 # Choices of a block that an architecture has at their defaults, unless its row says otherwise.
 PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
-PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_after_rope", "shared_gate")
-PLAIN_CHOICES += ("router_shift", "expert_activation", "expert_limit")
+PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_scale", "shared_gate")
+PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_activation", "expert_limit")
 PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
 # Words of hidden_act, with the activation of each; the first is that of an absent field.
 SILU = {"silu": "silu", "swish": "silu"}
@@ -132,7 +136,8 @@ class Architecture(NamedTuple):
     whole_heads: bool = False  # whether key heads are as many as heads, of d_model / heads, with no fields of these
     joined_by_head: bool = False  # whether a tensor of q, k and v has all three of a head, then those of the next
     buffers: tuple[str, ...] = ()  # ends of names in old files, of arrays that are no weights
-    windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
+    windows: str = ""  # which layers may have a sliding window: "all", "some", or either with ", if used"
+    full_layers: int = 0  # if layer_types is absent, one layer in so many has no window, the last of them
     mixture: "Mixture | None" = None
 
     def tensor(self, module: str) -> str:
@@ -247,6 +252,13 @@ NEMOTRON_FIELDS = WITHOUT_EPS | {"norm_eps": "norm_eps", "attention_bias": "qkv_
 NEOX_FIELDS = {name: key for name, key in FIELDS.items() if key != "norm_eps"}
 NEOX_FIELDS |= {"layer_norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias"}
 BIASED_NORMS = {"norm": "layer", "norm_bias": True}
+GEMMA2_FIELDS = GQA_FIELDS | {
+    "query_pre_attn_scalar": "1 / attention_scale ** 2",
+    "attn_logit_softcapping": "score_cap",
+    "final_logit_softcapping": "logit_cap",
+}
+GEMMA2_ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256.0}
+GEMMA2_ABSENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, absent=ALL_HEADS, only=no("attention_bias", "mlp_bias")),
@@ -266,6 +278,20 @@ ARCHITECTURES = {
         | {"use_bidirectional_attention": (None, False), "hidden_activation": (None, "gelu_pytorch_tanh")},
         activations=GEMMA_GELU,
         root_scaled=True,
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2",
+        8192,
+        GQA_KEYS | {"norm_scale": "one_plus", "norm_place": "both"},
+        GEMMA2_FIELDS,
+        GEMMA2_ABSENT,
+        no("attention_bias") | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 2)},
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+        renamed={"hidden_activation": "hidden_act"},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        root_scaled=True,
+        windows="some",
+        full_layers=2,
     ),
     "OlmoForCausalLM": Architecture(
         "olmo",

@@ -18,6 +18,7 @@ from parallax.interop.hf_architectures import (
     ARCHITECTURES,
     DIFFERING,
     INVERSE,
+    NULL_IS_ZERO,
     PLAIN_CHOICES,
     TIMES_D_EXPERT,
     WORDS,
@@ -43,6 +44,7 @@ ROPE_FIELDS = {
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
+PERIOD = "sliding_window_pattern"  # every layer of this number has no window
 LOCAL = "local"  # the kind of layers with a window, if others have none
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
@@ -211,8 +213,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     block = _read_quantization(fields)
     model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
-    if "q_lora_rank" in fields.left:  # null is none
-        absent |= {"q_lora_rank": 0}
+    absent |= {name: TYPES[key](0) for name, key in NULL_IS_ZERO.items() if name in fields.left}
     _read_keys(fields, kind.fields, model, absent)
     if kind.whole_heads:
         model |= {"kv_heads": model["heads"], "d_head": model["d_model"] // model["heads"]}
@@ -252,7 +253,8 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
             default = model["d_model"] // model["heads"]
         default = model[default] if isinstance(default, str) else default
         if key in INVERSE:
-            model[key.removeprefix("1 / ")] = 1 / fields.read(name, float, default)
+            plain, power, _ = INVERSE[key]
+            model[plain] = 1 / fields.read(name, float, default) ** (1 / power)
             continue
         first, *more = key.split()
         value = fields.read(name, bool if first in WORDS else TYPES[first], default)
@@ -348,7 +350,7 @@ def _runs(kinds: Sequence[str]) -> str:
 
 
 def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of windows. If only some layers have one, max_window_layers or layer_types says which."""
+    """The keys of windows. If only some layers have one, layer_types says which, max_window_layers or their period."""
     layers = model["layers"]
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
@@ -357,6 +359,11 @@ def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) 
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
+    if kind.full_layers and not window:
+        fields.refuse("sliding_window", None, "a whole number of 1 or more, and layer_types for layers without")
+    period = kind.full_layers or layers + 1
+    if kind.full_layers and PERIOD not in kind.only:
+        period = fields.read(PERIOD, int, period)
     types = fields.take("layer_types", [])
     known = (FULL, SLIDING) if window else (FULL,)
     if not isinstance(types, list) or set(map(str, types)) - {*known}:
@@ -365,7 +372,9 @@ def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) 
         fields.refuse("layer_types", types, f"one for each of num_hidden_layers={layers}")
     if not window or not of_some:
         return {"sliding_window": window}
-    types = types or [SLIDING if layer >= full else FULL for layer in range(min(layers, MOST_LAYERS))]
+    if not types:
+        has_window = (full <= layer and (layer + 1) % period for layer in range(min(layers, MOST_LAYERS)))
+        types = [SLIDING if each else FULL for each in has_window]
     if len(set(types)) == 1:
         return {"sliding_window": window * (types[0] == SLIDING)}
     kinds = {FULL: "dense", SLIDING: LOCAL}
@@ -570,6 +579,9 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     for first, *more in map(str.split, kind.fields.values()):
         keys |= {key: getattr(model, first) for key in more if key.isidentifier() and first.isidentifier()}
     yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
+    for key in kind.fields.values():
+        if key in INVERSE and not math.isclose(_inverse(key, model), _value_of(key, model)):
+            yield f"a whole number of {key}"
     if model.activation not in kind.activations.values():
         yield f"model.activation={next(iter(kind.activations.values()))!r}"
     if "moe" in kinds:
@@ -584,12 +596,19 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
 def _value_of(key: str, model: ModelConfig) -> Any:
     """The value of a field that stands for a key."""
     if key in INVERSE:
-        return 1 / getattr(model, key.removeprefix("1 / "))
+        return round(_inverse(key, model)) if INVERSE[key][-1] is int else _inverse(key, model)
     if key == "attention_scale":  # they have no default that depends on the width
         return model.attention_scale or model.d_head**-0.5
+    if key in NULL_IS_ZERO.values():
+        return getattr(model, key) or None
     if key in WORDS:
         return next(theirs for theirs, word in WORDS[key].items() if word == getattr(model, key))
     return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key.split()[0])
+
+
+def _inverse(key: str, model: ModelConfig) -> float:
+    plain, power, _ = INVERSE[key]
+    return 1 / _value_of(plain, model) ** power
 
 
 def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:
@@ -614,7 +633,7 @@ def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig
     """The object of a config.json, with the model's window."""
     if _of_file(config).windows == model.windows:
         return dict(content)
-    old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", PERIOD)
     rest = {key: value for key, value in content.items() if key not in old}
     return rest | _window_fields(config.architecture, model.windows)
 
@@ -628,11 +647,14 @@ def _window_fields(architecture: str, windows: Sequence[int]) -> dict[str, Any]:
         raise ConfigError(
             f"the layers' windows, {counts}, have no place in a {architecture}; use model.sliding_window=0{same}"
         )
+    types = {"layer_types": [SLIDING if each else FULL for each in windows]}
+    if kind == "some":
+        return {"sliding_window": window or DEFAULT_WINDOW} | types
     if not kind.endswith("if used"):
         return {"sliding_window": window or None} if kind else {}
     used = {"sliding_window": window, "max_window_layers": windows.index(window)} if window else {}
     if window and 0 in windows[windows.index(window) :]:
-        used["layer_types"] = [SLIDING if each else FULL for each in windows]
+        used |= types
     return {"use_sliding_window": bool(window), **used}
 
 

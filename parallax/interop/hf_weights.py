@@ -192,7 +192,7 @@ def _gqa(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str,
         by_head = "(heads d_head) -> heads d_head"
         if model.qkv_bias:
             views[f"{module}.bias"] = WeightView(f"{tensor}.bias", (size,), partial(rows, pattern=by_head), order)
-        if model.qk_norm and name != "v":
+        if model.qk_norm and name != "v" and model.qk_norm_scale != UNSCALED:
             scales = f"{kind.tensor(f'{module}_norm')}.weight"
             if model.qk_norm_over == "projection":
                 view = partial(rearrange, pattern=by_head, heads=heads)

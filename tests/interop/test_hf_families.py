@@ -189,6 +189,7 @@ MATTERS = [
     ("GLM", dict(rope_fraction=1.0)),
     ("Hunyuan", dict(qk_norm_after_rope=False)),
     ("Gemma", dict(embedding_scale=1.0)),
+    ("Gemma 2", dict(logit_cap=0.0)),
     ("StarCoder2", dict(activation="silu")),
     ("GPT-NeoX", dict(branches="sequential")),
     ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),

@@ -211,17 +211,39 @@ def test_a_window_of_qwen_is_that_of_the_layers_that_use_it():
         MISTRAL,
         *(QWEN2 | dict(use_sliding_window=True, max_window_layers=layers) for layers in (0, 5)),
         QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"] * 14),
+        FORMS["google/gemma-2-2b"][0],
+        FORMS["google/gemma-2-2b"][0] | dict(layer_types=["full_attention"] * 26),
     ],
 )
 def test_a_model_with_windows_is_written_with_them(config):
     model = model_of(config)
     written = write_config(model, 64)
-    assert any(model.windows) and written["architectures"] == config["architectures"]
+    assert written["architectures"] == config["architectures"]
     assert model_of(written).windows == model.windows
     assert read_config(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
     with pytest.raises(ConfigError, match="V3ForCausalLM has no window; "):
         write_config(model_of(latents, sliding_window=64), 64)
+
+
+def test_caps_of_gemma_are_those_of_its_file_and_null_is_none():
+    gemma = FORMS["google/gemma-2-2b"][0]
+    model = model_of(gemma)
+    assert (model.score_cap, model.logit_cap, model.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert model.windows == (4096, 0) * 13
+    without = gemma | dict(attn_logit_softcapping=None, query_pre_attn_scalar=168)
+    assert model_of(without).score_cap == 0
+    written = write_config(model_of(without), 64)
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "hidden_activation")
+    assert [written[name] for name in names] == [None, 30.0, 168, "gelu_pytorch_tanh"]
+    assert isinstance(written["query_pre_attn_scalar"], int) and "hidden_act" not in written
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM has a whole number of 1 / attention_scale "):
+        write_config(model_of(gemma, attention_scale=0.1234), 64)
+    absent = {name: value for name, value in gemma.items() if name not in (*names, "hidden_act", "sliding_window")}
+    assert model_of(absent) == model
+    for field, value in dict(hidden_activation="relu", sliding_window=None, sliding_window_pattern=3).items():
+        with pytest.raises(ConfigError, match=f"{'hidden_act' if 'hidden' in field else field}=.* is not supported"):
+            model_of(gemma | {field: value})
 
 
 # ---- quantization

@@ -120,6 +120,12 @@ FAMILIES |= {
 UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
 FAMILIES |= {
     "Gemma": ("Gemma", GROUPED | dict(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
+    "Gemma 2": (
+        "Gemma2",
+        GROUPED
+        | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
     "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
     "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),

@@ -131,7 +131,10 @@ def shapes_of(config):
     return {**table, **layers, "model.norm.weight": (d,), **head}
 
 
-FORMS = [f"{family}ForCausalLM" for family in ("Gemma", "Olmo", "Olmo2", "Arcee", "Starcoder2", "Nemotron", "GPTNeoX")]
+FORMS = [
+    f"{family}ForCausalLM"
+    for family in ("Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Arcee", "Starcoder2", "Nemotron", "GPTNeoX")
+]
 USUAL = ("model.embed_tokens", "model.layers", "model.norm", "lm_head", "self_attn.o_proj")
 OF_NEOX = ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out", "attention.dense")
 UP_AND_DOWN = {
@@ -149,6 +152,7 @@ def form_shapes(c):
     table, at, last, head, out = OF_NEOX if is_neox else USUAL
     norms = [] if kind == "olmo" else ["input_layernorm", "post_attention_layernorm"]
     norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if kind == "olmo2" else norms
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if kind in ("gemma2", "gemma3_text") else []
     heads = {"q": h * width, "k": kv_heads * width, "v": kv_heads * width}
     attention = {f"self_attn.{name}_proj": (rows, d) for name, rows in heads.items()}
     attention = {"attention.query_key_value": (3 * d, d)} if is_neox else attention
@@ -162,6 +166,7 @@ def form_shapes(c):
         f"{x}.weight": (d,) for x in norms
     }
     layer |= {f"self_attn.{name}_norm.weight": (heads[name],) for name in "qk"[: 2 * (kind == "olmo2")]}
+    layer |= {f"self_attn.{name}_norm.weight": (width,) for name in "qk"[: 2 * (kind == "gemma3_text")]}
     layer |= {f"{name}.bias": shape[:1] for part in biased for name, shape in part.items()}
     ends = ["weight", "bias"] if kind in ("gpt_neox", "starcoder2", "nemotron") else ["weight"][: kind != "olmo"]
     layer |= {f"{name}.bias": (d,) for name in norms if "bias" in ends}

@@ -544,6 +544,12 @@ GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "
 BITSANDBYTES = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
+GEMMA2 |= {"attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+GEMMA2 |= {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "rms_norm_eps": 1e-06}
+GEMMA2 |= {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000}
+
 # With other norms, MLPs and biases than Llama's.
 FORMS = {
     "google/gemma-2b": (
@@ -553,6 +559,7 @@ FORMS = {
         | sizes(2048, 16384, 18, 8, 1),
         2_506_172_416,
     ),
+    "google/gemma-2-2b": (GEMMA2 | sizes(2304, 9216, 26, 8, 4), 2_614_341_888),
     "allenai/OLMo-7B-hf": (
         {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "attention_bias": False, "clip_qkv": None}
         | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0}
@@ -593,10 +600,6 @@ REFUSED = {
     "ibm-granite/granite-3.0-2b-base, with biases": (
         GRANITE | {"attention_bias": True},
         r"attention_bias=True is not supported; supported: False",
-    ),
-    "google/gemma-2-2b": (
-        LLAMA | {"architectures": ["Gemma2ForCausalLM"]},
-        r"architectures=\['Gemma2ForCausalLM'\] is not supported",
     ),
     "ibm-granite/granite-3b-code-base-2k": (
         LLAMA
