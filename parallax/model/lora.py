@@ -61,6 +61,14 @@ class LoRA(Dense):
         y = super().__call__(x, zeros_after=zeros_after)
         return y + self._added(unrounded(x), zeros_after) if self.is_adapted else y
 
+    def with_adapter(self, kernel: Array, layout: str) -> Array:
+        """A kernel plus what its adapter stands for; `layout` has its dims, of which inputs are whole."""
+        if not self.is_adapted:
+            return kernel
+        inputs = " ".join(Layout.parse(self.into).names)
+        a = reshard(f"{self.into} -> {inputs}", self.lora_a.astype(self.dtype))
+        return kernel + self._factor * einsum(f"{inputs}, {self.back} -> {layout}", a, self.lora_b.astype(self.dtype))
+
     def _added(self, x: Array, zeros_after: int) -> Array:
         y, into = Layout.parse(self.y), Layout.parse(self.into)
         tokens = y.names[:2]
@@ -69,8 +77,12 @@ class LoRA(Dense):
         narrow = einsum(f"{self.x}, {self.into} -> {sums}", x, self.lora_a.astype(self.dtype))
         narrow = reshard(f"{sums} -> {whole}", narrow)
         added = einsum(f"{whole}, {self.back} -> {self.y}", narrow, self.lora_b.astype(self.dtype))
-        added *= self.model.lora_alpha / self.model.lora_rank
+        added *= self._factor
         return jnp.pad(added, [*((0, 0) for _ in added.shape[:-1]), (0, zeros_after)]) if zeros_after else added
+
+    @property
+    def _factor(self) -> float:
+        return self.model.lora_alpha / self.model.lora_rank
 
 
 def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
@@ -78,14 +90,14 @@ def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
     return partial(LoRA, model=model, stored=model.stored_base) if model.lora_rank else None
 
 
-def adapts(model: ModelConfig, path: Sequence[str]) -> bool:
+def adapts(model: ModelConfig | None, path: Sequence[str]) -> bool:
     """Whether the product of a layer's module has an adapter.
 
     >>> model = ModelConfig(lora_rank=4, lora_on="attention/[qv] mlp")
     >>> [adapts(model, path) for path in (("attention", "q"), ("attention", "out"), ("mlp", "shared", "up"))]
     [True, False, True]
     """
-    return bool(model.lora_rank) and _is_named("/".join(path), model.lora_on)
+    return bool(model and model.lora_rank) and _is_named("/".join(path), model.lora_on)
 
 
 def first_matrix(fan_in: int) -> Callable:

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cached_logits import decoded_logits
 from support.tiny_model import build, make_batch
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, leaf_errors
 
 from parallax.errors import ConfigError
+from parallax.inference.decode import Prompts
 from parallax.sharding.layout import named_leaves
 
 SMALL = dict(layers=4, microbatches=2, lora_rank=4)
@@ -86,6 +88,18 @@ def test_only_adapters_are_trained_and_what_rests_is_as_the_config_says():
     assert all(dtypes[name] == jnp.int8 for name, row in rows.items() if row.spec.unit)
     assert {name.rpartition("/")[2] for name, dtype in dtypes.items() if dtype == jnp.float32} >= {"lora_a", "unit"}
     assert dtypes["embedding/table"] == jnp.bfloat16 and dtypes["blocks/moe/mlp/experts/up"] == jnp.int8
+
+
+@pytest.mark.parametrize("family", ["column_row", pytest.param("scatter", marks=pytest.mark.slow)])
+def test_decoding_in_the_latent_space_has_the_adapters_of_up_projections(family):
+    case = (*(FEW | dict(attention="mla", layers=1)).items(),)
+    here = build((1, 2, 2), **dict(case), tensor_parallel=family, lora_base="int8")
+    values, wide = initial(case, "int8")
+    assert {"blocks/attention/up_k/lora_a", "blocks/attention/up_v/lora_b", "blocks/attention/up_k/unit"} <= {*values}
+    ids, alone = make_batch()["tokens"][:4], build((1, 1, 1), **dict(case))
+    expected = np.asarray(jax.jit(alone.logits)(put(alone, wide), ids, np.ones_like(ids), np.cumsum(1 + 0 * ids, 1) - 1))
+    logits = decoded_logits(here, put(here, values), Prompts(ids, np.zeros(len(ids), np.int32)), prefill=7)
+    assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
