@@ -142,6 +142,7 @@ def get_config() -> ConfigDict:
     config.model.lora_alpha = 16.0  # lora: what an adapter adds is multiplied by lora_alpha / lora_rank
     # lora: modules of a layer, or patterns of their names, whose products have adapters, as "attention/[qv] mlp"
     config.model.lora_on = "attention mlp"
+    config.model.lora_dropout = 0.0  # lora: probability, on the input of each adapter; not of experts' adapters
     # "float32" | "bfloat16" | "int8" | "float8": lora: dtype between steps of weights that are not trained; int8 and
     # float8 have a float32 scale for each column of a projection's or an expert's kernel, and other weights are in
     # bfloat16 then

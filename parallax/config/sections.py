@@ -299,6 +299,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         'lora: modules of a layer, or patterns of their names, whose products have adapters, as "attention/[qv] mlp"',
         saved=True,
     )
+    lora_dropout: float = key(0.0, "lora: probability, on the input of each adapter; not of experts' adapters", below=1)
     lora_base: str = key(
         "float32",
         "lora: dtype between steps of weights that are not trained; int8 and float8 have a float32 scale for each "
@@ -501,7 +502,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     def _check_lora(self) -> None:
-        for name in ("lora_alpha", "lora_on", "lora_base") if not self.lora_rank else ():
+        for name in ("lora_alpha", "lora_on", "lora_dropout", "lora_base") if not self.lora_rank else ():
             if getattr(self, name) != getattr(ModelConfig, name):
                 raise ConfigError(
                     f"model.{name}={quoted(getattr(self, name))} does nothing with model.lora_rank=0, which makes no "
@@ -526,6 +527,11 @@ class ModelConfig(Section, most=2**24, saved=True):
         ['', 'int8']
         """
         return self.lora_base if self.lora_base in ("int8", "float8") else ""
+
+    @property
+    def drops(self) -> bool:
+        """Whether a step of training drops entries of some activation."""
+        return self.dropout > 0 or self.lora_dropout > 0
 
     def matmul_of(self, part: str) -> str:
         """The form of products in this part of a layer: see parallax/model/products.py.

@@ -30,7 +30,7 @@ from parallax.storage.run_files import RECORD
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Fields that are read, or that say nothing about the results.
-PEFT_READ = ("peft_type", "r", "lora_alpha", "use_rslora")
+PEFT_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora")
 PEFT_HARMLESS = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -38,7 +38,6 @@ PEFT_HARMLESS = [
     "task_type",
     "inference_mode",
     "init_lora_weights",
-    "lora_dropout",
     "target_modules",
     "exclude_modules",
     "layers_to_transform",
@@ -52,7 +51,8 @@ PEFT_HARMLESS = [
     "runtime_config",
     "qalora_group_size",
 ]
-NO_ADAPTERS = {key: getattr(ModelConfig, key) for key in ("lora_rank", "lora_alpha", "lora_on", "lora_base")}
+KEYS = ("lora_rank", "lora_alpha", "lora_on", "lora_dropout", "lora_base")
+NO_ADAPTERS = {key: getattr(ModelConfig, key) for key in KEYS}
 
 
 def merge(workdir: Path, new: Path, *, step: int | None) -> int:
@@ -145,7 +145,7 @@ def to_peft(workdir: Path, out: Path, *, step: int | None) -> int:
         "r": model.lora_rank,
         "lora_alpha": model.lora_alpha,
         "target_modules": _targets(settings, hf_config.read_config(content), modules),
-        "lora_dropout": 0.0,
+        "lora_dropout": model.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -215,16 +215,22 @@ def _read_config(about: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a model that an adapter_config.json says; ConfigError names a field that is not supported."""
     if about.get("peft_type") != "LORA":
         raise ConfigError(f"{PEFT_CONFIG} has peft_type={quoted(about.get('peft_type'))}; only 'LORA' is read")
-    rank, alpha = about.get("r"), about.get("lora_alpha")
+    rank, alpha, dropout = about.get("r"), about.get("lora_alpha"), about.get("lora_dropout", 0.0)
     for name, value in (("r", rank), ("lora_alpha", alpha)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not _is_number(value) or not value > 0:
             raise ConfigError(f"{PEFT_CONFIG} has {name}={quoted(value)}, which is not a number above 0")
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise ConfigError(f"{PEFT_CONFIG} has lora_dropout={quoted(dropout)}, which is not a number from 0 to below 1")
     for name, value in about.items():
         if name not in (*PEFT_READ, *PEFT_HARMLESS) and value and (name, value) != ("bias", "none"):
             raise ConfigError(f"{PEFT_CONFIG} has {name}={quoted(value)}, which is not supported")
     # Of rank-stabilized adapters the factor is alpha / sqrt(r).
     scaled = alpha * math.sqrt(rank) if about.get("use_rslora") else alpha
-    return {"lora_rank": rank, "lora_alpha": float(scaled)}
+    return {"lora_rank": rank, "lora_alpha": float(scaled), "lora_dropout": float(dropout)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bool = True) -> list[PeftPair]:

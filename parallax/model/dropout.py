@@ -1,5 +1,6 @@
 """Dropout whose mask depends on the index in the whole array, so that sharding does not change it."""
 
+import math
 from collections.abc import Mapping
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ from parallax.sharding.zigzag import places
 
 
 class Dropout(nn.Module):
-    """Zero each entry of a `batch seq d_model` activation with probability `rate`, scale the rest.
+    """Zero each entry of an activation, of dims `batch seq` and others, with probability `rate`, scale the rest.
 
     `site` distinguishes the dropouts of one layer, `rows_B` are the rows' indices in the global batch. Without a key
     nothing is dropped.
@@ -34,12 +35,19 @@ class Dropout(nn.Module):
         keep = self._bits(x, rows_B, key) >= jnp.uint32(self.rate * 2**32)
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
 
-    def _bits(self, x_BSD: Array, rows_B: Array, key: Array) -> Array:
+    def _bits(self, x: Array, rows_B: Array, key: Array) -> Array:
         layout = Layout.parse(self.layout)
-        seq_S = places(layout, x_BSD.shape[1])
-        dim_D = offset(layout, "d_model", x_BSD.shape[2]) + jnp.arange(x_BSD.shape[2])
-        place_SD = seq_S[:, None] * self.sizes["d_model"] + dim_D[None, :]
+        seq_S, first, *others = places(layout, x.shape[1]), *zip(layout.names[2:], x.shape[2:])
+        entry = _indices(layout, *first)
+        for name, size in others:
+            entry = (entry[:, None] * self.sizes[name] + _indices(layout, name, size)[None]).reshape(-1)
+        place_SD = seq_S[:, None] * math.prod(self.sizes[name] for name in layout.names[2:]) + entry[None, :]
         key = jax.random.fold_in(key, self.site)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
         folded = jax.vmap(lambda key: jax.vmap(jax.vmap(lambda place: jax.random.fold_in(key, place)))(place_SD))
-        return jax.random.key_data(folded(key_B))[..., 0]
+        return jax.random.key_data(folded(key_B))[..., 0].reshape(x.shape)
+
+
+def _indices(layout: Layout, name: str, size: int) -> Array:
+    """Indices in the whole array of this rank's part of a dim."""
+    return offset(layout, name, size) + jnp.arange(size)

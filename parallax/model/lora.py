@@ -5,6 +5,7 @@ Symbols of the paper: r rank, A `lora_a`, B `lora_b`, W_0 kernel.
 
 import fnmatch
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.config.sections import ADAPTER, ModelConfig
+from parallax.config.sections import ADAPTER, EXPERT_ADAPTER, ModelConfig
 from parallax.errors import ConfigError, nearest, quoted
+from parallax.model.context import Context
 from parallax.model.dense import Dense, unrounded
+from parallax.model.dropout import Dropout
 from parallax.model.products import KERNEL, ProductInput
 from parallax.sharding.collectives import reshard
 from parallax.sharding.einsum import einsum, einsum_layout
@@ -24,12 +27,14 @@ from parallax.sharding.parameter import parameter, specs_of
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of parameters
 RANK = "rank"  # the dim that the second of them contracts
+NOISE, ROWS, KEY = "noise", "rows", "key"  # a collection beside parameters, and its variables: see `noise_of`
 
 
 class LoRA(Dense):
     """`x @ kernel + alpha / rank * (x @ lora_a) @ lora_b` if its model adapts this module; otherwise a Dense.
 
-    lora_b begins at 0, so training begins where the kernel is. Both matrices are sharded as the kernel's dims that they
+    With `model.lora_dropout` the adapter reads x with some entries dropped, others in each product and layer. lora_b
+    begins at 0, so training begins where the kernel is. Both matrices are sharded as the kernel's dims that they
     have, and no data axis shards them: they are small.
 
     Communication:
@@ -56,10 +61,26 @@ class LoRA(Dense):
         first = first_matrix(math.prod(self.sizes[name] for name in inputs))
         self.lora_a = parameter(self, LORA_A, self.into, sizes, first, inputs=" ".join(inputs), **what)
         self.lora_b = parameter(self, LORA_B, self.back, sizes, nn.initializers.zeros, inputs="rank", **what)
+        site = zlib.crc32("/".join(self.path).encode()) >> 1  # it becomes an int32
+        self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site)
 
     def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
         y = super().__call__(x, zeros_after=zeros_after)
-        return y + self._added(unrounded(x), zeros_after) if self.is_adapted else y
+        return y + self._added(self._dropped(unrounded(x)), zeros_after) if self.is_adapted else y
+
+    def with_adapter(self, kernel: Array, layout: str) -> Array:
+        """A kernel plus what its adapter stands for; `layout` has its dims, of which inputs are whole."""
+        if not self.is_adapted:
+            return kernel
+        inputs = " ".join(Layout.parse(self.into).names)
+        a = reshard(f"{self.into} -> {inputs}", self.lora_a.astype(self.dtype))
+        return kernel + self._factor * einsum(f"{inputs}, {self.back} -> {layout}", a, self.lora_b.astype(self.dtype))
+
+    def _dropped(self, x: Array) -> Array:
+        layer = self.scope.root
+        if not layer.has_variable(NOISE, KEY):
+            return x
+        return self.drop(x, layer.get_variable(NOISE, ROWS), layer.get_variable(NOISE, KEY))
 
     def _added(self, x: Array, zeros_after: int) -> Array:
         y, into = Layout.parse(self.y), Layout.parse(self.into)
@@ -69,8 +90,17 @@ class LoRA(Dense):
         narrow = einsum(f"{self.x}, {self.into} -> {sums}", x, self.lora_a.astype(self.dtype))
         narrow = reshard(f"{sums} -> {whole}", narrow)
         added = einsum(f"{whole}, {self.back} -> {self.y}", narrow, self.lora_b.astype(self.dtype))
-        added *= self.model.lora_alpha / self.model.lora_rank
+        added *= self._factor
         return jnp.pad(added, [*((0, 0) for _ in added.shape[:-1]), (0, zeros_after)]) if zeros_after else added
+
+    @property
+    def _factor(self) -> float:
+        return self.model.lora_alpha / self.model.lora_rank
+
+
+def noise_of(context: Context) -> dict[str, Any]:
+    """Collections for the call of a layer, with which its adapters drop entries; none if nothing is dropped."""
+    return {} if context.key is None else {NOISE: {ROWS: context.rows_B, KEY: context.key}}
 
 
 def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
@@ -78,14 +108,14 @@ def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
     return partial(LoRA, model=model, stored=model.stored_base) if model.lora_rank else None
 
 
-def adapts(model: ModelConfig, path: Sequence[str]) -> bool:
+def adapts(model: ModelConfig | None, path: Sequence[str]) -> bool:
     """Whether the product of a layer's module has an adapter.
 
     >>> model = ModelConfig(lora_rank=4, lora_on="attention/[qv] mlp")
     >>> [adapts(model, path) for path in (("attention", "q"), ("attention", "out"), ("mlp", "shared", "up"))]
     [True, False, True]
     """
-    return bool(model.lora_rank) and _is_named("/".join(path), model.lora_on)
+    return bool(model and model.lora_rank) and _is_named("/".join(path), model.lora_on)
 
 
 def first_matrix(fan_in: int) -> Callable:
@@ -93,9 +123,10 @@ def first_matrix(fan_in: int) -> Callable:
     return nn.initializers.normal((3 * fan_in) ** -0.5)
 
 
-def check_adapted(declared: Any, words: str) -> None:
-    """Raise ConfigError if a word of model.lora_on adapts no product; `declared` are a model's parameters."""
-    specs = named_leaves(specs_of(declared))
+def check_adapted(declared: Any, model: ModelConfig) -> None:
+    """Raise ConfigError if a word of model.lora_on adapts no product, or dropout cannot be of one that it adapts;
+    `declared` are the model's parameters."""
+    specs, words = named_leaves(specs_of(declared)), model.lora_on if model.lora_rank else ""
     in_layers = {name.removeprefix(f"{spec.stack}/"): spec for name, spec in specs.items() if spec.stack}
     for word in words.split():
         if not any(spec.adapts and _is_named(name, word) for name, spec in in_layers.items()):
@@ -104,6 +135,11 @@ def check_adapted(declared: Any, words: str) -> None:
                 f"model.lora_on={quoted(words)}: no product in {quoted(word)} may have an adapter; "
                 f"{nearest(word, known)}"
             )
+    if model.lora_dropout and any(spec.part == EXPERT_ADAPTER for spec in specs.values()):
+        raise ConfigError(
+            f"model.lora_dropout={model.lora_dropout} with model.lora_on={quoted(words)}, which has experts: their "
+            "adapters have no dropout, as in PEFT; use lora_dropout=0.0, or lora_on='attention mlp/shared', say."
+        )
 
 
 def _is_named(path: str, words: str) -> bool:

@@ -14,11 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from parallax.config.sections import ATTENTION, COMPUTE, FIXED
+from parallax.config.sections import ATTENTION, COMPUTE, FIXED, ModelConfig
 from parallax.model.attention import Sinks, attend, attend_over_context, no_sinks, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
+from parallax.model.lora import LoRA
 from parallax.model.norm import RMSNorm
 from parallax.model.products import INPUT, WEIGHT, Operand, ProductInput, kernel_operand, product_of, token_operand
 from parallax.model.rope import rotate
@@ -74,6 +75,7 @@ class MLA(nn.Module):
     matmul: str = "compute"
     matmul_residuals: str = "compute"  # of products that read latents; that of rotated keys saves x
     dense: Callable[..., Dense] | None = None  # makes its other projections than `Up`, if they are not Dense
+    up: Callable[..., LoRA] | None = None  # makes its up-projections, if they are not `Up` as it is
     score_cap: float = 0.0
     sinks: bool = False
     out_bias: bool = False  # of the output projection
@@ -88,7 +90,7 @@ class MLA(nn.Module):
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
         up = (*up, activation("heads/tp d_head", seq=seq))
         settings = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul, part=ATTENTION)
-        of_latent = partial(Up, *up, **settings, at_rest="d_latent", matmul_residuals=self.matmul_residuals)
+        of_latent = partial(self.up or Up, *up, **settings, at_rest="d_latent", matmul_residuals=self.matmul_residuals)
         self.up_k = of_latent()
         self.up_v = of_latent()
         kernel = self.family.back("heads/tp d_head")
@@ -220,16 +222,23 @@ class Reshard(nn.Module):
         return reshard(f"{self.before} -> {self.after}", x)
 
 
-class Up(Dense):
+def up_of(model: ModelConfig) -> Callable[..., LoRA]:
+    """What makes a model's up-projections."""
+    return partial(Up, model=model, stored=model.stored_base)
+
+
+class Up(LoRA):
     """Projects the latent to heads, with two further products that keep decoding in the latent space.
 
-    In these products each rank needs the whole columns of its own heads.
+    In these products each rank needs the whole columns of its own heads, to which an adapter is added. An adapter of
+    the projection itself sends what LoRA says.
 
     Communication:
         forward   as Dense
         backward  as Dense
     Communication, absorbed:
-        forward   all_to_all of the kernel over tp if it is cut over d_latent
+        forward   all_to_all of the kernel over tp if it is cut over d_latent;
+                  all_gather of lora_a over tp if there is one, cut over d_latent
         backward  the transposes
     """
 
@@ -258,4 +267,7 @@ class Up(Dense):
         return rounded.unrounded(latent.dtype).values
 
     def _own_heads(self) -> Array:
-        return reshard(f"{self.weight} -> {UP_WHOLE}", self.as_rounded(self.kernel.astype(self.dtype), WEIGHT))
+        kernel = self.as_rounded(self.kernel.astype(self.dtype), WEIGHT)
+        if self.stored:
+            kernel = (kernel.astype(jnp.float32) * self.unit[None]).astype(self.dtype)
+        return self.with_adapter(reshard(f"{self.weight} -> {UP_WHOLE}", kernel), UP_WHOLE)

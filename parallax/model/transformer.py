@@ -45,7 +45,7 @@ from parallax.model.families import Family
 from parallax.model.logits import LogitForm, scaled
 from parallax.model.lora import lora_of
 from parallax.model.mask import Mask
-from parallax.model.mla import MLA
+from parallax.model.mla import MLA, up_of
 from parallax.model.mlp import mlps_of
 from parallax.model.norm import norms_of
 from parallax.model.products import MEASURED
@@ -175,7 +175,7 @@ class Block(nn.Module):
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
         choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared, out_bias=m.out_bias, score_cap=m.score_cap, sinks=m.sinks)
+            return MLA(**shared, up=up_of(m), out_bias=m.out_bias, score_cap=m.score_cap, sinks=m.sinks)
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
         return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from parallax.config.remat import LAYER_INPUT, saved_parts
 from parallax.jaxprs import part
 from parallax.model.context import Context
+from parallax.model.lora import noise_of
 from parallax.pipeline.split_program import BackwardSplit, Selection, select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.plan import ShardingPlan
@@ -40,6 +41,11 @@ class LayerVjp(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
+def output_of(block: nn.Module, weights: Any, x: Array, context: Context) -> Array:
+    """The output of a layer with these weights, which are collections of its variables."""
+    return block.apply(weights | noise_of(context), x, context)
+
+
 def traced_vjp(
     block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
 ) -> tuple[LayerVjp, ClosedJaxpr]:
@@ -49,7 +55,7 @@ def traced_vjp(
     def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
         def run(trained: Any, x: Array) -> Array:
             params = jax.tree.map(lambda weight, new: weight if new is None else new, weights["params"], trained)
-            return block.apply(weights | {"params": params}, x, context)
+            return output_of(block, weights | {"params": params}, x, context)
 
         return jax.vjp(run, plan.trained_of(weights["params"], stack), x)
 
@@ -76,7 +82,7 @@ class SaveAll:
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         """The layer's output."""
-        return self.block.apply(weights, x, context)
+        return output_of(self.block, weights, x, context)
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
@@ -121,7 +127,7 @@ class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
-        return self.block.apply(weights, x, context), {"FB": [x]}
+        return output_of(self.block, weights, x, context), {"FB": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["FB"]

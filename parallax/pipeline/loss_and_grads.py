@@ -180,7 +180,7 @@ def microbatches(
         arrays, rows = {name: _share_of_each(x, count) for name, x in arrays.items()}, _share_of_each(rows, count)
     cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in arrays.items()}
     key = None
-    if noise is not None and model.config.dropout > 0:
+    if noise is not None and model.config.drops:
         root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
         key = as_varying(jax.random.fold_in(root, noise[1]))
     return Tokens(*(cut[name] for name in BATCH_ARRAYS), rows.reshape(count, -1), key)

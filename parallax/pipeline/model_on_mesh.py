@@ -70,7 +70,7 @@ class ModelOnMesh:
         self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, **options)
         self.orders = arrangements(self.schedule.placement, model.layer_kinds)
         declared = freeze(self.parts.declared(), optimizer.frozen)
-        check_adapted(declared, model.lora_on if model.lora_rank else "")
+        check_adapted(declared, model)
         of_frozen = ("bfloat16" if model.stored_base else model.lora_base) if model.lora_rank else ""
         declared = stored_as(declared, optimizer.weights_dtype, of_frozen)
         self.plan = ShardingPlan(

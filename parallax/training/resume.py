@@ -46,7 +46,8 @@ CORPUS, TOKENIZER = "corpus.fingerprint", "corpus.tokenizer"
 CONTINUE_FROM = "train.continue_from"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, context extension, and what a token attends to.
-FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
+FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.lora_dropout")  # prefixes
+FREE_KEYS += ("model.sliding_window", "model.rope_")
 
 
 def step_to_resume(

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections import Counter
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -253,13 +254,21 @@ def test_an_adapter_sends_what_its_strings_say(form):
 
 @pytest.mark.parametrize("method", ["absorb_query", "expand"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_absorbed_kernel_is_all_that_is_sent(family, method):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_absorbed_kernel_is_all_that_is_sent(family, method, rank):
     weight = FAMILIES[family].into("d_latent", "heads/tp d_head")
     narrow = "batch/dp seq heads/tp " + {"absorb_query": "d_head", "expand": "d_latent"}[method]
-    up = Up(weight, FAMILIES[family].input("d_latent"), "batch/dp seq heads/tp d_head", SIZES)
-    run = lambda kernel, x: up.apply({"params": {"kernel": kernel}}, x, method=method)  # noqa: E731
-    facts = {"it is cut over dp": True, "it is cut over d_latent": family == "scatter"}
-    assert sent(run, ones(weight, narrow), (weight, narrow)) == promised(Up, "absorbed", facts, Dense=Dense)
+    latent, model = FAMILIES[family].input("d_latent"), model_config(lora_rank=rank, **{"lora_on": "*"} if rank else {})
+    up = Up(weight, latent, "batch/dp seq heads/tp d_head", SIZES, model=model, name="up_k")
+    shapes = jax.eval_shape(partial(up.init, method=method), jax.random.key(0), *ones(narrow))["params"]
+    layouts = {name: leaf.layout for name, leaf in shapes.items()}
+    params = {name: np.ones(leaf.value.shape, np.float32) for name, leaf in shapes.items()}
+    found = sent(
+        lambda params, x: up.apply({"params": params}, x, method=method), (params, *ones(narrow)), (layouts, narrow)
+    )
+    is_cut = family == "scatter"
+    facts = {"it is cut over d_latent": is_cut, "there is one, cut over d_latent": is_cut and rank > 0}
+    assert found == promised(Up, "absorbed", facts, Dense=Dense)
 
 
 @pytest.mark.parametrize("after", ["batch/dp seq d_latent", "batch/dp seq d_latent/tp"])
