@@ -156,10 +156,11 @@ def figures(args: argparse.Namespace, name: str) -> Figures:
     from parallax.analysis.planned.step_time import compile_and_read, predict
     from parallax.analysis.planned.topology import read_topology
     from parallax.errors import ConfigError
+    from parallax.step.resolve import resolve
 
     devices, topology, predicted = absent_devices(args.topology), read_topology(args.topology), (math.nan, math.nan)
     try:
-        settings = settings_on(args, name, len(devices))
+        settings = resolve(settings_on(args, name, len(devices)), topology.as_devices)
         estimate = predict(settings, topology)
         predicted = estimate.peak_bytes / 2**30, estimate.secs
         made = compile_and_read(settings, topology, devices, kernel_efficiency=args.kernels)

@@ -163,11 +163,12 @@ def in_percent(error: float) -> str:
 def figures(case: Case) -> tuple[Figures, str]:
     """What is predicted and what was compiled, and the schedule that ran: without a pipeline none of the named ones."""
     import parallax as px
-    from parallax.analysis.report import report_settings, traced_beside_compiled
+    from parallax.analysis.report import report, traced_beside_compiled
+    from parallax.step.resolve import resolve, rounded_entries
 
     settings = px.read_settings(config_for(case).to_dict())
     mesh = px.make_mesh(settings.mesh, devices(case))
-    found = report_settings(settings, mesh, name=case.config)
+    found = report(px.step_of(resolve(settings), mesh), name=case.config, entries=rounded_entries(settings))
     _, memory = (pair for _, *pair in found.beside_compiler())
     fates = traced_beside_compiled(found.sent_on_average, found.compiled.collectives)
     passes = [row for row in fates if not row.update]

@@ -12,13 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.analysis.report import Report, report_settings
+from parallax.analysis.report import Report, report
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.settings import Settings
 from parallax.display.units import in_bytes
 from parallax.schedules import Costs, Schedule, by_name
 from parallax.schedules.pricing import start_times, tick_ends
+from parallax.step.resolve import resolve
+from parallax.step.step import step_of
 
 PICTURE = ROOT / "docs" / "step.svg"
 CONFIG = ROOT / "configs" / "quickstart.py"
@@ -192,5 +194,5 @@ def settings() -> Settings:
 
 if __name__ == "__main__":
     mesh = abstract_mesh(settings().mesh.sizes, simulated=True)
-    PICTURE.write_text(picture(report_settings(settings(), mesh, name=CONFIG.stem)), encoding="utf-8")
+    PICTURE.write_text(picture(report(step_of(resolve(settings()), mesh), name=CONFIG.stem)), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))

@@ -11,7 +11,7 @@ import pathlib
 import subprocess
 import sys
 
-from parallax.analysis.report import report_settings
+from parallax.analysis.report import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,6 +23,8 @@ from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.sections import INFERRED
 from parallax.sharding.mesh import resolve_sizes
+from parallax.step.resolve import resolve, rounded_entries
+from parallax.step.step import step_of
 
 DOCS = ROOT / "docs" / "measured" / "report.md"
 COMMAND = "python -m parallax.report --config=configs/quickstart.py"
@@ -40,7 +42,7 @@ def report_of(name):
     if INFERRED in sizes.values():
         sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or DEVICES)
     mesh = abstract_mesh(sizes, simulated=settings.mesh.simulate > 0)
-    return report_settings(settings, mesh, name=name)
+    return report(step_of(resolve(settings), mesh), name=name, entries=rounded_entries(settings))
 
 
 def golden(name):

@@ -15,7 +15,6 @@ from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
 from parallax.hardware.chips import chip
-from parallax.step.resolve import resolve
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # The slices of a chip with so many dims, by their number of chips.
@@ -29,7 +28,7 @@ NEARLY = 0.75  # of a chip's memory: what the compiler refuses as too large is p
 def main(name: str, kind: str) -> None:
     without_chips(["--topology"])
     config, _ = load_config(str(CONFIGS / f"{name}.py"))
-    settings = resolve(read_settings(config.to_dict()))
+    settings = read_settings(config.to_dict())
     sizes = settings.mesh.sizes.values()
     count = 8 if -1 in sizes else math.prod(sizes)
     where = f"{kind}:{SLICES[chip(kind).torus_dims][count // chip(kind).cores]}"

@@ -69,7 +69,7 @@ def parity(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = NO
         mesh={**dict.fromkeys(ALL_AXES, 1), "simulate": 0},
         pipeline={"schedule": "gpipe", "virtual": 1},
         layout={"exchange": "gather"},
-        model={"kernel": model.settings.model.kernel},
+        model={"kernel": model.config.kernel},
     )
     model_alone = model_of(on_one, make_mesh(on_one.mesh, list(model.mesh.devices.flat)[:1]))
     rows, seq, entries = settings.data.global_batch, settings.data.seq, settings.model.vocab

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from parallax.analysis.compiled.annotated import annotated
 from parallax.analysis.compiled.hlo import of_update
@@ -26,7 +26,6 @@ from parallax.analysis.traced.collectives import (
 from parallax.analysis.traced.flops import Flops, flops_breakdown
 from parallax.analysis.traced.memory import memory
 from parallax.config.sections import ALL_AXES
-from parallax.config.settings import Settings
 from parallax.display.html import html_page, in_frame
 from parallax.display.plain import as_plain
 from parallax.display.progress import waiting
@@ -34,8 +33,7 @@ from parallax.display.tables import LEAST_SHOWN, Table, TitledTables, section_te
 from parallax.display.units import in_bytes, in_flops, percent
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
-from parallax.step.resolve import likely_entries, resolve, with_vocab_of_weights
-from parallax.step.step import TrainStep, abstract_state, step_of
+from parallax.step.step import TrainStep, abstract_state
 
 GIVEN = ("parameters", "optimizer", "batch")  # components of memory that are arguments of a step
 LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # fields of `compiled` that JSON leaves out
@@ -191,13 +189,6 @@ def report(
         dtypes={"parameters": dtypes_of(state.params), "optimizer": dtypes_of(state.opt_state)},
         program=text,
     )
-
-
-def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str, annotate: bool = False) -> Report:
-    """The report of these settings' training step on a mesh; compiled if its devices are real or simulated."""
-    settings = with_vocab_of_weights(settings)
-    entries = None if settings.model.vocab else likely_entries(settings.data)
-    return report(step_of(resolve(settings), mesh), name=name, entries=entries, annotate=annotate)
 
 
 DIRECTIONS = ("forward", "recompute", "backward", "update")

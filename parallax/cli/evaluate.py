@@ -27,7 +27,7 @@ with loading(__name__, sys.stderr):
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.batches import put_on, saved_cache
-    from parallax.step.resolve import with_tokenizer
+    from parallax.step.resolve import run_tokenizer
     from parallax.step.step import make_eval_step
     from parallax.storage.run_files import RunFiles
     from parallax.training.evaluation import mean_loss
@@ -102,11 +102,11 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         CheckpointError: there is no such step, or it is damaged.
         DataError: the text is missing, or has nothing to predict.
     """
-    settings = with_tokenizer(settings, workdir)
+    tokenizer = run_tokenizer(settings, workdir)
     choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(workdir, settings, settings.mesh, step, choose)
     with waiting("reading the text"):
-        reader = open_text(trained, settings.data, data, RunFiles(workdir))
+        reader = open_text(trained, settings.data, data, RunFiles(workdir), tokenizer)
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
     shape = reader.rows.size, reader.seq
@@ -132,8 +132,9 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     )
 
 
-def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles) -> Reader:
-    """The text as windows, with the run's own tokenizer; prepared in its folder if necessary."""
+def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles, tokenizer: str = "") -> Reader:
+    """The text as windows, prepared in the run's folder if necessary. The held-out text is read with `tokenizer`, which
+    must be the run's own; by default with that of the config."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
     # As many windows in a batch as in training, or the next number that divides over the mesh.
@@ -142,15 +143,15 @@ def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles)
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
         source = kind_of(data, config.field)
         cache = "" if source == "prepared" else config.cache
-        config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
+        config = dataclasses.replace(config, source=source, path=data, cache=cache)
     split = "eval" if data is None else "all"
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
-    cached = {"fingerprint": fingerprint, "finished": saved_cache(run)}
-    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **cached)
+    options = {"tokenizer": tokenizer, "fingerprint": fingerprint, "finished": saved_cache(run)}
+    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **options)
     if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
-            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
+            f"{tokenizer or config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
     return reader
 

@@ -16,7 +16,7 @@ from parallax.display.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.analysis.planned import plan
     from parallax.analysis.planned.devices import local_topology
-    from parallax.analysis.planned.step_time import CompiledStep, compile_and_read
+    from parallax.analysis.planned.step_time import CompiledStep, compile_and_read, predicted
     from parallax.analysis.planned.sweep import Cache, Sweep, draw, front
     from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.arguments import write_output
@@ -82,7 +82,7 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
 def print_plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
     with waiting("tracing the step"):
-        planned = plan.plan(settings, topology, name=name)
+        planned = plan.Plan(name, settings, topology, predicted(settings, topology))
     print(planned, flush=True)
     now = planned.estimate
     print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)

@@ -23,7 +23,7 @@ with loading(__name__, sys.stderr):
 
     from parallax.analysis.compiled.profile import profile_steps, read_traces
     from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
-    from parallax.analysis.report import report_settings
+    from parallax.analysis.report import report
     from parallax.analysis.traced.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path, write_output
     from parallax.cli.command import Flag, read_command, run_command, written
@@ -34,7 +34,8 @@ with loading(__name__, sys.stderr):
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels.platforms import ATTENTION_KERNELS
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
-    from parallax.step.resolve import fit_to_devices
+    from parallax.step.resolve import resolve, rounded_entries
+    from parallax.step.step import step_of
 
 USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
 FLAGS = {
@@ -71,18 +72,18 @@ def act(argv: Sequence[str]) -> None:
     hlo = values["hlo"]
     if hlo == PRINTED and values["json"]:
         raise ConfigError("--hlo and --json both print; write one to a file: --hlo=step.hlo")
-    compiled = not values["trace-only"]
-    if values["topology"] is None:
+    compiled, entries = not values["trace-only"], rounded_entries(settings)
+    topology = read_topology(values["topology"]) if values["topology"] is not None else None
+    settings = resolve(settings, topology and topology.as_devices)
+    if topology is None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
-        topology = read_topology(values["topology"])
-        settings = fit_to_devices(settings, topology.as_devices)
         check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config")).stem
     if hlo is not None and why_abstract:
         raise ConfigError(f"--hlo shows the compiled program. {why_abstract}")
-    shown = report_settings(settings, mesh, name=name, annotate=hlo is not None)
+    shown = report(step_of(settings, mesh), name=name, entries=entries, annotate=hlo is not None)
     if shown.compiled is None:
         shown = dataclasses.replace(shown, compiled_for=why_abstract)
     if values["html"] is not None:

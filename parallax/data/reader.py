@@ -5,7 +5,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +36,7 @@ def open_reader(
     split: str,
     rows: Sequence[int] | None = None,
     columns: range | None = None,
+    tokenizer: str = "",
     fingerprint: str = "",
     finished: str = "",
 ) -> "Reader":
@@ -47,6 +47,7 @@ def open_reader(
         vocab: of the model; None if it will be taken from the reader's tokenizer.
         split: "train", "eval" or "all".
         rows, columns: see `Reader`.
+        tokenizer: what `config.tokenizer` "auto" stands for, if a run has decided it.
         fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
             differently; "" for a new run.
         finished: another cache, whose complete data is read where `folder` has none; nothing is written there.
@@ -55,16 +56,17 @@ def open_reader(
         DataError: the data is missing, damaged or too small.
     """
     check_choice("split", split, SPLITS)
+    named = tokenizer or config.tokenizer
     if config.source == "prepared":
         prepared, left_out = Path(config.path).expanduser(), ""
     else:
-        config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
+        named = Bytes.name if named == AUTO else named
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
-        options = {key: getattr(config, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+        options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
         source = open_source(config.source, **where)
-        left_out, request = source.left_out, Request(source=source, fingerprint=fingerprint, **options)
+        left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
-        name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
+        name = re.sub(r"\W", "_", Path(named).stem)
         cache = Path(config.cache).expanduser() if config.cache else folder
         kind = re.sub(r"\W+", "_", config.source)
         prepared = cache / (corpus := f"{kind}-{name}-{key}")
@@ -73,15 +75,15 @@ def open_reader(
             prepared = there
         else:
             prepare(request, prepared, workers=usable_cpus())
-    tokenizer = _open_tokenizer(config, prepared)
-    if vocab is not None and vocab < tokenizer.needed:
-        written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
+    opened = _open_tokenizer(named, config.special_tokens, prepared)
+    if vocab is not None and vocab < opened.needed:
         raise ConfigError(
-            f"model.vocab={vocab} is less than the {tokenizer.needed} ids of tokenizer {written!r}; "
+            f"model.vocab={vocab} is less than the {opened.needed} ids of tokenizer "
+            f"{opened.name if named == AUTO else named!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
     options = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
-    return Reader(config, prepared, tokenizer=tokenizer, split=split, **options)
+    return Reader(config, prepared, tokenizer=opened, split=split, **options)
 
 
 def _is_complete(folder: Path, request: Request) -> bool:
@@ -95,23 +97,21 @@ def _is_complete(folder: Path, request: Request) -> bool:
     return manifest.request == request.to_json()
 
 
-def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of prepared data, which must be the one in the config."""
+def _open_tokenizer(named: str, special_tokens: str, folder: Path) -> Tokenizer:
+    """The tokenizer of prepared data, which must be the one that is `named`."""
     manifest = Manifest.read(folder)
     tokenizer = load_tokenizer(folder, manifest.tokenizer_fingerprint)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
     made = manifest.special_tokens
-    if config.special_tokens != made:
-        raise DataError(
-            f"data.special_tokens={config.special_tokens!r}, but {folder} was prepared with {made!r}; use that"
-        )
-    agrees = config.tokenizer in (AUTO, tokenizer.name)
-    if config.tokenizer.endswith(".json"):
-        agrees = load_tokenizer(config.tokenizer, tokenizer.fingerprint).fingerprint == tokenizer.fingerprint
+    if special_tokens != made:
+        raise DataError(f"data.special_tokens={special_tokens!r}, but {folder} was prepared with {made!r}; use that")
+    agrees = named in (AUTO, tokenizer.name)
+    if named.endswith(".json"):
+        agrees = load_tokenizer(named, tokenizer.fingerprint).fingerprint == tokenizer.fingerprint
     if not agrees:
         raise DataError(
-            f"data.tokenizer={config.tokenizer!r} is not that of {folder}: that is {tokenizer.name!r} "
+            f"data.tokenizer={named!r} is not that of {folder}: that is {tokenizer.name!r} "
             f"with {tokenizer.vocab} ids and fingerprint {tokenizer.fingerprint[:12]}..."
         )
     return tokenizer

@@ -22,6 +22,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
 from parallax.model.experts.exchange_costs import even_load, exchange_of
 from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.lora import check_adapted
 from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
@@ -52,14 +53,15 @@ class ModelOnMesh:
 
     def __init__(self, settings: Settings, mesh: Any, *, measures: bool = False):
         refuse_saved({key: code for key, code in code_of(settings).items() if not key.startswith(NOT_OF_A_MODEL)})
-        if settings.model.kernel == AUTO:  # of rows of any length
-            model = dataclasses.replace(settings.model, kernel="xla")
-            settings = dataclasses.replace(settings, model=model)
         self.settings, self.mesh, self.measures = settings, mesh, measures
-        model, layout, pipeline = settings.model, settings.layout, settings.pipeline
-        self.config, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, settings.loss
-        self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
+        device = checks.device_of(mesh)
+        platform, kind = (device.platform, device.device_kind) if device else ("", "")
+        kernel = chosen_kernel(settings, self.axis_sizes, platform, kind)
+        self.config = model = dataclasses.replace(settings.model, kernel=kernel)
+        self.layout, self.pipeline, self.loss_config = settings.layout, settings.pipeline, settings.loss
+        self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
+        layout, pipeline = self.layout, self.pipeline
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         self._check()
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)

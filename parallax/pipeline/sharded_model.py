@@ -30,7 +30,7 @@ class ShardedModel(ModelOnMesh):
 
     def replace(self, *, mesh: Any = None, measures: bool = False, **sections: Any) -> "ShardedModel":
         """The same model on another mesh, or with other sections of its settings."""
-        settings = dataclasses.replace(self.settings, **sections)
+        settings = dataclasses.replace(self.settings, **{"model": self.config, **sections})
         return ShardedModel(settings, self.mesh if mesh is None else mesh, measures=measures)
 
     def init(self, seed: int) -> Any:

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
-from parallax.step.resolve import known_fingerprint, with_tokenizer
+from parallax.step.resolve import known_fingerprint, run_tokenizer, vocab_of_weights
 from parallax.storage.files import object_if_readable
 from parallax.storage.run_files import RunFiles
 
@@ -42,10 +42,9 @@ def open_split(
     settings: Settings, folder: RunFiles, split: str, rows: np.ndarray | None = None, columns: range | None = None
 ) -> Reader:
     """The reader of a split; prepares the corpus first if necessary."""
-    vocab = settings.model.vocab or None
-    settings = with_tokenizer(settings, folder.path)
+    vocab = settings.model.vocab or vocab_of_weights(settings, folder.path).get("vocab")
     options = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
-    options["finished"] = saved_cache(folder)
+    options |= {"tokenizer": run_tokenizer(settings, folder.path), "finished": saved_cache(folder)}
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **options)
 
 

@@ -1,7 +1,6 @@
 """Settings with nothing left open: what a config leaves to the devices, to a tokenizer or to weights is filled in."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,7 @@ from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig, DataP
 from parallax.config.settings import Settings, read_settings
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError, DataError, quoted
-from parallax.model.checks import check_context, check_kernel_on, check_kernel_seq
-from parallax.model.kernels.cudnn import BEFORE_AMPERE, LONGEST_BIAS
-from parallax.model.kernels.platforms import FASTEST_KERNEL
-from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.model.kernels.choice import chosen_kernel
 from parallax.sharding.mesh import resolve_sizes
 from parallax.storage.run_files import RunFiles
 from parallax.user_code import names_code
@@ -50,55 +46,37 @@ def resolve(
 ) -> Settings:
     """The settings with a number for the vocab and, on `devices`, for each mesh axis, and with an attention kernel.
 
-    `tokenizer` is that of the data; without it, model.vocab 0 becomes what a run would probably have, and no text is
-    read. `run` is the run's folder, whose checkpoints go before those of the run from which the weights come.
+    This is the only place where a config's open values are filled in. `tokenizer` is that of the data; without it,
+    model.vocab 0 becomes what a run would probably have, and no text is read. `run` is the run's folder, whose
+    checkpoints go before those of the run from which the weights come.
 
     Without devices, mesh axes of -1 and the kernel "auto" stay. So they do in a run's config.json, since its next start
-    may have other devices.
+    may have other devices; a model chooses its kernel from its mesh.
 
     Raises:
         ConfigError: the mesh does not fit the devices, or the vocab not the weights.
     """
+    mesh, model = {}, vocab_of_weights(settings, run)
+    if not (settings.model.vocab or model):
+        entries = tokenizer.vocab if tokenizer else likely_entries(settings.data)
+        # A vocab that model.vocab_multiple pads is that of the tokenizer.
+        multiple = 1 if settings.model.vocab_multiple > 1 else VOCAB_MULTIPLE
+        model = {"vocab": -(-entries // multiple) * multiple}
     if devices is not None:
-        settings = fit_to_devices(settings, devices)
-    settings = with_vocab_of_weights(settings, run)
-    if settings.model.vocab:
-        return settings
-    return with_entries(settings, tokenizer.vocab if tokenizer else likely_entries(settings.data))
+        sizes = sizes_on(settings, devices)
+        mesh = {**sizes, "simulate": devices.count if devices.platform == "cpu" else 0}
+        model |= {"kernel": chosen_kernel(settings, sizes, devices.platform, devices.kind)}
+    return read_settings(settings, mesh=mesh, model=model)
 
 
-# ---- what devices decide
-
-
-def fit_to_devices(settings: Settings, devices: Devices) -> Settings:
-    """The settings with a number for each mesh axis, and with the attention kernel for these devices."""
+def sizes_on(settings: Settings, devices: Devices) -> dict[str, int]:
+    """The sizes of the mesh's axes on these devices."""
     try:
-        sizes = resolve_sizes(settings.mesh, devices.count, simulated=not devices.topology)
+        return resolve_sizes(settings.mesh, devices.count, simulated=not devices.topology)
     except ConfigError as error:
         if not devices.topology:
             raise
         raise ConfigError(f"{devices.topology} has {devices.count} devices: {error}") from error
-    settings = with_kernel_on(settings, sizes, devices.platform, devices.kind)
-    simulate = devices.count if devices.platform == "cpu" else 0
-    return read_settings(settings, mesh={**sizes, "simulate": simulate})
-
-
-def with_kernel_on(settings: Settings, axis_sizes: Mapping[str, int], platform: str, kind: str) -> Settings:
-    """The settings with the attention kernel that model.kernel="auto" stands for on devices of this kind: the fastest
-    one if it supports the model and its rows in this form of context parallelism, otherwise "xla"."""
-    if settings.model.kernel != AUTO:
-        return settings
-    seq, context, ranks = settings.data.seq, settings.layout.context, axis_sizes.get(CONTEXT_AXIS, 1)
-    fastest = dataclasses.replace(settings.model, kernel=FASTEST_KERNEL.get(platform, "xla"))
-    try:
-        check_context(fastest, context, axis_sizes)
-        check_kernel_on(fastest, platform, kind)
-        check_kernel_seq(fastest, seq, context, ranks)
-        unfit = platform == "gpu" and (seq > LONGEST_BIAS or any(name in kind for name in BEFORE_AMPERE))
-    except ConfigError:
-        unfit = True
-    model = dataclasses.replace(settings.model, kernel="xla") if unfit else fastest
-    return dataclasses.replace(settings, model=model)
 
 
 def for_inference(settings: Settings) -> Settings:
@@ -114,16 +92,16 @@ def for_inference(settings: Settings) -> Settings:
 # ---- what weights and tokenizers decide
 
 
-def with_tokenizer(settings: Settings, run: Path) -> Settings:
-    """Settings with data.tokenizer "auto" resolved from the run or from that of its first weights.
+def run_tokenizer(settings: Settings, run: Path) -> str:
+    """What data.tokenizer "auto" stands for: the tokenizer of the run, or that of its first weights; "auto" without
+    both, and otherwise what is written.
 
-    A resumed run keeps its tokenizer; a fresh one takes that of the run whose weights it starts from. The file is that
-    of a checkpoint, which a later one replaces, so a run's config.json never names it.
+    The file is that of a checkpoint, which a later one replaces, so a run's config.json never names it.
     """
     origin = _origin(settings, run)
     if settings.data.tokenizer != AUTO or origin is None:
-        return settings
-    return read_settings(settings, data={"tokenizer": _tokenizer_of(origin.checkpoints)})
+        return settings.data.tokenizer
+    return _tokenizer_of(origin.checkpoints)
 
 
 def tokenizer_of_step(checkpoints: Path, step: int) -> Tokenizer:
@@ -143,8 +121,8 @@ def _fingerprint_of(checkpoints: Path, step: int) -> str:
     return fingerprint if isinstance(fingerprint, str) else ""
 
 
-def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settings:
-    """Settings in which model.vocab 0 is replaced by the vocab of the first weights, with their padding.
+def vocab_of_weights(settings: Settings, run: Path | None = None) -> dict[str, int]:
+    """The vocab of a run's first weights and its padding, as keys of the model; {} if they decide nothing.
 
     A resumed run has its own vocab and does not need those weights; whether it fits is checked when it is resumed.
 
@@ -154,17 +132,17 @@ def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settin
     source, here = settings.train.first_run, settings.model.vocab
     origin = _origin(settings, run) if source else None
     if origin is None or (here and origin.path == run):
-        return settings
+        return {}
     valid = check_steps(origin.checkpoints).valid
     if not valid:
-        return settings  # loading reports that all are damaged
+        return {}  # loading reports that all are damaged
     saved = of_today(read_manifest(origin.checkpoints, valid[0])["settings"])[0].get("model", {})
     there = {key: saved.get(key) for key in LEFT_OPEN}
     if not all(type(value) is int for value in there.values()):
-        return settings
+        return {}
     model, theirs = settings.model, dataclasses.replace(settings.model, **there)
     if here and (here, model.padded_vocab) == (theirs.vocab, theirs.padded_vocab):
-        return settings
+        return {}
     for key, value in there.items():
         written = getattr(model, key)
         if written != value and (here or written != LEFT_OPEN[key]):
@@ -173,15 +151,12 @@ def with_vocab_of_weights(settings: Settings, run: Path | None = None) -> Settin
                 f"model.{key}={written}, but the weights of train.{source_key}={source!r} have model.{key}={value}; "
                 f"use {value}, or {'0' if key == 'vocab' else 'model.vocab=0 and 1 here'} to take it from there"
             )
-    return dataclasses.replace(settings, model=theirs)
+    return there
 
 
-def with_entries(settings: Settings, entries: int) -> Settings:
-    """Settings in which model.vocab 0 is replaced by the next multiple of 128 that holds all entries, or by the number
-    of entries if model.vocab_multiple pads them."""
-    padded = settings.model.vocab_multiple > 1
-    rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return read_settings(settings, model={"vocab": settings.model.vocab or rounded})
+def rounded_entries(settings: Settings) -> int | None:
+    """Number of tokens from which `resolve` rounds up the vocab, if it reads no text; None if the vocab is given."""
+    return None if settings.model.vocab or vocab_of_weights(settings) else likely_entries(settings.data)
 
 
 def likely_entries(data: DataConfig) -> int:

@@ -15,7 +15,6 @@ from parallax.config.sections import GuardConfig
 from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
 from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.checks import device_of
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options
@@ -28,7 +27,6 @@ from parallax.step.expert_load import counts_of
 from parallax.step.guard import GuardState, init_guard, judge
 from parallax.step.low_precision import Blocks, check_blocks, has_blocks, narrowed, widened
 from parallax.step.optimizer import global_norm, make_optimizer
-from parallax.step.resolve import with_kernel_on
 from parallax.step.statistics import with_statistics
 from parallax.step.streaming import check_streams, map_kept, update_by_layer
 
@@ -280,11 +278,7 @@ def model_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = 
     """
     check_settings(settings)
     settings = with_code(settings, code)
-    mesh = make_mesh(settings.mesh) if mesh is None else mesh
-    device = device_of(mesh)
-    if device is not None:
-        settings = with_kernel_on(settings, mesh.shape, device.platform, device.device_kind)
-    return ShardedModel(settings, mesh)
+    return ShardedModel(settings, make_mesh(settings.mesh) if mesh is None else mesh)
 
 
 def optimizer_of(model: ShardedModel) -> optax.GradientTransformation:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from parallax.analysis.planned.devices import check_fits
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.settings import Settings, code_of
+from parallax.config.settings import Settings, code_of, read_settings
 from parallax.data import Reader
 from parallax.data.tokenizer import Tokenizer
 from parallax.display.progress import waiting
@@ -20,7 +21,7 @@ from parallax.processes import job
 from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split, own_part, put_on
-from parallax.step.resolve import VOCAB_MULTIPLE, resolve, with_entries, with_vocab_of_weights
+from parallax.step.resolve import VOCAB_MULTIPLE, resolve, vocab_of_weights
 from parallax.step.step import abstract_state, model_of, optimizer_of
 from parallax.training.folder import RunFolder
 from parallax.training.resume import check_source, files_of_import
@@ -45,11 +46,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     job.connect_devices(mesh)
     if settings.train.first_run and not complete_steps(folder.checkpoints):
         check_source(settings.train)
-    settings = with_vocab_of_weights(settings, folder.path)
-    # Preparing data may take hours, so everything else is checked first. This vocab divides over any axis.
-    model = model_of(with_entries(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
-    model.check_batch(settings.data.global_batch, settings.data.seq)
-    optimizer_of(model)
+    check_before_data(settings, mesh, folder)
     with waiting("preparing the data"):
         train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     job.set_phase("planning the run", compiling=True)
@@ -74,6 +71,16 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
             )
     of_import = files_of_import(folder, settings.train.first_run)
     return RunComponents(settings, model, tx, train_data, eval_data, of_import)
+
+
+def check_before_data(settings: Settings, mesh: Mesh, folder: RunFolder) -> None:
+    """All that can be checked without a tokenizer, since preparing data may take hours; raises a ParallaxError."""
+    # This vocab divides over any axis.
+    some = settings.model.vocab or VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple
+    any_vocab = read_settings(settings, model={"vocab": some, **vocab_of_weights(settings, folder.path)})
+    model = model_of(any_vocab, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    optimizer_of(model)
 
 
 def eval_count(components: RunComponents) -> int:

@@ -69,8 +69,10 @@ print(sum(one.target == "AllocateBuffer" for one in on_host), sum(one.kind == "c
 ARGUMENTS = """
 from parallax.analysis.planned.step_time import compile_and_read, predict
 from parallax.analysis.planned.topology import read_topology
+from parallax.step.resolve import resolve
 
 topology = read_topology("H100:1")
+settings = resolve(settings, topology.as_devices)
 print(compile_and_read(settings, topology, devices_of("H100:1")).arguments, predict(settings, topology).host_bytes)
 """
 

@@ -13,11 +13,13 @@ from support.stand_ins import ClientStandIn
 from support.tiny_model import mesh_of
 
 from parallax.analysis.compiled.profile import About, Operation, Trace, profile_steps, read_traces
-from parallax.analysis.report import report_settings
+from parallax.analysis.report import report
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.report import main
 from parallax.config.settings import load_settings, read_settings
 from parallax.errors import ConfigError, DataError
+from parallax.step.resolve import resolve, rounded_entries
+from parallax.step.step import step_of
 from parallax.storage.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
 from parallax.training.run import train
@@ -291,7 +293,8 @@ def test_a_report_of_a_run_from_weights_counts_their_vocab(observed_run):
         {"model": {"vocab": 0}, "train": {"init_from": str(observed_run)}, "data": {"tokenizer": "auto"}},
     ):
         changed = read_settings(settings, **given | changes)
-        flops.append(report_settings(changed, abstract_mesh(one), name="run").flops)
+        step = step_of(resolve(changed), abstract_mesh(one))
+        flops.append(report(step, entries=rounded_entries(changed)).flops)
     assert flops[0] == flops[1]
 
 

@@ -19,7 +19,7 @@ import parallax as px
 from parallax.analysis.compiled.program import ModuleSecs
 from parallax.analysis.planned.step_time import StepTime
 from parallax.analysis.planned.topology import GET_LIBTPU
-from parallax.analysis.report import report_settings
+from parallax.analysis.report import report
 from parallax.analysis.traced.flops import flops_breakdown, flops_by_direction
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli import report as report_command
@@ -30,8 +30,8 @@ from parallax.display.tables import TEXT_WIDTH
 from parallax.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.step.optimizer import make_optimizer
-from parallax.step.resolve import likely_entries
-from parallax.step.step import TrainStep
+from parallax.step.resolve import likely_entries, resolve, rounded_entries
+from parallax.step.step import TrainStep, step_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEAD = 6 * VOCAB * 32 * ROWS * SEQ  # FLOPs of its products, on all devices
@@ -135,7 +135,11 @@ def test_vocab_that_is_no_token_is_padding():
 @pytest.fixture(scope="module")
 def quickstart():
     settings, _ = read_command(["report", f"--config={ROOT}/configs/quickstart.py"], {})
-    found = report_settings(settings, abstract_mesh({"pp": 2, "dp": 2, "tp": 2}, simulated=True), name="quickstart")
+    found = report(
+        step_of(resolve(settings), abstract_mesh({"pp": 2, "dp": 2, "tp": 2}, simulated=True)),
+        name="quickstart",
+        entries=rounded_entries(settings),
+    )
     return dataclasses.replace(found, compiled_for="Nothing was compiled: --trace-only.")
 
 
@@ -261,10 +265,10 @@ def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys, m
 def test_the_program_with_names_is_printed_alone_or_written_beside_the_report(
     quickstart, in_root, capsys, monkeypatch, tmp_path
 ):
-    def reported(settings, mesh, *, name, annotate):
+    def reported(step, *, name, entries, annotate):
         return dataclasses.replace(quickstart, program="// named\n" * annotate)
 
-    monkeypatch.setattr(report_command, "report_settings", reported)
+    monkeypatch.setattr(report_command, "report", reported)
     file = tmp_path / "step.hlo"
     assert main(["report", QUICKSTART, "--hlo"]) == 0 and capsys.readouterr().out == "// named\n"
     assert main(["report", QUICKSTART, f"--hlo={file}", "--json"]) == 0 and file.read_text() == "// named\n"

@@ -22,7 +22,7 @@ from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.inference.run import Run, load_trained
-from parallax.step.resolve import with_tokenizer, with_vocab_of_weights
+from parallax.step.resolve import resolve, run_tokenizer, vocab_of_weights
 from parallax.storage.run_files import read_metrics
 from parallax.training.build import build
 from parallax.training.folder import RunFolder
@@ -238,12 +238,12 @@ def test_a_damaged_newest_step_is_passed_over_for_its_tokenizer_and_vocabulary(t
         Bytes().save(at)
         (at / "manifest.json").write_text('{"format": 2, "con')
     (at / "tokenizer.json").write_text('{"parall')
-    assert with_tokenizer(read_settings(config), tmp_path / "run").data.tokenizer == "bytes"
+    assert run_tokenizer(read_settings(config), tmp_path / "run") == "bytes"
     config.train.init_from = str(tmp_path / "run")
-    assert with_vocab_of_weights(read_settings(config)).model.vocab == 0
+    assert vocab_of_weights(read_settings(config)) == {}
     (at.parent / "4" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="does not exist"):
-        with_tokenizer(read_settings(config), tmp_path / "run")
+        run_tokenizer(read_settings(config), tmp_path / "run")
 
 
 def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_path):
@@ -251,12 +251,12 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         save_settings(tmp_path / name / "checkpoints", 8, {"model": {"vocab": vocab}})
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
     settings = read_settings(tiny_config(tmp_path, **changes))
-    assert with_vocab_of_weights(settings, tmp_path / "run").model.vocab == 384
-    assert with_vocab_of_weights(settings, tmp_path / "new").model.vocab == 512
+    assert resolve(settings, run=tmp_path / "run").model.vocab == 384
+    assert resolve(settings, run=tmp_path / "new").model.vocab == 512
     settings = read_settings(tiny_config(tmp_path, **{**changes, "model.vocab": 384}))
-    assert with_vocab_of_weights(settings, tmp_path / "run") is settings
+    assert resolve(settings, run=tmp_path / "run") == settings
     with pytest.raises(ConfigError, match="model.vocab=512"):
-        with_vocab_of_weights(settings, tmp_path / "new")
+        resolve(settings, run=tmp_path / "new")
 
 
 def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path):

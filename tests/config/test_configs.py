@@ -20,7 +20,7 @@ from parallax.config.settings import read_settings
 from parallax.display.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
-from parallax.step.resolve import resolve, with_entries
+from parallax.step.resolve import resolve
 from parallax.step.step import abstract_state, model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,7 +42,8 @@ def get_config(name):
 
 def build(name):
     """The model of a config on a mesh of the size that it asks for, and its settings."""
-    settings = with_entries(read_settings(get_config(name)), 1000)
+    settings = read_settings(get_config(name))
+    settings = read_settings(settings, model={"vocab": settings.model.vocab or 1024})
     written = [size for size in settings.mesh.sizes.values() if size > 0]
     sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
     model = model_of(settings, abstract_mesh(sizes))

@@ -22,6 +22,7 @@ from parallax.analysis.traced.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
+from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError, DataError
 from parallax.inference.decode import Prompts
 from parallax.inference.generate import generate
@@ -29,7 +30,7 @@ from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
 from parallax.sharding.layout import Layout
 from parallax.step.optimizer import make_optimizer
-from parallax.step.resolve import with_entries, with_vocab_of_weights
+from parallax.step.resolve import resolve
 from parallax.step.step import model_of
 from parallax.training.resume import is_fixed
 from parallax.training.run import train
@@ -220,9 +221,9 @@ def test_a_vocab_that_tp_does_not_divide_is_refused_with_the_padding_that_helps(
 
 
 def test_a_vocab_that_the_tokenizer_says_is_rounded_or_padded():
-    model = with_entries(settings_with(), 257).model
+    model = resolve(settings_with(), tokenizer=Bytes()).model
     assert model.padded_vocab == model.vocab == 384
-    model = with_entries(settings_with(vocab_multiple=64), 257).model
+    model = resolve(settings_with(vocab_multiple=64), tokenizer=Bytes()).model
     assert (model.vocab, model.padded_vocab) == (257, 320)
 
 
@@ -304,7 +305,7 @@ def test_a_run_takes_the_padding_of_its_first_weights_or_has_the_same(tmp_path):
 
     def begun(**model):
         start = read_settings(get_config(), model=model, train={"init_from": str(tmp_path / "run")})
-        return with_vocab_of_weights(start).model
+        return resolve(start).model
 
     assert (begun().vocab, begun().padded_vocab) == (261, 384)
     assert begun(vocab=261, vocab_multiple=384).vocab_multiple == 384  # as many rows

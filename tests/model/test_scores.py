@@ -13,10 +13,10 @@ from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.checks import check_kernel_on
 from parallax.model.heads_norm import HeadsNorm
+from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.logits import LogitForm
 from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
-from parallax.step.resolve import with_kernel_on
 
 ROWS, SEQ, HEADS, GROUPS, WIDTH, SCALE = 2, 128, 4, 2, 8, 0.5
 # Sums over up to 128 float32 terms in another order.
@@ -90,14 +90,9 @@ def test_kernels_without_caps_and_sinks_refuse_them_and_auto_is_another(kernel, 
     (key,) = choice
     with pytest.raises(ConfigError, match=rf"^model.{key}=\S+ is not in model.kernel='{kernel}'; use kernel='xla', or"):
         check_kernel_on(model_config(kernel=kernel, **model), "gpu", "NVIDIA H100")
-    chosen = with_kernel_on(settings_of(kernel="auto", **model), {"cp": 1}, "gpu", "NVIDIA H100")
-    assert chosen.model.kernel == "xla"
-    assert (
-        with_kernel_on(
-            settings_of(kernel="auto", attention="gqa", d_head=64, dtype="bfloat16"), {"cp": 1}, "gpu", "NVIDIA H100"
-        ).model.kernel
-        == "cudnn"
-    )
+    device = {"cp": 1}, "gpu", "NVIDIA H100"
+    assert chosen_kernel(settings_of(kernel="auto", **model), *device) == "xla"
+    assert chosen_kernel(settings_of(kernel="auto", attention="gqa", d_head=64, dtype="bfloat16"), *device) == "cudnn"
 
 
 NOTHING = {

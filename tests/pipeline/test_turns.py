@@ -49,11 +49,10 @@ import conftest, jax, numpy, pathlib
 from support.run_examples import tiny_config
 from parallax.config.settings import read_settings
 from parallax.sharding.mesh import make_mesh
-from parallax.step.resolve import with_entries
 from parallax.step.step import init_state, TrainStep, model_of, optimizer_of
 
 changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
-settings = with_entries(read_settings(tiny_config(pathlib.Path(), **changes)), 384)
+settings = read_settings(tiny_config(pathlib.Path(), **changes), model={"vocab": 384})
 model = model_of(settings, make_mesh(settings.mesh))
 tx = optimizer_of(model)
 state, step = init_state(model, tx, seed=0), TrainStep(model, tx, seed=0)

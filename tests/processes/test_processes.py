@@ -767,12 +767,12 @@ def check_fits_on(arguments, chips, slices):
     """The settings of a command line are those of a model that can be cut over so many devices."""
     from parallax.analysis.traced.trace import abstract_mesh
     from parallax.cli.command import read_command
+    from parallax.config.settings import read_settings
     from parallax.sharding.mesh import resolve_sizes
-    from parallax.step.resolve import with_entries
     from parallax.step.step import model_of
 
     settings, _ = read_command(arguments, {})
-    settings = with_entries(settings, 1000)
+    settings = read_settings(settings, model={"vocab": settings.model.vocab or 1024})
     sizes = resolve_sizes(settings.mesh, chips)
     assert sizes.get("replica", 1) % slices == 0
     model = model_of(settings, abstract_mesh(sizes))

@@ -16,7 +16,7 @@ from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
     compiled_parts,
-    predict,
+    predicted,
     time_parts,
 )
 from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
@@ -130,7 +130,7 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
     settings = resolve(settings, topology.as_devices)
-    return Plan(name, settings, topology, predict(settings, topology))
+    return Plan(name, settings, topology, predicted(settings, topology))
 
 
 def compare_plans(plans: Sequence[Plan]) -> Comparison:
@@ -233,7 +233,7 @@ def _priced(
 def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, now: Estimate) -> Change | None:
     """The effect of a change; None if it is not legal, or if the host's memory cannot hold it."""
     with contextlib.suppress(ParallaxError):
-        then = predict(with_keys(settings, values), topology)
+        then = predicted(with_keys(settings, values), topology)
         if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
             return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
     return None
@@ -338,7 +338,7 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
         return
     keys = [f"model.{key}" for key in settings.to_dict()["model"] if key.startswith("matmul")]
     plain = with_keys(settings, {key: default_value(key) for key in keys})
-    without = predict(plain, topology)
+    without = predicted(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [
         f"{name} {step.secs:.3f} s a step, {tokens / step.secs:,.0f} tokens/s"

@@ -160,7 +160,11 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
     True
     """
-    settings = resolve(settings, topology.as_devices)
+    return predicted(resolve(settings, topology.as_devices), topology)
+
+
+def predicted(settings: Settings, topology: Topology) -> Estimate:
+    """The same for settings in which nothing is open."""
     model = model_on_topology(settings, topology)
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
     return estimate(settings, topology, held, traced_work(model, settings), host)
@@ -500,8 +504,8 @@ class Overlap(NamedTuple):
 def compile_and_read(
     settings: Settings, topology: Topology, devices: list[Any], *, kernel_efficiency: float = KERNEL_EFFICIENCY
 ) -> CompiledStep:
-    """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
-    settings = resolve(settings, topology.as_devices)
+    """Compile the training step of settings in which nothing is open, and read the result; kernels at
+    `kernel_efficiency` of peak."""
     step = step_of(settings, make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices))
     lowered = step.lower(settings.data.global_batch, settings.data.seq)
     try:
