@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
-from parallax.config.sections import AUTO, BLOCKS, COMPUTE, EMBEDDING, HEAD
+from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
