@@ -16,6 +16,7 @@ from parallax.config.sections import ATTENTION, DIRECT
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
+from parallax.model.halo import reshard_seen
 from parallax.model.heads_norm import HeadsNorm
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.kernels.cudnn import cudnn_attention
@@ -108,7 +109,7 @@ def attend_over_context(
     if form.heads != "heads/tp":
         k, v = (_in_pieces(heads, context_ranks()) for heads in (k, v))
     q = reshard_in_order(f"{mine} -> {core}", q)
-    k, v = (reshard_in_order(f"{held} -> {wanted}", heads) for heads in (k, v))
+    k, v = reshard_seen([(f"{held} -> {wanted}", heads) for heads in (k, v)], mask)
     sinks = None if sinks is None else cut(f"heads/tp -> {form.heads}", sinks)
     out = attend(q, k, v, mask, scale=scale, kernel=kernel, cap=cap, sinks=sinks)
     return reshard_in_order(f"{core} -> {mine}", out)

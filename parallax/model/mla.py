@@ -19,6 +19,7 @@ from parallax.model.attention import Sinks, attend, attend_over_context, no_sink
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
+from parallax.model.halo import reshard_seen
 from parallax.model.lora import LoRA
 from parallax.model.norm import RMSNorm
 from parallax.model.products import INPUT, WEIGHT, Operand, ProductInput, kernel_operand, product_of, token_operand
@@ -28,7 +29,6 @@ from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.einsum import einsum
 from parallax.sharding.layout import Layout
 from parallax.sharding.platform import platform_traced
-from parallax.sharding.zigzag import reshard_in_order
 
 HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # memory layout of an array [B, S, H, J]
 BY_HEADS, BY_LATENTS = activation("heads/tp d_head"), activation("heads/tp d_latent")
@@ -100,10 +100,9 @@ class MLA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
-        of_tokens, of_keys = (self.family.input("d_latent", seq=seq) for seq in (SEQ, self._seq_of_keys))
-        latent = reshard_in_order(f"{of_tokens} -> {of_keys}", latent)
-        of_tokens, of_keys = (activation("d_rope", seq=seq) for seq in (SEQ, self._seq_of_keys))
-        k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
+        layouts = partial(self.family.input, "d_latent"), partial(activation, "d_rope")
+        moves = [f"{layout(seq=SEQ)} -> {layout(seq=self._seq_of_keys)}" for layout in layouts]
+        latent, k_rope = reshard_seen([*zip(moves, (latent, k_rope))], context.mask)
         latents = self.up_k.input(latent)
         k, v = self._keys(latents, k_rope), checkpoint_name(self.up_v(latents), "kv")
         form, mask, scores = self.family.context, context.mask, self._scores

@@ -16,6 +16,7 @@ from jax import Array, lax
 from parallax.config.sections import ALL_AXES
 from parallax.errors import NotationError
 from parallax.sharding.layout import Layout, check_rank, parse_move
+from parallax.sharding.platform import platform_traced
 
 
 def is_bound(axis: str) -> bool:
@@ -336,6 +337,12 @@ def to_next_rank(tree: Any, axis: str, *, by: int = 1, apart: bool = False) -> A
         return lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
 
     return jax.tree.map(sent, tree)
+
+
+def permutes_wait() -> bool:
+    """Whether a permute could deadlock because pipeline ranks take different branches. True except on TPU, where a
+    permute involves only two devices."""
+    return platform_traced() not in ("", "tpu") and is_bound("pp") and lax.axis_size("pp") > 1
 
 
 def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:

@@ -153,6 +153,16 @@ def test_every_form_of_context_parallelism_sends_what_its_formula_says(context, 
     assert measured == formula
 
 
+@pytest.mark.fast(2)
+@meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4), (2, 1, 1, 1, 4))
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_layers_with_windows_send_what_their_formula_says(context, attention, mesh):
+    kinds = dict(layers_of="(near*3 dense)*2", kinds="near=(sliding_window=2)")
+    measured, formula = both(mesh, context=context, attention=attention, dtype="bfloat16", **kinds)
+    assert measured == formula
+
+
 @pytest.mark.fast(1)
 @meshes(CONTEXT_MESHES, (1, 1, 1, 2, 4))
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -24,6 +24,7 @@ from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
 from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.halo import reshard_seen
 from parallax.model.kernels.blockwise import blockwise_attention
 from parallax.model.lora import LoRA
 from parallax.model.loss import cross_entropy
@@ -171,6 +172,21 @@ def test_a_move_of_tokens_sends_what_it_would_send_in_any_order(before, after):
 
     plain = moves.gather_with_exchange if (before, after) == (IN_ZIGZAG, IN_ORDER) else moves.reshard
     assert sent_by(reshard_in_order) == sent_by(plain)
+
+
+@pytest.mark.parametrize(("window", "tails"), [(2, 2), (3, 2), (4, 5), (8, 0)])
+def test_a_window_has_the_tails_of_chunks_sent_and_no_other_keys(window, tails):
+    """Of 4 ranks with two chunks of 2 tokens. A window of 4 reaches a chunk and a token before: from the chunk that is
+    next but one, which each rank gets from both sides, and at the turn of the order once more. One of 8 sees all."""
+    arrays = jax.ShapeDtypeStruct((2, 16, 3), "float32"), jax.ShapeDtypeStruct((2, 16), "int32")
+
+    def sent_by(window):
+        def move(x, segments):
+            return reshard_seen([(f"{IN_ZIGZAG} -> {IN_ORDER}", x)], Mask(segments, window=window))[0]
+
+        return sent(move, arrays, (IN_ZIGZAG, ROWS_OF_SEGMENTS), sizes=ON_CONTEXT)
+
+    assert sent_by(window) == (added(*tails * [promised(reshard_seen, "a tail", {})]) if tails else sent_by(0))
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2, 1, 2), (1, 1, 1, 1, 4)], ids=str)

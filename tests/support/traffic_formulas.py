@@ -270,24 +270,34 @@ class Step:
         all_gather  (cp-1) T (G J + G K) forward, and as many gradients backward; of MLA (cp-1) T (d_latent + d_rope)
         ring        (cp-1) T (G J + G K) forward; backward as many, and the gradients, in float32, cp T (G J + G K)
         ulysses     (cp-1)/cp T (H + G') (J + K) both ways, where G' are the key heads, repeated until cp divides them
+
+        With a window of w tokens, if w - 1 are no more than a chunk, all_gather has two tails of w - 1 tokens of each
+        row in place of (cp-1) T, both ways, and a ring makes two hops in place of cp-1.
         """
-        m, times, row = self.model, self.layer_passes, self.tokens * self.bytes
+        for window, layers in Counter(self.model.windows).items():
+            self.attention_in_window(window, self.microbatches * layers // self.pp)
+
+    def attention_in_window(self, window: int, times: int) -> None:
+        m, row = self.model, self.tokens * self.bytes
         heads = m.heads // self.tp
         mla = m.attention == "mla"
         keys = heads if mla else max(heads * m.kv_heads // m.heads, 1)
         key, value = m.d_head + (m.d_rope if mla else 0), m.d_head
-        if self.gathers_latent:
+        assert window - 1 <= self.seq // (2 * self.cp)
+        if self.context == "all_gather":
             latent = m.d_latent // (self.tp if self.family == "scatter" else 1)
-            for width in (latent, m.d_rope):
-                self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
-        elif self.context == "all_gather":
-            for width in (keys * key, keys * value):
-                self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
+            for width in (latent, m.d_rope) if self.gathers_latent else (keys * key, keys * value):
+                if window:
+                    for direction in ("forward", "backward"):
+                        self.hop(direction, row * width * self.cp // self.seq * (window - 1), 2 * times)
+                else:
+                    self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
         elif self.context == "ring":
+            hops = min(self.cp - 1, 2) if window else self.cp - 1
             for width in (keys * key, keys * value):
                 for direction in ("forward", "backward"):
-                    self.hop(direction, row * width, times * (self.cp - 1))
-                self.hop("backward", self.tokens * width * FLOAT32, times * self.cp)
+                    self.hop(direction, row * width, times * hops)
+                self.hop("backward", self.tokens * width * FLOAT32, times * (hops + 1))
         else:
             shared = math.lcm(keys, self.cp)
             for width in (heads * key, shared * key, shared * value, heads * value):

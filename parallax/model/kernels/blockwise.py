@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
+from parallax.sharding.collectives import as_varying, permutes_wait, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import context_ranks, order_of
 
@@ -232,7 +232,7 @@ def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: A
         return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
     def send(arrays: Any, by: int = 1) -> Any:
-        return to_next_rank(arrays, CONTEXT_AXIS, by=by, apart=_others_wait())
+        return to_next_rank(arrays, CONTEXT_AXIS, by=by, apart=permutes_wait())
 
     def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
@@ -327,12 +327,6 @@ def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
 def _without_filling(x: Array, chunks: int, tokens: int) -> Array:
     """The first `tokens` tokens of each chunk."""
     return rearrange(rearrange(x, "B (c t) ... -> B c t ...", c=chunks)[:, :, :tokens], "B c t ... -> B (c t) ...")
-
-
-def _others_wait() -> bool:
-    """Whether a permute could deadlock because pipeline ranks take different branches. True except on TPU, where a
-    permute involves only two devices."""
-    return platform_traced() not in ("", "tpu") and is_bound("pp") and lax.axis_size("pp") > 1
 
 
 def _product(names: str, a: Array, b: Array) -> Array:
