@@ -18,10 +18,11 @@ from parallax.config.settings import Settings, load_json, load_saved, read_setti
 from parallax.errors import CheckpointError, ConfigError, quoted
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
-from parallax.interop.hf_weights import WeightView
+from parallax.interop.hf_architectures import ARCHITECTURES
+from parallax.interop.hf_weights import FUSED_DOWNS, WeightView
 from parallax.interop.huggingface import CONFIG, WEIGHT_DTYPES, read_record
 from parallax.interop.merged import Adapter, MergedParams, adapters_of
-from parallax.interop.safetensors import read_file, write_tensors
+from parallax.interop.safetensors import Tensor, read_file, write_tensors
 from parallax.model.products import KERNEL
 from parallax.sharding.plan import ParameterPlan
 from parallax.storage import files
@@ -30,7 +31,7 @@ from parallax.storage.run_files import RECORD
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Fields that are read, or that say nothing about the results.
-PEFT_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora")
+PEFT_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_parameters")
 PEFT_HARMLESS = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -174,6 +175,7 @@ def from_peft(source: Path, base: Path, workdir: Path) -> str:
     tensors, record = read_file(source, PEFT_WEIGHTS), read_record(step)
     content = record["config"] if record else hf_config.write_config(settings.model, settings.data.seq)
     config = hf_config.read_config(content)
+    tensors = _of_each_expert(tensors, settings.model, config.architecture)
     keys = _read_config(about) | {"lora_base": settings.optimizer.weights_dtype}
     everywhere = read_settings(settings, model=keys)
     every, rows = _pairs(everywhere, config, in_own_tensors=False), flatten(export.plan_of(everywhere).rows)
@@ -221,6 +223,12 @@ def _read_config(about: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{PEFT_CONFIG} has {name}={quoted(value)}, which is not a number above 0")
     if not _is_number(dropout) or not 0 <= dropout < 1:
         raise ConfigError(f"{PEFT_CONFIG} has lora_dropout={quoted(dropout)}, which is not a number from 0 to below 1")
+    others = [name for name in about.get("target_parameters") or [] if _last_name(str(name)) != _last_name(FUSED_DOWNS)]
+    if others:
+        raise ConfigError(
+            f"{PEFT_CONFIG} has target_parameters={quoted(others)}; only {FUSED_DOWNS!r} is read: PEFT has one adapter "
+            "of an expert's gate and up, whose first matrix is of both, and ours have one each."
+        )
     for name, value in about.items():
         if name not in (*PEFT_READ, *PEFT_HARMLESS) and value and (name, value) != ("bias", "none"):
             raise ConfigError(f"{PEFT_CONFIG} has {name}={quoted(value)}, which is not supported")
@@ -233,11 +241,50 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class ExpertColumns(NamedTuple):
+    """The columns of an expert in a tensor [out, r of all experts], where those of one follow those of another."""
+
+    tensor: Tensor
+    expert: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[0], self.tensor.shape[1] // self.experts
+
+    def whole(self) -> np.ndarray:
+        return self.tensor.whole()[:, self.expert :: self.experts]
+
+
+def _of_each_expert(
+    tensors: Mapping[str, Tensor], model: ModelConfig, architecture: str
+) -> dict[str, Tensor | ExpertColumns]:
+    """Tensors by name, with those of all down-projections of a layer, as PEFT has them, divided by experts."""
+    kind, single = ARCHITECTURES[architecture], dict(tensors)
+    down = kind.tensor("mlp.experts.down") if kind.mixture else ""
+    for layer, of_layer in enumerate(model.layer_kinds):
+        every = f"{PREFIX}{kind.tensor('').format(layer=layer)}.{FUSED_DOWNS.rpartition('.')[0]}"
+        names = [f"{PREFIX}{down.format(layer=layer, expert=expert)}" for expert in range(model.experts)]
+        shapes = [tensors[every + end].shape for end in (A, B) if every + end in tensors]
+        ranks = [shape[place] for place, shape in enumerate(shapes) if len(shape) == 2]
+        if of_layer != "moe" or len(ranks) != 2 or any(rank % model.experts for rank in ranks):
+            continue
+        first, last = single.pop(every + A), single.pop(every + B)
+        single |= {name + A: part for name, part in zip(names, first.matrices(model.experts))}
+        single |= {name + B: ExpertColumns(last, expert, model.experts) for expert, name in enumerate(names)}
+    return single
+
+
 def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bool = True) -> list[PeftPair]:
     """PEFT's pairs of a model with adapters, layer by layer. With `in_own_tensors`, ConfigError if several of ours are
     one of theirs."""
     model = settings.model
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
+    layer = ARCHITECTURES[config.architecture].tensor("")
     adapters, tensors = adapters_of(flatten(export.plan_of(settings).rows)), collections.Counter()
     for view in filter(None, views.values()):
         tensors[view.tensor] += 1
@@ -247,11 +294,12 @@ def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bo
         view = views.get(here.name)
         if here.name not in adapters or view is None:
             continue
-        if tensors[view.tensor] > 1:
+        if tensors[view.tensor] > 1 or len(view.shape) > 2:
             if in_own_tensors:
+                what = "has several" if len(view.shape) > 2 else "is a part, with an adapter of its own"
                 raise ConfigError(
-                    f"PEFT has one adapter for {view.tensor.removeprefix(hf_weights.LAYER)}, of which {here.name} is a "
-                    "part, with an adapter of its own; use `to-hf`, which merges them, or model.lora_on without it."
+                    f"PEFT has one adapter for {view.tensor.removeprefix(f'{layer}.')}, of which {here.name} "
+                    f"{what}; use `to-hf`, which merges them, or model.lora_on without it."
                 )
             continue
         pairs += [
@@ -268,8 +316,13 @@ def _targets(settings: Settings, config: hf_config.HfConfig, modules: set[str]) 
     plain = export.plain_names(export.param_shapes(settings), every.layer_kinds).values()
     of_views = ((view, here) for here in plain if (view := views.get(here.name)))
     others = {name.removesuffix(".weight") for view, here in of_views for _, name in view.tensors(here)} - modules
-    last = {module.rpartition(".")[2] for module in modules}
-    return sorted(modules if last & {name.rpartition(".")[2] for name in others} else last)
+    last = set(map(_last_name, modules))
+    return sorted(modules if last & set(map(_last_name, others)) else last)
+
+
+def _last_name(module: str) -> str:
+    """The last of the names in a module's path."""
+    return module.rpartition(".")[2]
 
 
 def _module(row: ParameterPlan) -> str:

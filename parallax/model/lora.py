@@ -128,8 +128,9 @@ def check_adapted(declared: Any, model: ModelConfig) -> None:
     `declared` are the model's parameters."""
     specs, words = named_leaves(specs_of(declared)), model.lora_on if model.lora_rank else ""
     in_layers = {name.removeprefix(f"{spec.stack}/"): spec for name, spec in specs.items() if spec.stack}
+    adapted = [_adapted_by(name, spec.adapts) for name, spec in in_layers.items() if spec.adapts]
     for word in words.split():
-        if not any(spec.adapts and _is_named(name, word) for name, spec in in_layers.items()):
+        if not any(_is_named(module, word) for module in adapted):
             known = dict.fromkeys(above for name in in_layers for above in with_parents(name)[:-1])
             raise ConfigError(
                 f"model.lora_on={quoted(words)}: no product in {quoted(word)} may have an adapter; "
@@ -140,6 +141,12 @@ def check_adapted(declared: Any, model: ModelConfig) -> None:
             f"model.lora_dropout={model.lora_dropout} with model.lora_on={quoted(words)}, which has experts: their "
             "adapters have no dropout, as in PEFT; use lora_dropout=0.0, or lora_on='attention mlp/shared', say."
         )
+
+
+def _adapted_by(name: str, kernel: str) -> str:
+    """The path of the product that an adapter's parameter is of; of a module with one kernel it is the module's."""
+    module = name.rpartition("/")[0]
+    return module if kernel == KERNEL else f"{module}/{kernel}"
 
 
 def _is_named(path: str, words: str) -> bool:

@@ -137,6 +137,11 @@ def test_decoding_in_the_latent_space_has_the_adapters_of_up_projections(family)
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+def test_a_product_of_experts_alone_may_have_adapters():
+    rows = named_leaves(build((1, 1, 1), **MIXED, lora_on="mlp/experts/down").plan.rows)
+    assert {name.rpartition("/")[2] for name, row in rows.items() if row.spec.adapts} == {"down_lora_a", "down_lora_b"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
