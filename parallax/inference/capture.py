@@ -28,7 +28,8 @@ from parallax.sharding.activations import ROWS, activation
 class Activations(NamedTuple):
     """NumPy arrays of one batch, float32; of `B` windows of `S` tokens, in `L` layers with `H` heads.
 
-    `attention` [L, B, H, S, S]: the weight of each token (last dim) for each query; a row adds up to 1.
+    `attention` [L, B, H, S, S]: the weight of each token (last dim) for each query; a row adds up to 1, or to
+        less with sinks.
     `cache`: the entries of the decoding cache, by name, [L, B, S, ...]: "latent" and "k_rope" of latent attention,
     "k" and "v" of grouped-query attention; the keys are rotated.
     `losses` [B, S]: -log p(label) in nats, NaN where the label is ignored.

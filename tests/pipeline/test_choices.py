@@ -1,13 +1,14 @@
 """What a block can say of its attention, its factors and its mixture: each choice gives the plain model's loss
 and gradients on every mesh. What an update makes of gradients has nothing to do with these choices."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
-from support.pairwise import pairwise_cases
 from support.plain_model import plain_losses_and_grad
-from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, params_of
-from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, grid, leaf_errors
+from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, params_of, section
+from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
 
 NORMED = dict(attention="gqa", qk_norm=True)
 CHOICES = {
@@ -37,11 +38,16 @@ CUT |= dict(tied=False, microbatches=4, remat="layer", policy="zero3", prefetch=
 RING = dict(mesh=(1, 1, 2, 1, 2), context="ring")
 
 
+@functools.lru_cache(maxsize=1)  # cases of one model follow each other
+def plain(config):
+    model = build((1, 1, 1), **{key: getattr(config, key) for key in section("model")})
+    return plain_losses_and_grad(config, params_of(model), make_batch(), Z_COEFFICIENT)
+
+
 def check(choice, **how):
-    model, batch = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice)), make_batch()
-    params = params_of(model)
-    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(params, batch))
-    losses, expected = plain_losses_and_grad(model.config, params, batch, Z_COEFFICIENT)
+    model = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice))
+    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
+    losses, expected = plain(model.config)
     np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
     # The place of a router's load is empty where nothing reads it.
     expected = jax.tree.map(lambda actual, leaf: leaf if actual.size else actual, grads, expected)
@@ -72,23 +78,3 @@ AXES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_each_choice_gives_the_plain_models_gradients_on_each_axis(name, axis):
     check(CHOICES[name], **AXES[axis])
-
-
-# Each is on or off; those of one key exclude each other.
-SWITCHES = {
-    "scores": ["", "score_cap", "sinks"],
-    "factor": ["", "attention_scale", "residual_scale", "embedding_scale"],
-    "logits": ["", "logit_scale", "logit_cap"],
-    "rope": ["", "rope_fraction", "no positions"],
-    "norm": ["", "norm over heads", "norm after rope", "norm of one plus", "norm over heads after rope"],
-    "mixture": ["", "router_shift", "shared_gate", "clamped"],
-    "axis": [*AXES],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise_cases(grid(SWITCHES)), ids=lambda case: "-".join(filter(None, case.values())))
-def test_pairs_of_choices_give_the_plain_models_gradients_on_each_axis(case):
-    *names, axis = case.values()
-    choice = {key: value for name in names for key, value in CHOICES.get(name, {}).items()}
-    check(choice, **AXES[axis])
