@@ -73,6 +73,11 @@ OWN = {
         | dict(layers_of="dense local", kinds="local=(sliding_window=8)", attention_scale=24**-0.5),
         "Gemma2ForCausalLM",
     ),
+    "norms before and after, of heads": (
+        dict(attention="gqa", norm_place="both", qk_norm=True, qk_norm_scale="one_plus", **GEMMA)
+        | dict(layers_of="local dense", kinds="local=(sliding_window=8, rope_theta=100.0)", rope_theta=1e6),
+        "Gemma3ForCausalLM",
+    ),
     "plain": (dict(attention="gqa", mlp="plain", activation="relu2"), "ArceeForCausalLM"),
     "plain, biases": (dict(attention="gqa", activation="gelu_tanh", qkv_bias=True, **BIASES), "Starcoder2ForCausalLM"),
     "plain, one plus": (
