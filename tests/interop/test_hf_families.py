@@ -27,6 +27,7 @@ from support.hf_families import (
     FAMILIES,
     LENGTHS,
     Pair,
+    comes_back,
     equal_tokens,
     import_pair,
     logits_difference,
@@ -36,6 +37,7 @@ from support.hf_families import (
     ours_on,
     published_pair,
     random_model,
+    written_anew,
 )
 from support.hf_families import MIXTURES as EXPERTS
 from support.hf_folders import in_blocks, read_folder, write_folder
@@ -84,6 +86,17 @@ def test_greedy_text_is_theirs(pair_of, name, mesh):
 @on_every_mesh
 def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
     assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_imported_goes_back_bit_for_bit(pair_of, tmp_path, name):
+    assert comes_back(pair_of(name), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_that_is_written_for_our_own_run_means_the_same_there(name):
+    ours, theirs = written_anew(name)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name != "Granite-MoE"])  # which has one form
@@ -220,6 +233,14 @@ MATTERS = [
     ("Gemma 3", dict(kinds="local=(sliding_window=20)")),
     ("StarCoder2", dict(activation="silu")),
     ("GPT-NeoX", dict(branches="sequential")),
+    ("Llama, biases", dict(attention_scale=0.2)),
+    ("GLM-4", dict(rope_theta=9000.0)),
+    ("OLMo 3", dict(kinds="local=(sliding_window=31)")),
+    ("OLMo 3, yarn in some layers", dict(rope_temperature=1.0)),
+    ("Ministral", dict(kinds="local=(sliding_window=6)")),
+    ("SmolLM3", dict(kinds="nope=(rope=True)")),
+    ("Cohere 2", dict(kinds="local=(sliding_window=7) nope=()")),
+    ("Qwen2-MoE, windows in some layers", dict(kinds="moe_local=(base='moe')")),
     ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),
     ("DeepSeek-V3, groups of experts", dict(router_groups_chosen=3)),
     ("DeepSeek-V3, one group", dict(router_score="softmax")),
