@@ -7,7 +7,8 @@ Each row is a tiny random model that `transformers` makes on the CPU, in float32
 saved, imported by `parallax.convert from-hf`, and run on one device and on eight simulated ones with 1F1B, pp·dp·tp
 2·2·2, and pp·dp·tp·ep 2·1·2·2 where it has experts. Printed are the largest difference of logits, over windows of one
 document and of several, of documents of one token up to three times the original context; of the losses of ten steps of
-AdamW; and how many tokens of greedy generation are equal. --write puts the table into docs/measured/hf.md.
+AdamW; how many tokens of greedy generation are equal; and whether to-hf writes every tensor bit for bit, and the
+config.json, as they were read. --write puts the table into docs/measured/hf.md.
 """
 
 import importlib
@@ -23,7 +24,7 @@ from parallax.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "measured" / "hf.md"
 BEGIN, END = "<!-- benchmarks/hf_table.py -->", "<!-- end -->"
-HEAD = ["family", "mesh", "logits", "losses of 10 steps", "greedy tokens equal"]
+HEAD = ["family", "mesh", "logits", "losses of 10 steps", "greedy tokens equal", "goes back"]
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -64,12 +65,14 @@ def measure(families: int | None, meshes: int | None) -> list[list[str]]:
     for name in [*theirs.FAMILIES][:families]:
         with tempfile.TemporaryDirectory() as folder:
             pair = theirs.make_pair(name, Path(folder))
+            back = "bit for bit" if theirs.comes_back(pair, Path(folder) / "out") else "differs"
             for mesh in theirs.meshes_of(name)[:meshes]:
                 model, params = theirs.ours_on(pair, mesh)
                 logits = theirs.logits_difference(pair, model, params)
                 losses = theirs.loss_difference(name, pair, model, params)
                 equal, total = theirs.equal_tokens(pair, model, params)
-                rows.append([name, "·".join(map(str, mesh)), f"{logits:.1e}", f"{losses:.1e}", f"{equal} of {total}"])
+                figures = [f"{logits:.1e}", f"{losses:.1e}", f"{equal} of {total}", back]
+                rows.append([name, "·".join(map(str, mesh)), *figures])
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     return rows
 

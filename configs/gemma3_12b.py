@@ -4,8 +4,8 @@ For:      local and global layers with rotary embeddings of their own, norms bef
           vocab of 262 thousand: 11.8 billion parameters, the text model alone.
 Numbers:  Gemma Team 2025, "Gemma 3 Technical Report", section 2, and the published configuration: 48 layers of d_model
           3840, gated d_ff 15360 with GELU, 16 heads of 256, 8 of keys, a window of 1024 in five of six layers, theta
-          1e4 in these and 1e6 in the others, a tied vocab of 262208. Rows of 8192, the batch and the optimizer are ours:
-          theirs are rows of 32768, and a distillation. For 128k they divide the global layers' positions by 8.
+          1e4 in these and 1e6 in the others, a tied vocab of 262208. Rows of 8192, the batch and the optimizer are
+          ours: theirs are rows of 32768, and a distillation. For 128k they divide the other layers' positions by 8.
 Command:  python train.py --config=configs/gemma3_12b.py --config.data.path=FILES --config.data.tokenizer=FILE
           on eight GPUs with --config.mesh.dp=8 --config.pipeline.microbatches=16
 Hardware: 16 TPU v5p chips (95 GB each), or eight NVIDIA GPUs of 80 GB, as H100.
@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"
 
     config.pipeline.microbatches = 8
-    config.pipeline.remat = "layer"
+    config.pipeline.remat = "elementwise"
     config.fsdp.reduce = "float32"
     config.loss.chunk_tokens = 4096
 
