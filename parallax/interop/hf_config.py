@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import BASE, LAYER_KINDS, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
@@ -40,6 +40,7 @@ ROPE_FIELDS = {
     "llama3": ORIGINAL_CONTEXT | {"high_freq_factor": "rope_fast_turns", "low_freq_factor": "rope_slow_turns"},
     "yarn": ORIGINAL_CONTEXT | {"beta_fast": "rope_fast_turns", "beta_slow": "rope_slow_turns"},
 }
+ROPE_SCALING = "rope_scaling"  # the field
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -87,6 +88,8 @@ DEFAULT_THETA = 10_000.0  # if it is absent
 OTHER_QUANTIZATION = ("compression_config", "quantization")
 HARMLESS_QUANTIZATION = "activation_scheme modules_to_not_convert ignored_layers scale_fmt dequantize run_compressed"
 SUPPORTED_WEIGHTS = "'fp8' in blocks, or weights in float32, bfloat16 or float16: use the model before quantization"
+
+MXFP4 = "mxfp4"  # of experts alone, as gpt-oss is published
 
 ScaleBlock = tuple[int, int]  # rows and columns of a float8 matrix that share a scale
 
@@ -184,6 +187,7 @@ class HfConfig(NamedTuple):
     context: int  # tokens
     interleaved: bool  # whether rotated pairs are neighbours in the weights' rows
     block: ScaleBlock | None  # of float8 weights
+    mxfp4: bool  # whether experts' kernels are in that format
     further_layers: int  # after the model's own, for multi-token prediction
     notes: tuple[str, ...]  # for the user
 
@@ -208,7 +212,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     for theirs, usual in kind.renamed.items():
         if theirs in fields.left:
             fields.left[usual] = fields.take(theirs)
-    block = _read_quantization(fields)
+    block, mxfp4 = _read_quantization(fields, kind)
     model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     if "q_lora_rank" in fields.left:  # null is none
@@ -230,8 +234,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         model |= _read_windows(fields, kind, model)
     model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
-    theta = kind.absent.get("rope_theta", DEFAULT_THETA)
-    model |= _read_rope(fields, context, model["attention"], theta, kind.rotated)
+    model |= _read_rope(fields, context, model["attention"], kind)
     interleaved = kind.interleaved == "always"
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
@@ -240,8 +243,8 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
     fields.end()
-    notes = (*fields.notes, *_notes(model, block, further))
-    return HfConfig(names[0], model, context, interleaved, block, further, notes)
+    notes = (*fields.notes, *_notes(model, block, mxfp4, further))
+    return HfConfig(names[0], model, context, interleaved, block, mxfp4, further, notes)
 
 
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
@@ -349,7 +352,7 @@ def _runs(kinds: Sequence[str]) -> str:
 
 def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of windows. If only some layers have one, max_window_layers or layer_types says which."""
-    layers = model["layers"]
+    layers, every = model["layers"], kind.full_every
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
@@ -365,15 +368,23 @@ def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) 
         fields.refuse("layer_types", types, f"one for each of num_hidden_layers={layers}")
     if not window or not of_some:
         return {"sliding_window": window}
-    types = types or [SLIDING if layer >= full else FULL for layer in range(min(layers, MOST_LAYERS))]
+    if not types:
+        is_full = [(layer + 1) % every == 0 if every else layer < full for layer in range(min(layers, MOST_LAYERS))]
+        types = [FULL if each else SLIDING for each in is_full]
     if len(set(types)) == 1:
         return {"sliding_window": window * (types[0] == SLIDING)}
-    kinds = {FULL: "dense", SLIDING: LOCAL}
-    text = settings_text({LOCAL: {"sliding_window": window}})
-    return {"sliding_window": 0, "layers_of": layers_of([kinds[each] for each in types]), "kinds": text}
+    bases = ModelConfig(layers=layers, layers_of=model["layers_of"]).layer_kinds
+    local = {base: LOCAL if base == bases[types.index(SLIDING)] else f"{LOCAL}_{base}" for base in bases}
+    kinds = [local[base] if each == SLIDING else base for base, each in zip(bases, types)]
+    written = {
+        name: ({BASE: base} if base != LAYER_KINDS[0] else {}) | {"sliding_window": window}
+        for base, name in local.items()
+        if name in kinds
+    }
+    return {"sliding_window": 0, "layers_of": layers_of(kinds), "kinds": settings_text(written)}
 
 
-def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
+def _notes(model: Mapping[str, Any], block: ScaleBlock | None, mxfp4: bool, further: int) -> Iterator[str]:
     if model["sliding_window"]:
         yield f"sliding_window={model['sliding_window']}: a token attends to so many, the last ones, in every layer"
     elif model["kinds"]:
@@ -381,6 +392,8 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
         yield f"sliding_window is that of some layers: {some}"
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
+    if mxfp4:
+        yield "MXFP4 weights become bfloat16, which has all their values; to-hf writes these, not MXFP4"
     if further:
         yield f"{further} layer{'s' * (further > 1)} for multi-token prediction, after the model's, left out"
 
@@ -388,22 +401,24 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotated: float | None) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta, and `rotated` of
-    partial_rotary_factor; None if heads are rotated whole.
+def _read_rope(fields: Fields, context: int, attention: str, kind: Architecture) -> dict[str, Any]:
+    """The keys model.rope_*; `context` is max_position_embeddings.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
-    theta = fields.read("rope_theta", float, theta)
+    rotated = kind.rotated
+    theta = fields.read("rope_theta", float, kind.absent.get("rope_theta", DEFAULT_THETA))
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
     scaling = new if new.left else old
+    if not scaling.left:
+        scaling = Fields(f"{fields.where}: {ROPE_SCALING}", kind.absent.get(ROPE_SCALING, {}))
     theta = scaling.read("rope_theta", float, theta)
-    kind = scaling.take("rope_type", scaling.take("type", "default"))
-    if kind not in tuple(ROPE_FIELDS):
-        scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
-    keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
+    form = scaling.take("rope_type", scaling.take("type", "default"))
+    if form not in tuple(ROPE_FIELDS):
+        scaling.refuse("rope_type", form, ", ".join(map(repr, ROPE_FIELDS)))
+    keys = {"rope_theta": theta, "rope_scaling": "none" if form == "default" else form}
     if rotated is None:
         for each in (fields, scaling):
             each.only("partial_rotary_factor", 1)
@@ -411,23 +426,23 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotat
         part = fields.read("partial_rotary_factor", float, rotated)
         keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
-    _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
+    _read_keys(scaling, ROPE_FIELDS[form], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
-    if kind != "default":
+    if form != "default":
         extended = max(context / keys["rope_original_seq"], 1.0)
-        keys["rope_factor"] = scaling.read("factor", float, extended if kind == "yarn" else NEEDED)
+        keys["rope_factor"] = scaling.read("factor", float, extended if form == "yarn" else NEEDED)
         if keys["rope_factor"] < 1:
             scaling.refuse("factor", keys["rope_factor"], "1 or more")
-    if kind == "linear":
+    if form == "linear":
         scaling.ignore(ORIGINAL_CONTEXT)
-    if kind == "yarn":
+    if form == "yarn":
         keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
     scaling.end()
     return keys
 
 
 def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[str, float]:
-    """The keys rope_temperature and rope_magnitude."""
+    """The keys rope_truncate, rope_temperature and rope_magnitude."""
     given = scaling.read("attention_factor", float, 0.0)
     of_rotated, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
 
@@ -435,15 +450,16 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[
         return 0.1 * weight * math.log(factor) + 1
 
     magnitude = given or (scale(of_rotated) / scale(all_dims) if of_rotated and all_dims else scale(1.0))
-    scaling.only("truncate", True)
+    truncate = {"rope_truncate": scaling.read("truncate", bool, True)}
     scaling.ignore(["finetuned"])
     misspelt = scaling.take("attn_factor", None)
     if misspelt is not None:
         why = "transformers reads attention_factor, and ignores this field"
         scaling.notes.append(f"{scaling.where}: attn_factor={misspelt!r:.100} is ignored: {why}")
     if attention == "mla":  # only a part of a head is rotated: the magnitude is for it, the temperature for the head
-        return {"rope_temperature": scale(all_dims) ** 2 if all_dims else 1.0, "rope_magnitude": magnitude}
-    return {"rope_temperature": magnitude**2}
+        temperature = scale(all_dims) ** 2 if all_dims else 1.0
+        return truncate | {"rope_temperature": temperature, "rope_magnitude": magnitude}
+    return truncate | {"rope_temperature": magnitude**2}
 
 
 def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
@@ -462,11 +478,12 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
         )
     part = {"partial_rotary_factor": model.rope_fraction} if ARCHITECTURES[architecture].rotated else {}
     if kind == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
+        none = {"rope_type": "default"} if ROPE_SCALING in ARCHITECTURES[architecture].absent else None
+        return {"rope_theta": model.rope_theta, ROPE_SCALING: none} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
-        scaling["attention_factor"] = model.rope_magnitude
+        scaling |= {"attention_factor": model.rope_magnitude} | ({} if model.rope_truncate else {"truncate": False})
         if model.attention == "gqa":
             scaling["attention_factor"] *= math.sqrt(temperature)
         elif temperature != 1:
@@ -488,18 +505,23 @@ def context_of(model: ModelConfig, known: int) -> int:
 # ---- quantized weights
 
 
-def _read_quantization(fields: Fields) -> ScaleBlock | None:
-    """The blocks of float8 weights, None if weights are not quantized; ConfigError for another quantization."""
+def _read_quantization(fields: Fields, kind: Architecture) -> tuple[ScaleBlock | None, bool]:
+    """The blocks of float8 weights, None if there are none, and whether experts are in MXFP4; ConfigError for another
+    quantization."""
     for name in OTHER_QUANTIZATION:
         if other := fields.within(name).left:
             fields.refuse(name, other, SUPPORTED_WEIGHTS)
     inner = fields.within("quantization_config")
     if not inner.left:
-        return None
+        return None, False
     bitsandbytes = inner.left.get("load_in_4bit") or inner.left.get("load_in_8bit")
     method = inner.take("quant_method", "bitsandbytes" if bitsandbytes else None)
+    if method == MXFP4 and kind.columns_in_turn:
+        inner.ignore(HARMLESS_QUANTIZATION.split())
+        inner.end()
+        return None, True
     if method != "fp8":
-        inner.refuse("quant_method", method, SUPPORTED_WEIGHTS)
+        inner.refuse("quant_method", method, f"{MXFP4!r}" if kind.columns_in_turn else SUPPORTED_WEIGHTS)
     inner.only("fmt", "e4m3")
     block = inner.take("weight_block_size", None)
     sizes = block if isinstance(block, list) else []
@@ -507,7 +529,7 @@ def _read_quantization(fields: Fields) -> ScaleBlock | None:
         inner.refuse("weight_block_size", block, "two whole numbers, as [128, 128]")
     inner.ignore(HARMLESS_QUANTIZATION.split())
     inner.end()
-    return sizes[0], sizes[1]
+    return (sizes[0], sizes[1]), False
 
 
 # ---- write
@@ -628,11 +650,13 @@ def _window_fields(architecture: str, windows: Sequence[int]) -> dict[str, Any]:
         raise ConfigError(
             f"the layers' windows, {counts}, have no place in a {architecture}; use model.sliding_window=0{same}"
         )
+    types = [SLIDING if each else FULL for each in windows]
     if not kind.endswith("if used"):
-        return {"sliding_window": window or None} if kind else {}
+        fields = {"sliding_window": window or None} if kind else {}
+        return fields | ({"layer_types": types} if kind == "some" else {})
     used = {"sliding_window": window, "max_window_layers": windows.index(window)} if window else {}
     if window and 0 in windows[windows.index(window) :]:
-        used["layer_types"] = [SLIDING if each else FULL for each in windows]
+        used["layer_types"] = types
     return {"use_sliding_window": bool(window), **used}
 
 
