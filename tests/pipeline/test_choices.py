@@ -29,6 +29,7 @@ CHOICES = {
     "router_shift": dict(layers_of="moe*4", router_shift=True),
     "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
     "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
+    "expert_bias": dict(layers_of="moe*4", expert_bias=True),
 }
 EXPERTS = dict(experts=4, experts_per_token=2, d_expert=16)
 ALL = {key: value for choice in CHOICES.values() for key, value in choice.items()} | dict(rope_fraction=0.5)

@@ -45,6 +45,7 @@ CHOICES = {
         "router_shift": dict(layers_of="moe*4", router_shift=True),
         "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
         "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
+        "expert_bias": dict(layers_of="moe*4", expert_bias=True),
     },
     "norm": {"": {}, "layer": dict(norm="layer")},
     "norm scale": {"": {}, "one plus": dict(norm_scale="one_plus"), "no scale": dict(norm_scale="none")},
