@@ -9,7 +9,7 @@ from jax import Array
 
 from parallax.sharding.collectives import offset
 from parallax.sharding.layout import Layout
-from parallax.sharding.zigzag import places
+from parallax.sharding.zigzag import ZIGZAG, places
 
 
 class Dropout(nn.Module):
@@ -27,6 +27,7 @@ class Dropout(nn.Module):
     sizes: Mapping[str, int]
     rate: float
     site: int
+    order: str = ZIGZAG  # of the tokens on context ranks
 
     def __call__(self, x: Array, rows_B: Array, key: Array | None) -> Array:
         if self.rate == 0 or key is None:
@@ -36,7 +37,7 @@ class Dropout(nn.Module):
 
     def _bits(self, x_BSD: Array, rows_B: Array, key: Array) -> Array:
         layout = Layout.parse(self.layout)
-        seq_S = places(layout, x_BSD.shape[1])
+        seq_S = places(layout, x_BSD.shape[1], self.order)
         dim_D = offset(layout, "d_model", x_BSD.shape[2]) + jnp.arange(x_BSD.shape[2])
         place_SD = seq_S[:, None] * self.sizes["d_model"] + dim_D[None, :]
         key = jax.random.fold_in(key, self.site)

@@ -109,8 +109,8 @@ class Block(nn.Module):
                 dense=self._dense,
             )
         )
-        self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
-        self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
+        dropout = partial(Dropout, residual, sizes, self.model.dropout, order=self.family.context.order)
+        self.drop_attention, self.drop_mlp = dropout(site=0), dropout(site=1)
 
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key, factor = context.rows_B, context.key, self.model.residual_scale
@@ -219,7 +219,8 @@ class Parts(NamedTuple):
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         scale = model.embedding_scale
-        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
+        order = family.context.order
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale, order)
         norm = named("model.norm", model.norm, norms_of(model))
         shared = (form, rows, residual, sizes, model.vocab)
         head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
