@@ -159,6 +159,9 @@ def get_config() -> ConfigDict:
     # "all_gather" | "ring" | "ulysses": how queries attend to the keys of other cp ranks: keys and values are gathered;
     # or move from rank to rank (only with kernel='xla'); or an all-to-all shards heads instead of seq
     config.layout.context = "all_gather"
+    # "zigzag" | "contiguous": which of a row's tokens a cp rank has: an early and a late part, so that all ranks
+    # compute as much of causal attention; or one part, for models all of whose layers have windows
+    config.layout.order = "zigzag"
     # "auto" | "gather" | "ragged": moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to
     # all ranks; ragged sends each token only to ranks with its experts; auto is the one that sends less, on CPUs gather
     config.layout.exchange = "auto"

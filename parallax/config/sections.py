@@ -784,6 +784,12 @@ class LayoutConfig(Section, saved=True):
         "(only with kernel='xla'); or an all-to-all shards heads instead of seq",
         choices=("all_gather", "ring", "ulysses"),
     )
+    order: str = key(
+        "zigzag",
+        "which of a row's tokens a cp rank has: an early and a late part, so that all ranks compute as much of causal "
+        "attention; or one part, for models all of whose layers have windows",
+        choices=("zigzag", "contiguous"),
+    )
     exchange: str = key(
         AUTO,
         "moe: how tokens are sent to experts of other ep ranks: gather sends all tokens to all ranks; ragged sends "

@@ -108,11 +108,11 @@ def attend_over_context(
     held, wanted = activation("heads/tp d_head", seq=keys), activation(f"{form.heads} d_head", seq=form.keys)
     if form.heads != "heads/tp":
         k, v = (_in_pieces(heads, context_ranks()) for heads in (k, v))
-    q = reshard_in_order(f"{mine} -> {core}", q)
+    q = reshard_in_order(f"{mine} -> {core}", q, form.order)
     k, v = reshard_seen([(f"{held} -> {wanted}", heads) for heads in (k, v)], mask)
     sinks = None if sinks is None else cut(f"heads/tp -> {form.heads}", sinks)
     out = attend(q, k, v, mask, scale=scale, kernel=kernel, cap=cap, sinks=sinks)
-    return reshard_in_order(f"{core} -> {mine}", out)
+    return reshard_in_order(f"{core} -> {mine}", out, form.order)
 
 
 def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:

@@ -11,6 +11,7 @@ from parallax.config.sections import ModelConfig
 from parallax.model.mask import Mask
 from parallax.model.rope import Rope
 from parallax.sharding.collectives import as_varying
+from parallax.sharding.zigzag import ZIGZAG
 
 
 class Context(NamedTuple):
@@ -37,10 +38,12 @@ class Context(NamedTuple):
         *,
         cursor: Array | int | None = None,
         row_weight: Array | None = None,
+        order: str = ZIGZAG,
     ) -> "Context":
-        """The context of tokens for all layers of a model; `rope` are their `tables_of_layers`."""
+        """The context of tokens for all layers of a model; `rope` are their `tables_of_layers`, `order` is that of the
+        tokens on context ranks."""
         windows = [settings.sliding_window for settings in model.settings_of_layers.settings]
-        mask = Mask(segments_BN, cursor, windows[0])
+        mask = Mask(segments_BN, cursor, windows[0], order=order)
         if len(set(windows)) > 1:
             mask = mask.replace(window=0, windows=tuple(windows))
         return Context(rope, rows_B, key, mask, row_weight)

@@ -10,7 +10,7 @@ from jax import Array
 
 from parallax.sharding.collectives import offset
 from parallax.sharding.layout import Layout
-from parallax.sharding.zigzag import places
+from parallax.sharding.zigzag import ZIGZAG, places
 
 
 class Dropout(nn.Module):
@@ -28,6 +28,7 @@ class Dropout(nn.Module):
     sizes: Mapping[str, int]
     rate: float
     site: int
+    order: str = ZIGZAG  # of the tokens on context ranks
 
     def __call__(self, x: Array, rows_B: Array, key: Array | None) -> Array:
         if self.rate == 0 or key is None:
@@ -37,7 +38,7 @@ class Dropout(nn.Module):
 
     def _bits(self, x: Array, rows_B: Array, key: Array) -> Array:
         layout = Layout.parse(self.layout)
-        seq_S, first, *others = places(layout, x.shape[1]), *zip(layout.names[2:], x.shape[2:])
+        seq_S, first, *others = places(layout, x.shape[1], self.order), *zip(layout.names[2:], x.shape[2:])
         entry = _indices(layout, *first)
         for name, size in others:
             entry = (entry[:, None] * self.sizes[name] + _indices(layout, name, size)[None]).reshape(-1)

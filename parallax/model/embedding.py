@@ -17,6 +17,7 @@ from parallax.sharding.collectives import cut, offset, reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
+from parallax.sharding.zigzag import ZIGZAG
 
 
 class TableForm(NamedTuple):
@@ -89,6 +90,7 @@ class Embedding(nn.Module):
     dtype: str
     dropout: float
     scale: float = 1.0
+    order: str = ZIGZAG  # of the tokens on context ranks
 
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
@@ -102,7 +104,7 @@ class Embedding(nn.Module):
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
         x = reshard(f"{partial} -> {residual}", scaled(rows, self.scale))
-        return Dropout(str(residual), self.sizes, self.dropout, site=0)(x, rows_B, key)
+        return Dropout(str(residual), self.sizes, self.dropout, site=0, order=self.order)(x, rows_B, key)
 
 
 class Head(nn.Module):

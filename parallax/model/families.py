@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
+from parallax.sharding.zigzag import ZIGZAG
 
 # Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
 # ranks; those of all ranks, one rank after the other.
@@ -16,6 +17,7 @@ class ContextForm(NamedTuple):
     keys: str
     meets: str  # WHOLE, GATHERED or RING
     heads: str = "heads/tp"
+    order: str = ZIGZAG  # of the tokens on context ranks
 
 
 CONTEXTS = {

@@ -6,7 +6,6 @@ the ends of their chunks, their tails, and no rank gets the rest.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from parallax.model.mask import Mask
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, permutes_wait, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.layout import parse_move
-from parallax.sharding.zigzag import chunks_of, context_ranks, reshard_in_order
+from parallax.sharding.zigzag import CHUNKS, chunks_of, context_ranks, reshard_in_order
 
 
 class Tail(NamedTuple):
@@ -41,13 +40,15 @@ def reshard_seen(moves: Sequence[tuple[str, Array]], mask: Mask) -> list[Array]:
     """
     patterns, arrays = zip(*moves)
     if context_ranks() == 1 or not mask.hides_earlier or not all(map(_gathers, patterns)):
-        return list(itertools.starmap(reshard_in_order, moves))
+        return [reshard_in_order(pattern, x, mask.order) for pattern, x in moves]
     arrays, mask = vary_alike((arrays, mask))
 
     # A single branch has all messages: simulated devices could confuse those of several, which run at the same time.
     def of_window(mask: Mask) -> list[Array]:
-        sent = tails(context_ranks(), arrays[0].shape[1], mask.window)
-        return list(map(reshard_in_order, patterns, arrays) if sent is None else _gather_tails(arrays, sent))
+        sent = tails(context_ranks(), arrays[0].shape[1], mask.window, mask.order)
+        if sent is None:
+            return [reshard_in_order(pattern, x, mask.order) for pattern, x in zip(patterns, arrays)]
+        return _gather_tails(arrays, sent, mask.order)
 
     return mask.of_window(of_window)
 
@@ -57,25 +58,27 @@ def _gathers(pattern: str) -> bool:
     return CONTEXT_AXIS in before.used_axes() and CONTEXT_AXIS not in after.used_axes()
 
 
-def tails(ranks: int, tokens: int, window: int, apart: bool | None = None) -> tuple[Tail, ...] | None:
+def tails(ranks: int, tokens: int, window: int, order: str, apart: bool | None = None) -> tuple[Tail, ...] | None:
     """What ranks that hold so many tokens of a row send for a window, 0 for none; None if whole rows are gathered
     since that sends no more. Where permutes would wait for others, each tail is gathered.
 
-    >>> tails(4, 32, 4, apart=False)
+    >>> tails(4, 32, 4, "zigzag", apart=False)
     (Tail(shift=1, slot=0, tokens=3), Tail(shift=3, slot=1, tokens=3))
+    >>> tails(4, 32, 4, "contiguous", apart=False)
+    (Tail(shift=1, slot=1, tokens=3),)
     """
     apart = permutes_wait() if apart is None else apart
-    sent = _tails(ranks, tokens, window) if window else None
+    sent = _tails(ranks, tokens, window, order) if window else None
     copies = ranks - 1 if apart else 1
     return sent if sent is not None and copies * sum(tail.tokens for tail in sent) < (ranks - 1) * tokens else None
 
 
 @functools.cache
-def _tails(ranks: int, tokens: int, window: int) -> tuple[Tail, ...]:
-    numbers, sent = chunks_of(ranks), []
-    chunk = tokens // numbers.shape[1]
+def _tails(ranks: int, tokens: int, window: int, order: str) -> tuple[Tail, ...]:
+    numbers, sent = chunks_of(ranks, order), []
+    chunk = tokens // CHUNKS
     for shift in range(1, ranks):
-        for slot in range(numbers.shape[1]):
+        for slot in range(CHUNKS):
             before = np.roll(numbers, -shift, axis=0) - numbers[:, slot, None]  # by so many chunks, on each rank
             seen = np.where(before > 0, window - 1 - (before - 1) * chunk, 0).max()
             if seen > 0:
@@ -83,44 +86,45 @@ def _tails(ranks: int, tokens: int, window: int) -> tuple[Tail, ...]:
     return tuple(sent)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_tails(arrays: Sequence[Array], sent: Sequence[Tail]) -> list[Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_tails(arrays: Sequence[Array], sent: Sequence[Tail], order: str) -> list[Array]:
     """Whole rows of this rank's tokens and the tails that arrive, zeros elsewhere."""
-    whole = [_with_chunks(x) for x in arrays]
+    whole = [_with_chunks(x, order) for x in arrays]
     tokens = arrays[0].shape[1]
     for tail in sent:
         ends = [lax.slice_in_dim(x, *_places(tail, tokens), axis=1) for x in arrays]
         arrived = to_next_rank(ends, CONTEXT_AXIS, by=tail.shift, apart=permutes_wait())
-        start = _start_of(tail, tokens)
+        start = _start_of(tail, tokens, order)
         whole = [lax.dynamic_update_slice_in_dim(x, new, start, axis=1) for x, new in zip(whole, arrived)]
     return whole
 
 
-def _with_chunks(x: Array) -> Array:
+def _with_chunks(x: Array, order: str) -> Array:
     """Whole rows, zeros but for this rank's tokens [B, T, ...]."""
     rows, tokens, *dims = x.shape
     whole = as_varying(jnp.zeros((rows, context_ranks() * tokens, *dims), x.dtype), varying_axes(x))
-    for chunk, start in zip(jnp.split(x, len(_starts(tokens)), axis=1), _starts(tokens)):
+    starts = _starts(tokens, order)
+    for chunk, start in zip(jnp.split(x, CHUNKS, axis=1), starts):
         whole = lax.dynamic_update_slice_in_dim(whole, chunk, start, axis=1)
     return whole
 
 
-def _gather_forward(arrays: Sequence[Array], sent: Sequence[Tail]) -> tuple[list[Array], None]:
-    return _gather_tails(arrays, sent), None
+def _gather_forward(arrays: Sequence[Array], sent: Sequence[Tail], order: str) -> tuple[list[Array], None]:
+    return _gather_tails(arrays, sent, order), None
 
 
-def _return_tails(sent: Sequence[Tail], _: None, gradients: Sequence[Array]) -> tuple[tuple[Array, ...]]:
+def _return_tails(sent: Sequence[Tail], order: str, _: None, gradients: Sequence[Array]) -> tuple[tuple[Array, ...]]:
     """A token's gradients from all ranks that see it travel in their own dtype and are added in float32."""
     ranks, tokens = context_ranks(), gradients[0].shape[1] // context_ranks()
 
     def taken(start: Array, length: int) -> list[Array]:
         return [lax.dynamic_slice_in_dim(dy, start, length, axis=1) for dy in gradients]
 
-    starts = _starts(tokens)
-    chunks = [taken(start, tokens // len(starts)) for start in starts]
+    starts = _starts(tokens, order)
+    chunks = [taken(start, tokens // CHUNKS) for start in starts]
     sums = [jnp.concatenate(of_array, axis=1).astype(jnp.float32) for of_array in zip(*chunks)]
     for tail in sent:
-        back = taken(_start_of(tail, tokens), tail.tokens)
+        back = taken(_start_of(tail, tokens, order), tail.tokens)
         arrived = to_next_rank(back, CONTEXT_AXIS, by=ranks - tail.shift, apart=permutes_wait())
         first, end = _places(tail, tokens)
         sums = [x.at[:, first:end].add(new.astype(jnp.float32)) for x, new in zip(sums, arrived)]
@@ -130,21 +134,21 @@ def _return_tails(sent: Sequence[Tail], _: None, gradients: Sequence[Array]) -> 
 _gather_tails.defvjp(_gather_forward, _return_tails)
 
 
-def _starts(tokens: int) -> Array:
+def _starts(tokens: int, order: str) -> Array:
     """The places in the row of the first tokens of this rank's chunks."""
-    numbers = chunks_of(context_ranks())
-    return jnp.asarray(numbers * (tokens // numbers.shape[1]))[lax.axis_index(CONTEXT_AXIS)]
+    numbers = chunks_of(context_ranks(), order)
+    return jnp.asarray(numbers * (tokens // CHUNKS))[lax.axis_index(CONTEXT_AXIS)]
 
 
 def _places(tail: Tail, tokens: int) -> tuple[int, int]:
     """Where a tail begins and ends among a rank's tokens."""
-    end = (tail.slot + 1) * tokens // chunks_of(context_ranks()).shape[1]
+    end = (tail.slot + 1) * tokens // CHUNKS
     return end - tail.tokens, end
 
 
-def _start_of(tail: Tail, tokens: int) -> Array:
+def _start_of(tail: Tail, tokens: int, order: str) -> Array:
     """The place in the row of the first token of a tail that arrives on this rank."""
     ranks = context_ranks()
-    numbers = chunks_of(ranks)
-    ends = (np.roll(numbers, tail.shift, axis=0)[:, tail.slot] + 1) * (tokens // numbers.shape[1])
+    numbers = chunks_of(ranks, order)
+    ends = (np.roll(numbers, tail.shift, axis=0)[:, tail.slot] + 1) * (tokens // CHUNKS)
     return jnp.asarray(ends - tail.tokens)[lax.axis_index(CONTEXT_AXIS)]

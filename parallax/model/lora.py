@@ -24,10 +24,12 @@ from parallax.sharding.collectives import reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import parameter, specs_of
+from parallax.sharding.zigzag import ZIGZAG
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of parameters
 RANK = "rank"  # the dim that the second of them contracts
-NOISE, ROWS, KEY = "noise", "rows", "key"  # a collection beside parameters, and its variables: see `noise_of`
+# A collection beside parameters, and its variables: see `noise_of`.
+DROPOUT_NOISE, NOISE_ROWS, NOISE_KEY = "noise", "rows", "key"
 
 
 class LoRA(Dense):
@@ -46,6 +48,7 @@ class LoRA(Dense):
     """
 
     model: ModelConfig | None = None
+    order: str = ZIGZAG  # of the tokens on context ranks
 
     def setup(self):
         super().setup()
@@ -62,7 +65,7 @@ class LoRA(Dense):
         self.lora_a = parameter(self, LORA_A, self.into, sizes, first, inputs=" ".join(inputs), **what)
         self.lora_b = parameter(self, LORA_B, self.back, sizes, nn.initializers.zeros, inputs="rank", **what)
         site = zlib.crc32("/".join(self.path).encode()) >> 1  # it becomes an int32
-        self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site)
+        self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site, order=self.order)
 
     def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
         y = super().__call__(x, zeros_after=zeros_after)
@@ -78,9 +81,9 @@ class LoRA(Dense):
 
     def _dropped(self, x: Array) -> Array:
         layer = self.scope.root
-        if not layer.has_variable(NOISE, KEY):
+        if not layer.has_variable(DROPOUT_NOISE, NOISE_KEY):
             return x
-        return self.drop(x, layer.get_variable(NOISE, ROWS), layer.get_variable(NOISE, KEY))
+        return self.drop(x, layer.get_variable(DROPOUT_NOISE, NOISE_ROWS), layer.get_variable(DROPOUT_NOISE, NOISE_KEY))
 
     def _added(self, x: Array, zeros_after: int) -> Array:
         y, into = Layout.parse(self.y), Layout.parse(self.into)
@@ -100,12 +103,12 @@ class LoRA(Dense):
 
 def noise_of(context: Context) -> dict[str, Any]:
     """Collections for the call of a layer, with which its adapters drop entries; none if nothing is dropped."""
-    return {} if context.key is None else {NOISE: {ROWS: context.rows_B, KEY: context.key}}
+    return {} if context.key is None else {DROPOUT_NOISE: {NOISE_ROWS: context.rows_B, NOISE_KEY: context.key}}
 
 
-def lora_of(model: ModelConfig) -> Callable[..., Dense] | None:
+def lora_of(model: ModelConfig, order: str) -> Callable[..., Dense] | None:
     """What makes a model's projections in place of Dense; None for Dense itself."""
-    return partial(LoRA, model=model, stored=model.stored_base) if model.lora_rank else None
+    return partial(LoRA, model=model, order=order, stored=model.stored_base) if model.lora_rank else None
 
 
 def adapts(model: ModelConfig | None, path: Sequence[str]) -> bool:

@@ -1,5 +1,6 @@
 """The mask of attention: which tokens a token attends to, as one value that every kernel reads."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from flax import struct
 from jax import Array, lax
 
 from parallax.sharding.activations import TOKENS
-from parallax.sharding.zigzag import own_tokens, places
+from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG, context_ranks, own_tokens, places
 
 WINDOW = "window_of_"  # begins the scope of a kernel whose layer has a window
 
@@ -20,9 +21,9 @@ class Mask(struct.PyTreeNode):
     """A token attends to itself and to the tokens before it in its own segment.
 
     Keys are those of whole rows, in order. Queries are, too, unless there are fewer: then they are those of this
-    context rank, see parallax/sharding/zigzag.py; or, with a `cursor`, new tokens from this place of the row on. With a
-    `window` over 0 a token attends only to the last `window` of those tokens, itself included (Beltagy et al. 2020,
-    section 3.1). If layers have different `windows`, `which` is the number of this layer's.
+    context rank, in an `order` of parallax/sharding/zigzag.py; or, with a `cursor`, new tokens from this place of the
+    row on. With a `window` over 0 a token attends only to the last `window` of those tokens, itself included (Beltagy
+    et al. 2020, section 3.1). If layers have different `windows`, `which` is the number of this layer's.
     """
 
     segments_BN: Array  # the document of each token of whole rows, in order
@@ -31,6 +32,7 @@ class Mask(struct.PyTreeNode):
     windows: tuple[int, ...] = struct.field(pytree_node=False, default=())
     which: Array | None = None
     key_places: Array | None = None  # with a cursor: the places of the keys, if not all of a row; negative for none
+    order: str = struct.field(pytree_node=False, default=ZIGZAG)
 
     def of_window(self, act: Callable[["Mask"], Any]) -> Any:
         """`act(mask)` for a mask with the window of this layer: a branch for each window, whose results are alike, so
@@ -67,7 +69,7 @@ class Mask(struct.PyTreeNode):
             places_S = self.cursor + jnp.arange(queries)
             segments_BS = lax.dynamic_slice_in_dim(self.segments_BN, self.cursor, queries, axis=1)
         elif queries < len(places_N):
-            places_S, segments_BS = places(TOKENS, queries), own_tokens(self.segments_BN, axis=1)
+            places_S, segments_BS = places(TOKENS, queries, self.order), own_tokens(self.segments_BN, 1, self.order)
         else:
             places_S, segments_BS = places_N, self.segments_BN
         if self.key_places is None:
@@ -83,9 +85,11 @@ class Mask(struct.PyTreeNode):
 
 
 def _in_scope(act: Callable[[Mask], Any], mask: Mask) -> Any:
-    if not mask.window:
-        return act(mask)
-    with jax.named_scope(f"{WINDOW}{mask.window}"):
+    names = [f"{WINDOW}{mask.window}"] * (mask.window > 0)
+    names += [CONTIGUOUS] * (mask.order == CONTIGUOUS and context_ranks() > 1)
+    with contextlib.ExitStack() as scopes:
+        for name in names:
+            scopes.enter_context(jax.named_scope(name))
         return act(mask)
 
 
@@ -97,6 +101,15 @@ def window_of(stack: str) -> int:
     """
     named = re.findall(rf"\b{WINDOW}(\d+)\b", stack)
     return int(named[-1]) if named else 0
+
+
+def order_in(stack: str) -> str:
+    """The order of tokens on context ranks of a kernel that has this stack of names.
+
+    >>> order_in("B/attention/contiguous/splash"), order_in("B/attention")
+    ('contiguous', 'zigzag')
+    """
+    return CONTIGUOUS if re.search(rf"\b{CONTIGUOUS}\b", stack) else ZIGZAG
 
 
 def sees(query: Any, key: Any, window: Any) -> Any:

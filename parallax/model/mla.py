@@ -216,9 +216,9 @@ class Reshard(nn.Module):
         return reshard(f"{self.before} -> {self.after}", x)
 
 
-def up_of(model: ModelConfig) -> Callable[..., LoRA]:
+def up_of(model: ModelConfig, order: str) -> Callable[..., LoRA]:
     """What makes a model's up-projections."""
-    return partial(Up, model=model, stored=model.stored_base)
+    return partial(Up, model=model, order=order, stored=model.stored_base)
 
 
 class Up(LoRA):

@@ -109,8 +109,8 @@ class Block(nn.Module):
                 dense=self._dense,
             )
         )
-        self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
-        self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
+        dropout = partial(Dropout, residual, sizes, self.model.dropout, order=self.family.context.order)
+        self.drop_attention, self.drop_mlp = dropout(site=0), dropout(site=1)
 
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key, factor = context.rows_B, context.key, self.model.residual_scale
@@ -175,14 +175,20 @@ class Block(nn.Module):
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
         choices = {name: getattr(m, name) for name in ATTENTION_CHOICES}
         if m.attention == "mla":
-            return MLA(**shared, up=up_of(m), out_bias=m.out_bias, score_cap=m.score_cap, sinks=m.sinks)
+            return MLA(
+                **shared,
+                up=up_of(m, self.family.context.order),
+                out_bias=m.out_bias,
+                score_cap=m.score_cap,
+                sinks=m.sinks,
+            )
         shared |= {"kv": self.kv, "qk_norm": m.qk_norm}
         return _made("model.attention", m.attention, {"gqa": partial(GQA, **choices)}, **shared)
 
     @property
     def _dense(self) -> Callable[..., Dense] | None:
         """What makes projections in place of Dense."""
-        return named("model.dense", self.model.dense, {"dense": lora_of(self.model)})
+        return named("model.dense", self.model.dense, {"dense": lora_of(self.model, self.family.context.order)})
 
 
 def stacks_of(kinds: Sequence[str]) -> dict[str, str]:
@@ -219,7 +225,8 @@ class Parts(NamedTuple):
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         scale = model.embedding_scale
-        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale)
+        order = family.context.order
+        embedding = Embedding(form, rows, residual, sizes, model.vocab, model.dtype, model.dropout, scale, order)
         norm = named("model.norm", model.norm, norms_of(model))
         shared = (form, rows, residual, sizes, model.vocab)
         head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))

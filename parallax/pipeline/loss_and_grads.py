@@ -175,7 +175,7 @@ def microbatches(
     """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
     every mesh, which data ranks share; otherwise each rank divides its own rows."""
     rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
-    arrays = in_context_order(batch)
+    arrays = in_context_order(batch, model.layout.order)
     if shared:
         arrays, rows = {name: _share_of_each(x, count) for name, x in arrays.items()}, _share_of_each(rows, count)
     cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in arrays.items()}
@@ -205,8 +205,8 @@ def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:
     return metrics | {"z_loss": z_loss} if ends.loss.z_coefficient else metrics
 
 
-def in_context_order(batch: Mapping[str, Array]) -> Mapping[str, Array]:
-    """The tokens of this context rank, in the order of parallax/sharding/zigzag.py, with the segments of whole rows.
+def in_context_order(batch: Mapping[str, Array], order: str) -> Mapping[str, Array]:
+    """The tokens of this context rank, in an order of parallax/sharding/zigzag.py, with the segments of whole rows.
 
     Communication:
         forward   all_gather of the batch's arrays over cp
@@ -216,7 +216,7 @@ def in_context_order(batch: Mapping[str, Array]) -> Mapping[str, Array]:
         return batch
     arrays = Layout.parse(f"entries {TOKENS}")
     whole = all_gather(f"{arrays} -> {arrays.without(CONTEXT_AXIS)}", jnp.stack(list(batch.values())))
-    return dict(zip(batch, own_tokens(whole, axis=2))) | {"segments": dict(zip(batch, whole))["segments"]}
+    return dict(zip(batch, own_tokens(whole, 2, order))) | {"segments": dict(zip(batch, whole))["segments"]}
 
 
 def _in_order_of_text(model: ModelOnMesh, outputs: Array) -> Array:
@@ -224,5 +224,5 @@ def _in_order_of_text(model: ModelOnMesh, outputs: Array) -> Array:
     residual = activations.with_rows(model.residual, SHARED_ROWS)
     # If tp shards tokens, too, they are gathered over tp during the permute.
     whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
-    outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
+    outputs = to_order(reshard(f"{residual} -> {whole}", outputs), 1, model.layout.order)
     return reshard(f"{whole} -> {residual}", outputs)

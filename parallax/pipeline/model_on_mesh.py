@@ -65,7 +65,8 @@ class ModelOnMesh:
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         self._check()
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
-        family = FAMILIES[layout.tensor_parallel]._replace(context=CONTEXTS[layout.context])
+        context_form = CONTEXTS[layout.context]._replace(order=layout.order)
+        family = FAMILIES[layout.tensor_parallel]._replace(context=context_form)
         form, kv = EMBEDDINGS[layout.embedding], model.kv(self.axis_sizes["tp"])
         options = dict(loss=settings.loss, exchange=self._exchange_form, measures=measures)
         options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
@@ -265,7 +266,8 @@ class ModelOnMesh:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
         tables = tables_of_layers(self.config, positions)
-        return Context.of_model(self.config, tables, rows, tokens.key, segments, row_weight=weight)
+        settings = dict(row_weight=weight, order=self.layout.order)
+        return Context.of_model(self.config, tables, rows, tokens.key, segments, **settings)
 
     @property
     def rounds_kernels(self) -> bool:

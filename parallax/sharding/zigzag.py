@@ -1,7 +1,9 @@
-"""The order of tokens on context ranks that balances causal attention: see docs/cp.md.
+"""The order of tokens on context ranks: see docs/cp.md.
 
-A row of seq tokens is split into 2 * cp chunks. Rank r holds chunk r and, after it, chunk 2 * cp - 1 - r: one that sees
-few tokens and one that sees many; the sum is the same on each rank. A batch arrives in the order of its text. It is
+A row of seq tokens is split into 2 * cp chunks. In zigzag order, which balances causal attention, rank r holds chunk r
+and, after it, chunk 2 * cp - 1 - r: one that sees few tokens and one that sees many; the sum is the same on each rank.
+In contiguous order, in which a rank's neighbours have all that a short window reaches, it holds chunks 2 * r and
+2 * r + 1. A batch arrives in the order of its text. It is
 reordered once a step together with its positions and segments, so layers that work token by token need not know the
 order. "In order" below means the order of the text.
 """
@@ -14,33 +16,38 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, gather_with_exchange, offset, ranks_over, reshard
 from parallax.sharding.layout import Layout
 
+ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
+CHUNKS = 2  # of a rank
+
 
 def context_ranks() -> int:
     """The size of cp; 1 outside a mesh, and on a mesh that does not shard seq."""
     return ranks_over([CONTEXT_AXIS])
 
 
-def chunks_of(ranks: int) -> np.ndarray:
+def chunks_of(ranks: int, order: str = ZIGZAG) -> np.ndarray:
     """Indices of the two chunks of each rank, [ranks, 2].
 
-    >>> chunks_of(2).tolist()
-    [[0, 3], [1, 2]]
+    >>> chunks_of(2).tolist(), chunks_of(2, CONTIGUOUS).tolist()
+    ([[0, 3], [1, 2]], [[0, 1], [2, 3]])
     """
     low = np.arange(ranks)
+    if order == CONTIGUOUS:
+        return np.arange(2 * ranks).reshape(ranks, 2)
     return np.stack([low, 2 * ranks - 1 - low], axis=1)
 
 
-def order_of(ranks: int, pieces: int) -> np.ndarray:
+def order_of(ranks: int, pieces: int, order: str = ZIGZAG) -> np.ndarray:
     """Indices in the row of the pieces (tokens or blocks) that each rank holds, [ranks, pieces / ranks].
 
     >>> order_of(2, 8).tolist()
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     chunk = pieces // (2 * ranks)
-    return (chunks_of(ranks)[:, :, None] * chunk + np.arange(chunk)).reshape(ranks, -1)
+    return (chunks_of(ranks, order)[:, :, None] * chunk + np.arange(chunk)).reshape(ranks, -1)
 
 
-def places(layout: str | Layout, tokens: int) -> Array:
+def places(layout: str | Layout, tokens: int, order: str = ZIGZAG) -> Array:
     """Index in the whole row of each of a device's `tokens`, for an array of this layout, [tokens]."""
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
     ranks, within = context_ranks(), layout.without(CONTEXT_AXIS)  # the axes that shard a context rank's tokens
@@ -48,11 +55,11 @@ def places(layout: str | Layout, tokens: int) -> Array:
     if CONTEXT_AXIS not in layout.cut_of("seq") or ranks == 1:
         return held
     chunk = tokens * ranks_over(within.cut_of("seq")) // 2
-    chunks = jnp.asarray(chunks_of(ranks))[lax.axis_index(CONTEXT_AXIS)]
+    chunks = jnp.asarray(chunks_of(ranks, order))[lax.axis_index(CONTEXT_AXIS)]
     return chunks[held // chunk] * chunk + held % chunk
 
 
-def own_tokens(x: Array, axis: int) -> Array:
+def own_tokens(x: Array, axis: int, order: str = ZIGZAG) -> Array:
     """This rank's tokens, taken from whole rows in order; dim `axis` is seq."""
     ranks = context_ranks()
     if ranks == 1:
@@ -64,11 +71,13 @@ def own_tokens(x: Array, axis: int) -> Array:
     def piece(number: Array | int) -> Array:
         return lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis)
 
+    if order == CONTIGUOUS:
+        return lax.dynamic_slice_in_dim(x, rank * 2 * chunk, 2 * chunk, axis)
     return jnp.concatenate([piece(rank), piece(2 * ranks - 1 - rank)], axis)
 
 
-def reshard_in_order(pattern: str, x: Array) -> Array:
-    """`reshard` for arrays whose tokens are in order if cp does not shard `seq`, and in this module's order if it does.
+def reshard_in_order(pattern: str, x: Array, order: str = ZIGZAG) -> Array:
+    """`reshard` for arrays whose tokens are in order if cp does not shard `seq`, and in that of ranks if it does.
 
     Communication:
         forward   as reshard
@@ -79,7 +88,7 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
     was_cut, is_cut = (CONTEXT_AXIS in layout.cut_of("seq") for layout in (before, after))
     if ranks == 1 or was_cut == is_cut:
         return reshard(pattern, x)
-    numbers = chunks_of(ranks).reshape(-1)  # of chunks, rank by rank
+    numbers = chunks_of(ranks, order).reshape(-1)  # of chunks, rank by rank
     if was_cut:
         move = reshard if CONTEXT_AXIS in after.used_axes() else gather_with_exchange
         return _reordered(move(pattern, x), np.argsort(numbers), dim)
@@ -88,19 +97,21 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
 
 def _reordered(x: Array, numbers: np.ndarray, axis: int) -> Array:
     """Move chunk `numbers[i]` to place i of the dim."""
+    if (np.diff(numbers) == 1).all():
+        return x
     chunks = x.reshape(*x.shape[:axis], len(numbers), -1, *x.shape[axis + 1 :])
     return jnp.take(chunks, numbers, axis=axis, unique_indices=True).reshape(x.shape)
 
 
-def to_order(x: Array, axis: int) -> Array:
-    """Bring tokens into order: rank r gets chunks 2r and 2r + 1 in place of its two.
+def to_order(x: Array, axis: int, order: str = ZIGZAG) -> Array:
+    """Bring tokens into order: rank r gets chunks 2r and 2r + 1 in place of its two, if it has others.
 
     Communication:
         forward   permute of the even chunk and the odd one over cp
         backward  the transposes
     """
     ranks = context_ranks()
-    if ranks == 1:
+    if ranks == 1 or order == CONTIGUOUS:
         return x
     rank, chunks = lax.axis_index(CONTEXT_AXIS), chunks_of(ranks)
     low, high = jnp.split(as_varying(x, [CONTEXT_AXIS]), 2, axis)

@@ -12,8 +12,8 @@ from test_plan import tiny as tiny_settings
 
 import parallax as px
 from parallax.analysis.compiled.program import read_compiled
-from parallax.analysis.planned.layouts import Choice, build_if_legal, choices, flags_of
-from parallax.analysis.planned.plan import plan_heading, sweep_table
+from parallax.analysis.planned.layouts import Choice, build_if_legal, choices, flags_of, with_keys
+from parallax.analysis.planned.plan import plan_heading, single_changes, sweep_table
 from parallax.analysis.planned.step_time import predict
 from parallax.analysis.planned.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.planned.topology import read_topology
@@ -180,6 +180,20 @@ def test_cp_is_tried_where_it_is_asked_for_or_rows_are_few():
     assert tried(long()) == tried(long(mesh_cp=1)) == all_forms
     assert tried(long(mesh_cp=1, data_global_batch=4)) == {(1, "all_gather")}
     assert tried(long(data_seq=12)) == {key for key in all_forms if key[0] < 4}  # 12 tokens are no 2 x 4 chunks
+
+
+def test_contiguous_order_is_tried_if_every_layer_has_a_window():
+    near = dict(mesh_dp=1, mesh_cp=4, model_kinds="near=(sliding_window=8)", data_seq=64)
+    windowed, mixed = (long(model_layers_of=layers, **near) for layers in ("near*4", "near*3 dense"))
+    for settings, order in ((windowed, "contiguous"), (mixed, "zigzag")):
+        assert {choice.order for choice in choices(settings, 4) if choice.cp > 1} == {order}
+        assert ({"layout.order": "contiguous"} in [*single_changes(settings, FOUR)]) == (settings is windowed)
+    assert Choice.of(windowed)._replace(order="contiguous").mesh == "1·1·1 cp=4 all_gather contiguous"
+    zigzag, contiguous = (
+        predict(with_keys(windowed, {"layout.order": order}), at_once(FOUR)).exposed_secs["cp"]
+        for order in ("zigzag", "contiguous")
+    )
+    assert contiguous < zigzag
 
 
 def test_only_forms_are_tried_that_fit_heads_and_kernel():

@@ -228,7 +228,7 @@ def test_blocks_are_of_one_size_and_filled_up_by_few_tokens(tokens):
 # ---- on context ranks
 
 
-def over_context(form, heads, ranks, seq, tp=1, window=0):
+def over_context(form, heads, ranks, seq, tp=1, window=0, order="zigzag"):
     """`attend_over_context` as a function of whole arrays in the order of the text."""
     segments = jnp.asarray(documents(seq))
     mesh = mesh_of(1, 1, tp, 1, ranks)
@@ -236,11 +236,10 @@ def over_context(form, heads, ranks, seq, tp=1, window=0):
     def local(q, k, v):
         q, k, v, whole = (as_varying(x) for x in (q, k, v, segments))
         # Of the text's order each rank has its piece; `own_tokens` wants whole rows.
-        q, k, v = (own_tokens(jax.lax.all_gather(x, "cp", axis=1, tiled=True), axis=1) for x in (q, k, v))
-        y = attend_over_context(
-            CONTEXTS[form], q, k, v, Mask(whole, window=window), keys=SEQ, scale=SCALE, kernel="xla"
-        )
-        return jax.lax.pmean(to_order(y, axis=1), ("pp", "dp"))
+        q, k, v = (own_tokens(jax.lax.all_gather(x, "cp", axis=1, tiled=True), 1, order) for x in (q, k, v))
+        context, mask = CONTEXTS[form]._replace(order=order), Mask(whole, window=window, order=order)
+        y = attend_over_context(context, q, k, v, mask, keys=SEQ, scale=SCALE, kernel="xla")
+        return jax.lax.pmean(to_order(y, 1, order), ("pp", "dp"))
 
     spec = Layout.parse(activation("heads/tp d_head")).spec(mesh)
     run = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=True)
@@ -268,6 +267,15 @@ def test_windows_cross_from_rank_to_rank(form, seq, ranks, window):
     is padded, and a window does not count the padding."""
     run, segments = over_context(form, "mha", ranks, seq, window=window)
     check(with_gradients(run, *arrays("mha", seq)), exact("mha", seq, np.asarray(segments), window=window), ERROR)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("window", [20, 0, 300])
+@pytest.mark.parametrize("form", CONTEXTS)
+def test_in_contiguous_order_context_ranks_have_the_plain_forms_values(form, window):
+    """Of four ranks with 160 tokens. Without a window they see different numbers of blocks."""
+    run, segments = over_context(form, "gqa", 4, 640, window=window, order="contiguous")
+    check(with_gradients(run, *arrays("gqa", 640)), exact("gqa", 640, np.asarray(segments), window=window), ERROR)
 
 
 @pytest.mark.parametrize(("window", "moves"), [(1, []), (16, [1, 6]), (18, [1, 1, 4, 1]), (40, [1, 1, 1, 2, 1, 1])])

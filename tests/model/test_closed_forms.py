@@ -38,6 +38,7 @@ def both(mesh, **changes):
         cp=model.axis_sizes.get("cp", 1),
         ep=model.axis_sizes.get("ep", 1),
         context=layout["context"],
+        order=layout["order"],
         exchange=layout["exchange"],
         expert_chunk_tokens=layout["expert_chunk_tokens"],
         balances=model.loss_config.balance_coefficient > 0,
@@ -153,13 +154,14 @@ def test_every_form_of_context_parallelism_sends_what_its_formula_says(context, 
     assert measured == formula
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(3)
 @meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4), (2, 1, 1, 1, 4))
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_layers_with_windows_send_what_their_formula_says(context, attention, mesh):
+def test_layers_with_windows_send_what_their_formula_says(context, order, attention, mesh):
     kinds = dict(layers_of="(near*3 dense)*2", kinds="near=(sliding_window=2)")
-    measured, formula = both(mesh, context=context, attention=attention, dtype="bfloat16", **kinds)
+    measured, formula = both(mesh, context=context, order=order, attention=attention, dtype="bfloat16", **kinds)
     assert measured == formula
 
 

@@ -9,7 +9,7 @@ from support.tiny_model import mesh_of
 
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.layout import Layout
-from parallax.sharding.zigzag import chunks_of, own_tokens, places, reshard_in_order, to_order
+from parallax.sharding.zigzag import CONTIGUOUS, chunks_of, own_tokens, places, reshard_in_order, to_order
 
 RANKS = [2, 3, 4, 8]
 TOKENS = 48  # of a row
@@ -110,6 +110,24 @@ def test_gradients_go_the_same_way_back(ranks):
 
     found = on_ranks(gradient, rows(), P(None, "cp"), P(None, "cp"), ranks)
     np.testing.assert_array_equal(found, weights[:, zigzag(ranks)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_contiguous_order_a_rank_has_a_piece_of_the_text(ranks):
+    cut, whole = Layout.parse(activation("d_model")), Layout.parse(activation("d_model", seq="seq"))
+
+    def moved(x):
+        mine = own_tokens(x, 1, CONTIGUOUS)
+        again = reshard_in_order(
+            f"{whole} -> {cut}", reshard_in_order(f"{cut} -> {whole}", mine, CONTIGUOUS), CONTIGUOUS
+        )
+        return to_order(again, 1, CONTIGUOUS), places(f"batch {SEQ}", mine.shape[1], CONTIGUOUS)
+
+    mesh = mesh_of(1, 1, 1, 1, ranks)
+    run = jax.shard_map(moved, mesh=mesh, in_specs=P(), out_specs=(P(None, "cp"), P("cp")), check_vma=True)
+    found, places_found = jax.jit(run)(rows())
+    np.testing.assert_array_equal(found, rows())
+    np.testing.assert_array_equal(places_found, np.arange(TOKENS))
 
 
 def test_without_context_ranks_nothing_changes():

@@ -50,6 +50,7 @@ class Step:
     cp: int = 1
     ep: int = 1
     context: str = "all_gather"
+    order: str = "zigzag"
     exchange: str = "gather"
     expert_chunk_tokens: int = 0
     balances: bool = False  # whether there is a balance loss
@@ -272,7 +273,7 @@ class Step:
         ulysses     (cp-1)/cp T (H + G') (J + K) both ways, where G' are the key heads, repeated until cp divides them
 
         With a window of w tokens, if w - 1 are no more than a chunk, all_gather has two tails of w - 1 tokens of each
-        row in place of (cp-1) T, both ways, and a ring makes two hops in place of cp-1.
+        row in place of (cp-1) T, both ways, and a ring makes two hops in place of cp-1; in contiguous order one.
         """
         for window, layers in Counter(self.model.windows).items():
             self.attention_in_window(window, self.microbatches * layers // self.pp)
@@ -284,16 +285,17 @@ class Step:
         keys = heads if mla else max(heads * m.kv_heads // m.heads, 1)
         key, value = m.d_head + (m.d_rope if mla else 0), m.d_head
         assert window - 1 <= self.seq // (2 * self.cp)
+        neighbours = 1 if self.order == "contiguous" else 2
         if self.context == "all_gather":
             latent = m.d_latent // (self.tp if self.family == "scatter" else 1)
             for width in (latent, m.d_rope) if self.gathers_latent else (keys * key, keys * value):
                 if window:
                     for direction in ("forward", "backward"):
-                        self.hop(direction, row * width * self.cp // self.seq * (window - 1), 2 * times)
+                        self.hop(direction, row * width * self.cp // self.seq * (window - 1), neighbours * times)
                 else:
                     self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
         elif self.context == "ring":
-            hops = min(self.cp - 1, 2) if window else self.cp - 1
+            hops = min(self.cp - 1, neighbours) if window else self.cp - 1
             for width in (keys * key, keys * value):
                 for direction in ("forward", "backward"):
                     self.hop(direction, row * width, times * hops)

@@ -21,6 +21,7 @@ from parallax.pipeline import ShardedModel
 from parallax.schedules import SCHEDULES
 from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.mesh import factorisations
+from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
 from parallax.step.step import abstract_state, model_of, optimizer_of
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
@@ -31,7 +32,7 @@ SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interle
 # The config section of each setting that a sweep varies.
 CHOSEN_AXES = ("pp", "dp", "cp", "ep", "tp")
 SECTION_OF = dict.fromkeys(CHOSEN_AXES, "mesh") | {"prefetch": "fsdp"}
-SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
+SECTION_OF |= dict.fromkeys(("context", "exchange", "order"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat", "grads_dtype", "grads_on"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 # Dtype and memory of sums of gradients that are smaller on the device, those that cost the least time first.
@@ -71,6 +72,7 @@ class Choice(NamedTuple):
     exchange: str = AUTO
     grads_dtype: str = "float32"
     grads_on: str = DEVICE
+    order: str = ZIGZAG
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
@@ -84,9 +86,14 @@ class Choice(NamedTuple):
         >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, cp=4, context="ring").mesh
         '1·4·1 cp=4 ring'
         """
-        further = f" cp={self.cp} {self.context}" * (self.cp > 1) + f" ep={self.ep}" * (self.ep > 1)
+        further = f" cp={self.cp} {self.keys}" * (self.cp > 1) + f" ep={self.ep}" * (self.ep > 1)
         further += f" {self.exchange}" * (self.ep > 1 and self.exchange != AUTO)
         return f"{self.pp}·{self.dp}·{self.tp}{further}"
+
+    @property
+    def keys(self) -> str:
+        """How keys meet queries of other context ranks, and the order of tokens if it is not zigzag."""
+        return self.context + f" {self.order}" * (self.order != ZIGZAG)
 
     @property
     def data_ranks(self) -> int:
@@ -195,7 +202,15 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
             for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
-                    yield Choice(*shape, cp, context, ep, settings.layout.exchange, *sums)
+                    yield Choice(*shape, cp, context, ep, settings.layout.exchange, *sums, order_to_try(settings, cp))
+
+
+def order_to_try(settings: Settings, cp: int) -> str:
+    """The order of tokens on context ranks that is worth trying: contiguous if a window hides tokens in every layer,
+    since it sends less and computes as much; the settings' own if there is one rank."""
+    if cp == 1:
+        return settings.layout.order
+    return CONTIGUOUS if all(0 < window < settings.data.seq for window in settings.model.windows) else ZIGZAG
 
 
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:

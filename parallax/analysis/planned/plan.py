@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
-from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, with_keys
+from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, order_to_try, with_keys
 from parallax.analysis.planned.step_time import (
     CompiledStep,
     Estimate,
@@ -36,6 +36,7 @@ from parallax.sharding.activations import BATCH_AXES
 from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
+from parallax.sharding.zigzag import CONTIGUOUS
 from parallax.step.resolve import resolve
 
 
@@ -247,6 +248,8 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.layer_kinds)
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
     yield from map(layout.keys_to, layout.variations(further, sets))
+    if (order := order_to_try(settings, layout.cp)) != layout.order:
+        yield {"layout.order": order}
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and chip.platform in runs.native:
             yield {"model.kernel": kernel}
@@ -311,6 +314,7 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
+    context += ", tokens in contiguous order" * (settings.mesh.cp > 1 and settings.layout.order == CONTIGUOUS)
     lines = [
         f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}" + " core" * (topology.chip.cores > 1),
         f"mesh {mesh}; {schedule}, {pipeline.microbatches} {batches} of {windows} x {seq} tokens a device",
@@ -479,7 +483,7 @@ def sweep_table(
     for choice, step in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == configured else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
-        context = [str(choice.cp), choice.context if choice.cp > 1 else "-"] * cut
+        context = [str(choice.cp), choice.keys if choice.cp > 1 else "-"] * cut
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
         figures = f"{step.peak_bytes / 2**30:.2f}", f"{step.secs:.3f}", percent(step.mfu), percent(step.bubble)

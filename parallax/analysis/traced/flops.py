@@ -30,7 +30,7 @@ from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, RING, WHOLE
 from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops, tokens_read_twice
-from parallax.model.mask import window_of
+from parallax.model.mask import order_in, window_of
 from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -187,7 +187,7 @@ def product_flops(equation: JaxprEqn, share_of_rows: float = 1.0, stack: str = "
         return 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if name in KERNEL_CALLS:
         floats = [var.aval.shape for var in equation.invars if _is_float(var)]
-        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats, window_of(stack))
+        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats, window_of(stack), order_in(stack))
     return None if name in UNCOUNTED else 0
 
 
@@ -302,7 +302,7 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     shared = meets != WHOLE
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
-    sizes |= dict(ring=meets == RING and ranks > 1)
+    sizes |= dict(ring=meets == RING and ranks > 1, order=model.layout.order)
     products = sum(
         layers * ranks * attention_flops(config.kernel, part, **sizes, window=window)
         for window, layers in Counter(config.windows).items()

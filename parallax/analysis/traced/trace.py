@@ -32,6 +32,7 @@ from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.sharding import bucket, collectives, einsum, layout
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import GRADIENTS, empty_like
+from parallax.sharding.zigzag import CONTIGUOUS
 from parallax.step.step import UPDATE, TrainStep, abstract_state
 from parallax.version import PACKAGE
 
@@ -83,7 +84,7 @@ def _scope(stack: str) -> str | None:
 @functools.cache
 def _module(stack: str) -> str:
     # A name with a dot is a method of the module before it.
-    left_out = (*SCOPES, REMATTED, *OUTERMOST)
+    left_out = (*SCOPES, REMATTED, *OUTERMOST, CONTIGUOUS)
     names = [name for name in _names(stack) if name not in left_out and "." not in name and not window_of(name)]
     return "/".join(names).lower()
 

@@ -22,7 +22,7 @@ from parallax.model.mask import Mask, blocks_seen
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, permutes_wait, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.platform import platform_traced
-from parallax.sharding.zigzag import context_ranks, order_of
+from parallax.sharding.zigzag import ZIGZAG, context_ranks, order_of
 
 # Most tokens on a side of a block of scores, by platform; docs/cp.md has the figures. Rows of two such blocks are a
 # special case: on TPU smaller blocks are faster, since less of them is masked, and on GPU one block of all.
@@ -203,7 +203,7 @@ class _Blocks:
 
     def pairs(self) -> dict[int, np.ndarray]:
         """The pairs of blocks to compute: see `_pairs`."""
-        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window, self.chunk)
+        return _pairs(*self.counts, context_ranks(), self.size, self.mask.window, self.chunk, self.mask.order)
 
     def of_queries(self, x: Array) -> Array:
         return rearrange(x, "B (n b) (G H) W -> n B G (H b) W", b=self.size, G=self.groups)
@@ -286,14 +286,14 @@ def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: A
 
 @functools.cache
 def _pairs(
-    queries: int, keys: int, whole: int, ranks: int, size: int, window: int, chunk: int
+    queries: int, keys: int, whole: int, ranks: int, size: int, window: int, chunk: int, order: str
 ) -> dict[int, np.ndarray]:
     """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
     queries and of the block of keys, then their indices in the whole row. `queries` and `keys` are the numbers of local
     blocks, `whole` is that of a row. A hop is named by how many ranks before are those whose keys it has; those of
     which no rank sees any are left out."""
     is_ring = keys < whole
-    of_ranks = np.arange(whole)[None] if queries == whole else order_of(ranks, whole)
+    of_ranks = np.arange(whole)[None] if queries == whole else order_of(ranks, whole, order)
     hops = []
     for hop in range(ranks if is_ring else 1):
         of_keys = np.roll(of_ranks, hop, axis=0) if is_ring else np.tile(np.arange(keys), (len(of_ranks), 1))
@@ -305,14 +305,14 @@ def _pairs(
     return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 
 
-def scores_in_window(seq: int, ranks: int, window: int, ring: bool) -> int:
+def scores_in_window(seq: int, ranks: int, window: int, ring: bool, order: str = ZIGZAG) -> int:
     """Scores that each rank computes of a row of `seq` tokens in a layer with a window."""
     chunks = 1 if ranks == 1 else 2 * ranks
     chunk = seq // chunks
     size = tokens_of_block(chunk, window)
     whole = chunks * -(-chunk // size)
     keys = whole // ranks if ring else whole
-    hops = _pairs(whole // ranks, keys, whole, ranks, size, window, chunk)
+    hops = _pairs(whole // ranks, keys, whole, ranks, size, window, chunk, order)
     return size**2 * sum(pairs.shape[1] for pairs in hops.values())
 
 
@@ -331,8 +331,8 @@ def _seen_pairs(queries: np.ndarray, keys: np.ndarray, size: int, window: int, c
 
 
 def _alike(of_ranks: list[np.ndarray], count: int) -> np.ndarray:
-    """As many pairs for each rank: with a window some see fewer blocks. In those that are added no token sees another:
-    the keys come after the queries."""
+    """As many pairs for each rank: with a window, or in contiguous order, some see fewer blocks. In those that are
+    added no token sees another: the keys come after the queries."""
     hidden = np.array([0, 0, 0, 1], np.int32)
     return np.stack([np.concatenate([pairs, np.tile(hidden, (count - len(pairs), 1))]) for pairs in of_ranks])
 

@@ -8,6 +8,7 @@ from parallax.model.kernels.blockwise import scores_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.splash import splash_block_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
+from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
 
 # By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
 # scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
@@ -32,11 +33,12 @@ def attention_flops(
     ranks: int = 1,
     window: int = 0,
     ring: bool = False,
+    order: str = ZIGZAG,
 ) -> int:
     """FLOPs of the matrix products of an attention kernel in a pass, a key of KERNEL_PRODUCTS, 2 for each multiply-add.
 
-    `ranks` context ranks share the queries of `seq` tokens, and each computes the same number of blocks; if keys move
-    in a `ring`, that of the rank with the most, hop by hop. A `window` is as in Mask.
+    `ranks` context ranks share the queries of `seq` tokens, in an `order`; the FLOPs are those of the rank with the
+    most blocks, in zigzag order without a window of each, and in a `ring` hop by hop. A `window` is as in Mask.
 
     >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
@@ -45,7 +47,7 @@ def attention_flops(
         d_qk = d_v = triton_width(max(d_qk, d_v))
     of_qk, of_v = KERNEL_PRODUCTS[kernel][part]
     window = window if window < seq else 0
-    scores = computed_scores(kernel, part, seq, d_qk, ranks, window, ring)
+    scores = computed_scores(kernel, part, seq, d_qk, ranks, window, ring, order)
     return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 
 
@@ -58,21 +60,26 @@ def tokens_read_twice(windows: Iterable[int], seq: int) -> list[int]:
     return [window * (2 * seq - window) // seq if 0 < window < seq else seq for window in windows]
 
 
-def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int, window: int, ring: bool) -> int:
+def computed_scores(
+    kernel: str, part: str, seq: int, width: int, ranks: int, window: int, ring: bool, order: str
+) -> int:
     """Scores of a head that a rank computes: those of blocks of which the mask shows some by the tokens' places. If
     context ranks share the queries, cuDNN computes all."""
     if kernel == "cudnn":
         blocks = -(-seq // CUDNN_BLOCK)
         return seq * seq * _blocks_seen(blocks, CUDNN_BLOCK, window) // blocks**2 if ranks == 1 else seq * seq // ranks
     if window and kernel == "xla":
-        return scores_in_window(seq, ranks, window, ring)
+        return scores_in_window(seq, ranks, window, ring, order)
     chunks = 1 if ranks == 1 else 2 * ranks
     size = {
         "xla": lambda: tokens_of_block(seq // chunks),
         "splash": lambda: splash_block_tokens(seq, ranks, window),
         "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
     }[kernel]()
-    return _blocks_seen(chunks * -(-seq // chunks // size), size, window) // ranks * size**2
+    blocks = chunks * -(-seq // chunks // size)
+    if ranks > 1 and order == CONTIGUOUS:  # the last rank has the most
+        return (_blocks_seen(blocks, size, window) - _blocks_seen(blocks - blocks // ranks, size, window)) * size**2
+    return _blocks_seen(blocks, size, window) // ranks * size**2
 
 
 def _blocks_seen(blocks: int, size: int, window: int) -> int:
@@ -81,11 +88,11 @@ def _blocks_seen(blocks: int, size: int, window: int) -> int:
     return reach * (reach + 1) // 2 + (blocks - reach) * reach
 
 
-def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int = 0) -> int | None:
+def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int = 0, order: str = ZIGZAG) -> int | None:
     """FLOPs of a traced or compiled Pallas call of this name; None if it is not one of this project's.
 
-    `window` is as in Mask. `float_shapes` are the shapes of its floating point operands, in order; a batch dim of size
-    1 may be missing.
+    `window` and `order` are as in Mask. `float_shapes` are the shapes of its floating point operands, in order; a batch
+    dim of size 1 may be missing.
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
@@ -101,5 +108,6 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
     q, _, v, *_ = float_shapes
     *rows, heads, queries, d_qk = q
     seq, d_v = v[-2:]
-    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries, window=window)
+    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
+    sizes |= dict(window=window, order=order)
     return attention_flops("splash", part[1], **sizes)

@@ -14,7 +14,7 @@ from parallax.model.mask import Mask, blocks_seen, sees
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import vary_alike
 from parallax.sharding.platform import platform_traced
-from parallax.sharding.zigzag import order_of, own_tokens
+from parallax.sharding.zigzag import ZIGZAG, order_of, own_tokens
 
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 BLOCK_IN_WINDOW = 256  # where a window is shorter than four of the largest: its ends are computed for their halves
@@ -74,7 +74,8 @@ class SplashKernelOf(NamedTuple):
         (heads, queries), keys = q.shape[1:3], k.shape[2]
         ranks, segments = keys // queries, mask.segments_BN
         interpreted = platform_traced() == "cpu"
-        kernel = _kernel_of_all_ranks(heads, keys, ranks, mask.window, self.cap, interpreted=interpreted)
+        places = PlacesMask(keys, ranks, mask.window, mask.order)
+        kernel = _kernel_of_all_ranks(heads, places, ranks, self.cap, interpreted=interpreted)
         if ranks == 1:
             return SplashKernel(kernel, splash.SegmentIds(segments, segments))
 
@@ -84,16 +85,16 @@ class SplashKernelOf(NamedTuple):
             return lax.dynamic_slice_in_dim(table, lax.axis_index(CONTEXT_AXIS) * size, size, dim)
 
         kernel = jax.tree.map(of_this_rank, kernel)
-        return SplashKernel(kernel, splash.SegmentIds(own_tokens(segments, axis=1), segments))
+        return SplashKernel(kernel, splash.SegmentIds(own_tokens(segments, 1, mask.order), segments))
 
 
 class PlacesMask(splash.CausalMask):
     """The part of a Mask that depends on places, for keys in order and queries in the order in which context ranks hold
     them; the kernel adds segments."""
 
-    def __init__(self, seq: int, ranks: int, window: int):
+    def __init__(self, seq: int, ranks: int, window: int, order: str = ZIGZAG):
         super().__init__((seq, seq))
-        self.q_sequence = order_of(ranks, seq).reshape(-1).astype(np.int32)
+        self.q_sequence = order_of(ranks, seq, order).reshape(-1).astype(np.int32)
         self.window = window
         self.mask_function = functools.partial(sees, window=window)
 
@@ -115,14 +116,14 @@ class PlacesMask(splash.CausalMask):
 
 
 @functools.cache
-def _kernel_of_all_ranks(heads: int, seq: int, ranks: int, window: int, cap: float, interpreted: bool) -> Callable:
+def _kernel_of_all_ranks(heads: int, places: PlacesMask, ranks: int, cap: float, interpreted: bool) -> Callable:
     """The kernel of all context ranks: its tables are concatenated in the order of the ranks. Pallas interprets it on
     CPUs."""
-    size = splash_block_tokens(seq, ranks, window)
+    size = splash_block_tokens(len(places.q_sequence), ranks, places.window)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: a fused kernel would store a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
-    mask = splash.MultiHeadMask([PlacesMask(seq, ranks, window)] * heads)
+    mask = splash.MultiHeadMask([places] * heads)
     with jax.ensure_compile_time_eval():  # constants, even if they are first needed during tracing
         return splash.make_splash_mha(
             mask,
