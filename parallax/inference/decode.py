@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -53,6 +55,13 @@ class Prompts(NamedTuple):
 
     ids_BS: Array
     empty_B: Array
+
+
+class Caches(struct.PyTreeNode):
+    """The caches of a stage's layers, by their length: as many slots as a layer's window, at most those of a row."""
+
+    of_length: dict[int, dict[str, Array]]  # [layers, B, slots, ...] of each name
+    slots: int = struct.field(pytree_node=False)  # of a row
 
 
 class Decoder:
@@ -124,10 +133,9 @@ class Decoder:
 
         return lax.while_loop(is_running, step, _append(start, first_B, ends)).ids_BN
 
-    def advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
+    def advance(self, weights: Any, caches: Caches, new: Prompts, cursor: Array | int) -> tuple[Array, Caches]:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
-        slots = jax.tree.leaves(caches)[0].shape[2]
-        context = self._context(new, cursor, slots)
+        context = self._context(new, cursor, caches.slots)
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         # A padding layer has zero weights and adds nothing to the residual stream.
@@ -135,9 +143,28 @@ class Decoder:
             x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
             return as_varying(x), jax.tree.map(as_varying, cache)
 
+        def layer_of_length(block, weights, carry, context, place):
+            x, caches = carry
+
+            def with_cache(length, x, caches):
+                entries = caches.of_length[length]
+                cache = jax.tree.map(lambda of_all: of_all[place[1]], entries)
+                x, cache = layer(block, weights, x, context, cache)
+                write = partial(lax.dynamic_update_index_in_dim, index=place[1], axis=0)
+                return x, caches.replace(of_length=caches.of_length | {length: jax.tree.map(write, entries, cache)})
+
+            return lax.switch(place[0], [partial(with_cache, each) for each in caches.of_length], x, caches), place
+
         def through(x, caches):
             numbers = self.arrangement.own_layers() if self.model.settings_of_layers.differ else None
-            return self.parts.scan(layer, x, weights[BLOCKS], context, caches, self.arrangement.own_kinds(), numbers)
+            scan = partial(self.parts.scan, blocks=weights[BLOCKS], context=context, numbers=numbers)
+            scan = partial(scan, kinds=self.arrangement.own_kinds())
+            if len(caches.of_length) > 1:  # a loop has slices of one length
+                places = as_varying(jnp.asarray(self._places(caches.slots))[lax.axis_index("pp")])
+                return scan(layer_of_length, (x, caches), others=places)[0]
+            ((length, entries),) = caches.of_length.items()
+            x, entries = scan(layer, x, others=entries)
+            return x, caches.replace(of_length={length: entries})
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -163,16 +190,37 @@ class Decoder:
         cursor = None if is_prompt else cursor
         return Context.of_model(self.model, tables, rows_B, None, filled_BT, cursor=cursor)
 
-    def caches(self, batch: int, slots: int) -> dict[str, Array]:
-        """Empty caches of this stage's layers, in the compute dtype."""
+    def caches(self, batch: int, slots: int) -> Caches:
+        """Empty caches of this stage's layers for rows of `slots` tokens, in the compute dtype."""
         bound = bound_axis_sizes()
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
-        sizes = {**self.model.sizes, "batch": rows, "kv_seq": slots}
-        layers = self.arrangement.stage_layers
         block, *_ = self.parts.blocks.values()
         layouts = block.apply({}, method="cache_layouts")
-        shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
-        return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
+
+        def entries(layers: int, length: int) -> dict[str, Array]:
+            sizes = {**self.model.sizes, "batch": rows, "kv_seq": length}
+            shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
+            return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
+
+        places = self._places(slots)
+        counts = {
+            length: int(1 + places[places[..., 0] == number, 1].max())
+            for number, length in enumerate(self.lengths(slots))
+        }
+        return Caches({length: entries(layers, length) for length, layers in counts.items()}, slots)
+
+    def lengths(self, slots: int) -> list[int]:
+        """The different lengths of the layers' caches for rows of `slots` tokens."""
+        return sorted({min(window or slots, slots) for window in self.model.windows})
+
+    def _places(self, slots: int) -> np.ndarray:
+        """int32 `[rank, place, 2]`: the number of its cache's length for each place of a stage, and its number among
+        the places of the rank with this length. A place without a layer is like the model's last one."""
+        lengths = self.lengths(slots)
+        of_layers = np.array([lengths.index(min(window or slots, slots)) for window in self.model.windows])
+        of_places = of_layers[self.arrangement.numbers]
+        before = [[int((rank[:place] == number).sum()) for place, number in enumerate(rank)] for rank in of_places]
+        return np.stack([of_places, np.array(before)], axis=-1).astype(np.int32)
 
     def head(self, weights: Any, x: Array) -> Array:
         """Logits [B, S, V] in float32, sharded over the vocab."""

@@ -144,9 +144,46 @@ def sow_intermediates(layer: nn.Module, mask: Mask, q: Array, k: Array, *, cache
 
 
 def update_kv_cache(cache_BT: Array, new_BS: Array, mask: Mask) -> Array:
-    """Write the entries of new tokens into the cache, from slot `mask.cursor` on, by default from the first."""
-    first = 0 if mask.cursor is None else mask.cursor
-    return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), first, axis=1)
+    """Write the entries of new tokens into the cache, from slot `mask.cursor` on, by default from the first. If it has
+    fewer slots than there are tokens, it is a ring: a token is in the slot of its place modulo the slots."""
+    first, slots = 0 if mask.cursor is None else mask.cursor, cache_BT.shape[1]
+    new_BS = new_BS.astype(cache_BT.dtype)
+    if slots >= mask.segments_BN.shape[1]:
+        return lax.dynamic_update_slice_in_dim(cache_BT, new_BS, first, axis=1)
+    last_S = first + jnp.arange(new_BS.shape[1])[-slots:]
+    return cache_BT.at[:, last_S % slots].set(new_BS[:, -slots:], unique_indices=True)
+
+
+def through_cache(
+    cache: dict[str, Array], new: dict[str, Array], mask: Mask
+) -> tuple[dict[str, Array], Mask, dict[str, Array]]:
+    """The entries that new tokens attend to, their mask, and the cache with the new tokens. Without a
+    cursor the cache is empty, and the new tokens attend to each other.
+
+    A ring has a layer's window of tokens. A new token takes the slot of one that it does not see; of several, each may
+    see what the next overwrites, so they attend to the ring as it was, and to each other.
+    """
+    written = {name: update_kv_cache(cache[name], entries, mask) for name, entries in new.items()}
+    if mask.cursor is None:
+        return new, mask, written
+    slots, tokens = (next(iter(entries.values())).shape[1] for entries in (cache, new))
+    if slots >= mask.segments_BN.shape[1]:
+        return written, mask, written
+    if tokens == 1:
+        return written, mask.replace(key_places=_places_in_ring(slots, mask.cursor + 1)), written
+    places_T = jnp.append(_places_in_ring(slots, mask.cursor), mask.cursor + jnp.arange(tokens))
+    both = {name: jnp.concatenate([cache[name], new[name].astype(cache[name].dtype)], axis=1) for name in new}
+    return both, mask.replace(key_places=places_T), written
+
+
+def _places_in_ring(slots: int, tokens: Array | int) -> Array:
+    """The place of the token in each slot of a ring after so many tokens, negative for a slot that is empty.
+
+    >>> _places_in_ring(4, 6).tolist(), _places_in_ring(4, 3).tolist()
+    ([4, 5, 2, 3], [0, 1, 2, -1])
+    """
+    last = tokens - 1
+    return last - (last - jnp.arange(slots)) % slots
 
 
 class Sinks(nn.Module):
@@ -240,13 +277,10 @@ class GQA(nn.Module):
         return self.out(self._attend(q, k, v, context.mask))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens to everything in the cache; also returns the longer cache. Without a cursor the
-        cache is empty, and the new tokens attend to each other."""
-        q, k, v, mask = *self._project(x, context), context.mask
-        cache = {"k": update_kv_cache(cache["k"], k, mask), "v": update_kv_cache(cache["v"], v, mask)}
-        if mask.cursor is not None:
-            k, v = cache["k"], cache["v"]
-        return self.out(self._attend(q, k, v, mask)), cache
+        """Attend from new tokens to what `through_cache` says; also returns the cache with them."""
+        q, k, v = self._project(x, context)
+        kv, mask, cache = through_cache(cache, {"k": k, "v": v}, context.mask)
+        return self.out(self._attend(q, kv["k"], kv["v"], mask)), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that one layer caches; `kv_seq` is the cache's length."""

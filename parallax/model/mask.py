@@ -30,6 +30,7 @@ class Mask(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
     windows: tuple[int, ...] = struct.field(pytree_node=False, default=())
     which: Array | None = None
+    key_places: Array | None = None  # with a cursor: the places of the keys, if not all of a row; negative for none
 
     def of_window(self, act: Callable[["Mask"], Any]) -> Any:
         """`act(mask)` for a mask with the window of this layer: a branch for each window, whose results are alike, so
@@ -60,7 +61,7 @@ class Mask(struct.PyTreeNode):
         return (query_segments[:, :, None] == key_segments[:, None, :]) & in_reach_ST[None]
 
     def dense(self, queries: int) -> Array:
-        """Whether each of so many queries attends to each key, [B, 1, S, N]."""
+        """Whether each of so many queries attends to each key, [B, 1, S, T]."""
         places_N = jnp.arange(self.segments_BN.shape[1])
         if self.cursor is not None:
             places_S = self.cursor + jnp.arange(queries)
@@ -69,7 +70,12 @@ class Mask(struct.PyTreeNode):
             places_S, segments_BS = places(TOKENS, queries), own_tokens(self.segments_BN, axis=1)
         else:
             places_S, segments_BS = places_N, self.segments_BN
-        return self.allows(places_S[:, None], places_N[None, :], segments_BS, self.segments_BN)[:, None]
+        if self.key_places is None:
+            return self.allows(places_S[:, None], places_N[None, :], segments_BS, self.segments_BN)[:, None]
+        places_1T = self.key_places[None, :]
+        segments_BT = self.segments_BN[:, jnp.maximum(self.key_places, 0)]
+        shown_BST = self.allows(places_S[:, None], places_1T, segments_BS, segments_BT) & (places_1T >= 0)[None]
+        return shown_BST[:, None]
 
     def same_segment(self) -> Array:
         """Whether tokens are of one segment, [B, 1, N, N]; for kernels that are causal themselves."""

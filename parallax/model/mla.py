@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from parallax.config.sections import ATTENTION, COMPUTE, FIXED
-from parallax.model.attention import Sinks, attend, attend_over_context, no_sinks, sow_intermediates, update_kv_cache
+from parallax.model.attention import Sinks, attend, attend_over_context, no_sinks, sow_intermediates, through_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
@@ -110,21 +110,16 @@ class MLA(nn.Module):
         return self.out(seen)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens in the latent space; also returns the longer cache. See GQA.decode."""
+        """Attend from new tokens in the latent space; also returns the cache with them. See GQA.decode."""
         q, latent, k_rope = self._project(x, context)
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
-        cache = {
-            "latent": update_kv_cache(cache["latent"], latent, context.mask),
-            "k_rope": update_kv_cache(cache["k_rope"], k_rope, context.mask),
-        }
+        new, mask, cache = through_cache(cache, {"latent": latent, "k_rope": k_rope}, context.mask)
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
-        if context.mask.cursor is not None:
-            latent, k_rope = cache["latent"], cache["k_rope"]
-        latent = self.up_k.as_rounded(latent)
-        k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
-        seen = attend(q, k, latent[:, :, None], context.mask, kernel=self.kernel, **self._scores)
+        latent = self.up_k.as_rounded(new["latent"])
+        k = jnp.concatenate([latent, new["k_rope"]], axis=-1)[:, :, None]
+        seen = attend(q, k, latent[:, :, None], mask, kernel=self.kernel, **self._scores)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:

@@ -60,6 +60,10 @@ WINDOWED = {"layers_of": "(near far)*2", "kinds": "near=(sliding_window=3, rope=
 WINDOWS = {
     "windows": {"attention": "gqa", "kv_heads": 2, "sliding_window": 5} | WINDOWED,
     "windows of latents": {"attention": "mla"} | WINDOWED,
+    "one window": {"attention": "gqa", "kv_heads": 2, "sliding_window": 3, "sinks": True, "score_cap": 2.0},
+    "windows of kinds": EXPERTS
+    | {"attention": "gqa", "kv_heads": 2, "layers_of": "near far wide near", "experts_per_token": 2}
+    | {"kinds": "near=(sliding_window=3) far=(base='moe') wide=(base='moe', sliding_window=4)"},
 }
 MODELS |= WINDOWS
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
@@ -146,10 +150,32 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("windows", (2, 1, 2)), ("windows", (3, 2, 1)), ("windows of latents", (2, 2, 2))], ids=str
+    ("name", "mesh"),
+    [
+        ("windows", (3, 2, 1)),  # 4 layers on 3 ranks: uneven
+        ("windows", (2, 1, 2)),
+        ("windows", (1, 2, 1, 1, 2, 2)),
+        ("windows of latents", (2, 2, 2)),
+        ("one window", (2, 1, 2)),
+        ("windows of kinds", (3, 1, 1, 1, 1, 2)),
+    ],
+    ids=str,
 )
-def test_cached_tokens_before_a_layers_window_are_not_seen(name, mesh):
-    check_decoding(name, model_on(name, mesh))
+@pytest.mark.parametrize(("prefill", "chunk"), [(2, 5), (7, 1)], ids=str)
+def test_a_layers_cache_is_as_long_as_its_window(name, mesh, prefill, chunk):
+    """Prompts shorter than the window and longer, then tokens one at a time or more of them than the cache has."""
+    check_decoding(name, model_on(name, mesh), prefill=prefill, chunk=chunk)
+
+
+def test_a_cache_has_a_windows_slots_for_each_layer_with_it():
+    lengths = {"windows": {3: 2, 12: 2}, "one window": {3: 4}, "gqa": {12: 4}}
+    for name, layers in lengths.items():
+        model = model_on(name)
+        decoder = Decoder(model.config, model.plan.rows, model.mesh)
+        caches = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_length)
+        assert {length: caches[length]["k"].shape for length in caches} == {
+            length: (layers, 2, length, 2, 4) for length, layers in layers.items()
+        }
 
 
 @pytest.mark.slow
@@ -166,9 +192,9 @@ def test_a_model_stored_for_another_order_of_layers_decodes_the_same(name, mesh,
     check_decoding(name, model_on(name, mesh, PLAIN, schedule, virtual))
 
 
-def check_decoding(name, model):
+def check_decoding(name, model, *, prefill=7, chunk=1):
     prompts, expected_BSV, filled_BS = full_forward(name)
-    logits_BSV = decoded_logits(model, params_on(name, model), prompts, prefill=7)
+    logits_BSV = decoded_logits(model, params_on(name, model), prompts, prefill=prefill, chunk=chunk)
     # Sums of float32 in another order: 1e-5 of the largest.
     worst = np.abs(logits_BSV - expected_BSV)[filled_BS].max() / np.abs(expected_BSV).max()
     assert worst < 1e-5
@@ -244,19 +270,18 @@ def test_a_prompt_has_no_square_of_scores(name):
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
     narrow = Decoder(dataclasses.replace(model.config, dtype="bfloat16"), model.plan.rows, model.mesh)
-    caches = jax.eval_shape(
-        lambda: jax.shard_map(
-            lambda: narrow.caches(2, 5),
-            mesh=model.mesh,
-            in_specs=(),
-            out_specs=jax.sharding.PartitionSpec("pp", "dp", None, "tp"),
-        )()
-    )
+    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_length[5])
     # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
         "latent": ((4, 2, 5, 16), "bfloat16"),
         "k_rope": ((4, 2, 5, 4), "bfloat16"),
     }
+
+
+def shapes_of(model, make):
+    """The shapes of what is made on a model's mesh."""
+    out = jax.sharding.PartitionSpec("pp", "dp", None, "tp")
+    return jax.eval_shape(lambda: jax.shard_map(make, mesh=model.mesh, in_specs=(), out_specs=out)())
 
 
 def test_a_prompt_goes_on_beside_others_as_it_does_alone():

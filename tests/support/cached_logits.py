@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -10,8 +11,8 @@ from parallax.sharding.activations import ROWS
 from parallax.sharding.layout import Layout
 
 
-def decoded_logits(model, params, prompts, *, prefill):
-    """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
+def decoded_logits(model, params, prompts, *, prefill, chunk=1):
+    """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then `chunk` at a time."""
     decoder = Decoder(model.config, model.plan.rows, model.mesh)
 
     def local(params, prompts):
@@ -21,13 +22,14 @@ def decoded_logits(model, params, prompts, *, prefill):
             x, caches = decoder.advance(weights, caches, Prompts(ids_BS, empty_B), cursor)
             return decoder.on_every_stage(lambda: decoder.head(weights, x)), caches
 
-        def step(carry, ids_B):
-            logits_B1V, caches = advance(carry[0], ids_B[:, None], carry[1])
-            return (caches, carry[1] + 1), logits_B1V[:, 0]
+        def step(carry, ids_BC):
+            logits_BCV, caches = advance(carry[0], ids_BC, carry[1])
+            return (caches, carry[1] + chunk), logits_BCV
 
         first_BSV, caches = advance(decoder.caches(*ids_BS.shape), ids_BS[:, :prefill], 0)
-        _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
-        return jnp.concatenate([first_BSV, rest_SBV.swapaxes(0, 1)], axis=1)
+        chunks = rearrange(ids_BS[:, prefill:], "B (n C) -> n B C", C=chunk)
+        _, rest = lax.scan(step, (caches, jnp.int32(prefill)), chunks)
+        return jnp.concatenate([first_BSV, rearrange(rest, "n B C V -> B (n C) V")], axis=1)
 
     def spec(layout) -> P:
         return layout.spec(decoder.mesh)
