@@ -1,11 +1,17 @@
 """Attention kernels for packed documents on this machine's device: time and TFLOP/s, forward and backward.
 
     python benchmarks/attention.py [--tokens 16384] [--seqs 2048 8192 32768] [--sliding-window 1024]
+    python benchmarks/attention.py --topologies v5p:2x2x1 H100:1 [--seqs 8192]
 
 Windows of packed documents, `--document` tokens each, in bfloat16. *cuDNN, causal alone* knows no documents. TFLOP/s
 are of the products of the scores below the diagonal, as if a window were one document; the backward pass has 2.5 times
 those of the forward pass. A kernel that refuses the windows says why. The second table has a layer with a sliding
-window, and its time over that of the full layer.
+window, forward and backward, and its time over that of the full layer: the median of rounds in which both run in turn,
+on CPUs in CPU time.
+
+With --topologies it is that of chips that are not here, one of each: what XLA makes of its loops in the time that its
+compiler estimates, on GPUs by a roofline, and fused kernels at the peak's speed. Needs their compilers: see
+benchmarks/tpu_compile.py and benchmarks/gpus.py.
 """
 
 import argparse
@@ -19,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, run_benchmark, whole_number
+from arguments import Arguments, absent_devices, run_benchmark, whole_number
 
 SMALLEST = {"tokens": 256, "seqs": [128], "heads": 2, "width": 16, "document": 64, "rounds": 2, "sliding_window": 32}
 CALLS = 3  # between two readings of the clock
@@ -34,7 +40,14 @@ def main() -> None:
     parser.add_argument("--document", type=whole_number, default=512, help="tokens of a document")
     parser.add_argument("--sliding-window", type=whole_number, default=1024, help="tokens that a query attends to")
     parser.add_argument("--rounds", type=whole_number, default=8)
+    parser.add_argument("--topologies", nargs="+", default=[], metavar="TOPOLOGY", help="chips that are not here")
     args = parser.parse_args()
+    for number, where in enumerate(args.topologies):
+        devices = absent_devices(where)
+        for line in as_compiled(where, devices, args)[2 * bool(number) :]:
+            print(line, flush=True)
+    if args.topologies:
+        return
     import jax
 
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
@@ -68,13 +81,57 @@ def attention(args: argparse.Namespace) -> Iterator[str]:
             yield f"| {rows} x {seq} | {name} | {millis} | {rates[0]:.0f} | {rates[1]:.0f} |"
             windowed = kernels_of(segments, args.width**-0.5, args.sliding_window).get(name)
             if windowed:
-                near = median_secs(jax.jit(partial(gradients, windowed)), args.rounds, q, k, v, dy)
-                in_window.append(f"| {rows} x {seq} | {name} | {1e3 * near:.2f} ms | {near / both:.2f} |")
+                full, near = (jax.jit(partial(gradients, each)) for each in (attend, windowed))
+                millis, share = in_turn(full, near, args.rounds, q, k, v, dy)
+                in_window.append(f"| {rows} x {seq} | {name} | {millis:.2f} ms | {share:.2f} |")
     yield from ("", f"| windows | kernel | {args.sliding_window} tokens, both | of the full layer |", "|---" * 4 + "|")
     yield from in_window
 
 
-def kernels_of(segments: Any, scale: float, sliding_window: int = 0) -> dict[str, Callable]:
+def as_compiled(where: str, devices: list, args: argparse.Namespace) -> list[str]:
+    """Lines of the table of a layer with a window and the full one, forward and backward, on one of these devices."""
+    import jax
+    from jax.experimental.layout import Format, Layout
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import parallax as px
+    from parallax.analysis.compiled.program import read_compiled
+    from parallax.analysis.planned.step_time import Clock
+    from parallax.config.sections import MeshConfig
+    from parallax.hardware.chips import chip
+    from parallax.sharding.compiler import compiler_options
+
+    mesh = px.make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), devices[:1])
+    # In a memory layout of the compiler's choice, as between products.
+    platform, of_choice = devices[0].platform, Format(Layout.AUTO, NamedSharding(mesh, P()))
+    clock = Clock(mesh, chip(where), "bfloat16", lockstep=True, kernel_efficiency=1.0)
+
+    def secs(name: str, window: int, seq: int) -> tuple[float, float]:
+        def run(segments: Any, *heads: Any) -> Any:
+            return gradients(kernels_of(segments, args.width**-0.5, window, platform)[name], *heads)
+
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=True)
+        rows = max(1, args.tokens // seq)
+        heads = jax.ShapeDtypeStruct((rows, seq, args.heads, args.width), "bfloat16")
+        segments = jax.ShapeDtypeStruct((rows, seq), "int32")
+        lowered = jax.jit(mapped, in_shardings=of_choice, out_shardings=of_choice).lower(segments, *[heads] * 4)
+        program = lowered.compile(compiler_options=compiler_options(mesh))
+        spent = clock.run(read_compiled(program, mesh).timeline)
+        return sum(spent.values()), spent["attention"]
+
+    head = f"| chip | windows | kernel | full | {args.sliding_window} tokens | of the full layer | of its kernels |"
+    lines = [head, "|---" * 7 + "|"]
+    for seq in args.seqs:
+        for name in kernels_of(None, 1.0, args.sliding_window, platform):
+            full, near = (secs(name, window, seq) for window in (0, args.sliding_window))
+            shares = [f"{short / long:.3f}" if long else "-" for short, long in zip(near, full)]
+            figures = f"{1e3 * full[0]:.2f} ms | {1e3 * near[0]:.2f} ms | {' | '.join(shares)}"
+            lines.append(f"| {where} | {max(1, args.tokens // seq)} x {seq} | {name} | {figures} |")
+    return lines
+
+
+def kernels_of(segments: Any, scale: float, sliding_window: int = 0, platform: str = "") -> dict[str, Callable]:
     """Attention of q, k, v to documents, by kernel; with a sliding window, of kernels that have them."""
     import jax
 
@@ -100,7 +157,7 @@ def kernels_of(segments: Any, scale: float, sliding_window: int = 0) -> dict[str
         },
         "tpu": {"splash, segments": partial(with_segments, splash_attention)},
     }
-    kernels = of_platform.get(platform_traced(), {}) | blocks
+    kernels = of_platform.get(platform or platform_traced(), {}) | blocks
     without = ("cuDNN, causal alone", "Triton, segments") if sliding_window else ()
     return {name: kernel for name, kernel in kernels.items() if name not in without}
 
@@ -124,6 +181,24 @@ def median_secs(run: Callable, rounds: int, *arrays: Any) -> float:
         jax.block_until_ready(made)
         found.append((time.perf_counter() - started) / CALLS)
     return statistics.median(found)
+
+
+def in_turn(full: Callable, near: Callable, rounds: int, *arrays: Any) -> tuple[float, float]:
+    """Milliseconds of a call of `near`, and its share of one of `full`, both medians over rounds that call each; on
+    CPUs of CPU time, which other work changes less."""
+    import jax
+
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    secs: dict[Callable, list[float]] = {full: [], near: []}
+    for call in secs:
+        jax.block_until_ready(call(*arrays))
+    for _ in range(rounds):
+        for call, took in secs.items():
+            started = clock()
+            jax.block_until_ready(call(*arrays))
+            took.append(clock() - started)
+    shares = [short / long for short, long in zip(secs[near], secs[full])]
+    return 1e3 * statistics.median(secs[near]), statistics.median(shares)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_only_blocks_that_some_query_sees_are_computed():
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(("seq", "window"), [(521, 300), (1000, 1), (1000, 7), (1000, 1000), (16, 3)])
+@pytest.mark.parametrize(("seq", "window"), [(521, 300), (1000, 2), (1000, 7), (1000, 1000), (16, 3)])
 def test_a_token_sees_its_window_alone(seq, window):
     segments = documents(seq)
     mask = Mask(jnp.asarray(segments), window=window)
@@ -192,17 +192,18 @@ def test_a_token_sees_its_window_alone(seq, window):
 
 
 def test_blocks_behind_the_window_are_skipped():
-    """Of 4 blocks on a side each sees itself and the one before."""
+    """Of 8 blocks on a side, half as long as without a window, each sees itself and the two before."""
     q, k, v, _ = arrays("mha", 4 * SIDE)
     mask = Mask(jnp.ones((ROWS, 4 * SIDE), jnp.int32), window=SIDE)
     run = functools.partial(blockwise_attention, k_BTGJ=k, v_BTGK=v, mask=mask, scale=SCALE)
-    assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 + 3]
+    assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [8 + 7 + 6]
 
 
-def test_a_window_that_is_data_of_the_layer_is_that_window():
-    """And a branch computes what its window shows alone."""
-    segments, windows = documents(521), (100, 0, 521)
-    q, k, v, dy = arrays("gqa", 521)
+@pytest.mark.parametrize(("seq", "pairs"), [(521, [3 + 2, 3 + 2 + 1]), (512, [1 + 2, 4 + 3])])
+def test_a_window_that_is_data_of_the_layer_is_that_window(seq, pairs):
+    """And a branch computes what its window shows alone, in blocks of its own length where a row has whole ones."""
+    segments, windows = documents(seq), (100, 0, seq)
+    q, k, v, dy = arrays("gqa", seq)
 
     @jax.jit
     def run(which):
@@ -211,10 +212,10 @@ def test_a_window_that_is_data_of_the_layer_is_that_window():
         return y, *pull(dy)
 
     for which, window in enumerate(windows):
-        check(jax.tree.map(np.asarray, run(which)), exact("gqa", 521, segments, window=window), ERROR)
+        check(jax.tree.map(np.asarray, run(which)), exact("gqa", seq, segments, window=window), ERROR)
     forward = lambda which: run(which)[0]  # noqa: E731
     scans = [e.params["length"] for e in equations(forward, 0) if e.primitive.name == "scan"][:2]
-    assert sorted(scans) == [3 + 2, 3 + 2 + 1]
+    assert sorted(scans) == pairs
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
@@ -296,9 +297,14 @@ def test_ranks_compute_as_many_blocks_together_as_one_device_alone(ranks):
 
 
 @pytest.mark.parametrize(
-    ("platform", "sides"),
-    [("cpu", [256, 256, 256, 256]), ("gpu", [512, 1024, 512, 512]), ("tpu", [512, 256, 512, 512])],
+    ("platform", "sides", "in_windows"),
+    [
+        ("cpu", [256, 256, 256, 256], [128, 128, 256]),
+        ("gpu", [512, 1024, 512, 512], [512, 512, 512]),
+        ("tpu", [512, 256, 512, 512], [512, 512, 512]),
+    ],
 )
-def test_a_platform_has_the_blocks_that_are_fast_on_it(platform, sides, monkeypatch):
+def test_a_platform_has_the_blocks_that_are_fast_on_it(platform, sides, in_windows, monkeypatch):
     monkeypatch.setattr(blockwise_module, "platform_traced", lambda: platform)
     assert [tokens_of_block(tokens) for tokens in (512, 1024, 2048, 8192)] == sides
+    assert [tokens_of_block(8192, window) for window in (128, 1024, 2048)] == in_windows

@@ -31,7 +31,7 @@ from parallax.model.attention import attend
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context
 from parallax.model.kernels.blockwise import blockwise_attention, tokens_of_block
-from parallax.model.kernels.cudnn import described_attention
+from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
 from parallax.model.mask import Mask
@@ -182,10 +182,13 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeyp
     """The last of three documents is longer than the window, and crosses from rank to rank."""
     (q, k, v), _ = heads(seq=512, rows=1, heads=2, kv_heads=1)
     segments = jnp.asarray(np.searchsorted([40, 90], np.arange(512), side="right")[None].astype(np.int32))
-    by_xla = jax.nn.dot_product_attention
-    monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *x, **how: by_xla(*x, **how | {"implementation": "xla"})
-    )
+    by_xla, reaches = jax.nn.dot_product_attention, set()
+
+    def told(*heads, **how):
+        reaches.add(how.get("local_window_size"))
+        return by_xla(*heads, **how | {"implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", told)
     hidden = ~near(np.asarray(segments), window)[:, None]
 
     def plain(q, k, v):
@@ -201,6 +204,8 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeyp
     found, expected = (jax.jit(functools.partial(value_and_pulled, f))((q, k, v)) for f in (both, plain))
     for actual, wanted in zip(found, expected, strict=True):
         assert error(actual, wanted) < 1e-5
+    # cuDNN skips what is before a window of its own, which it has of whole rows.
+    assert reaches == ({(window - 1, 0) if ranks == 1 else None} if kernel == "cudnn" else set())
 
 
 def test_the_kernel_for_triton_refuses_a_window():
@@ -209,15 +214,19 @@ def test_the_kernel_for_triton_refuses_a_window():
         attend(q, k, v, Mask(segments, window=4), scale=0.1, kernel="triton")
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("none", 1), ("attention", 2)])
-def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
-    """A remat policy that keeps attention keeps each row's logsumexp, too."""
-    devices = dict.fromkeys(AXES, 1)
-    model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, **GQA)
+@pytest.mark.parametrize("window", [0, 4])
+def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls, window):
+    """A remat policy that keeps attention keeps each row's logsumexp, too; none keeps the bias."""
+    devices, rows = dict.fromkeys(AXES, 1), make_batch()
+    model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, sliding_window=window, **GQA)
     model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.config, kernel="cudnn"))
-    names = [name_of(e) for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
-    assert names == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
+    made = equations(model.loss_and_grad, model.shapes, rows)
+    assert [name_of(e) for e in made if is_kernel(e)] == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
+    seq = rows["tokens"].shape[1]
+    squares = [v for e in made if e.primitive.name == "scan" for v in e.outvars if v.aval.shape[-2:] == (seq, seq)]
+    assert not squares
 
 
 def own_order(x, ranks):
@@ -499,10 +508,14 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
 
 @pytest.mark.parametrize("window", [1, 100, 128, 300, 512, 4096])
 def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
-    """Of 2,048 tokens; blocks of 256 in XLA for CPUs, of 512 in splash."""
+    """Of 2,048 tokens; blocks may be shorter in short windows."""
     query, key = np.arange(2048)[:, None], np.arange(2048)[None]
     shown = (query >= key) & (query - key < window)
-    for kernel, size in (("xla", tokens_of_block(2048)), ("splash", splash_block_tokens(2048))):
+    for kernel, size in (
+        ("xla", tokens_of_block(2048, window)),
+        ("splash", splash_block_tokens(2048, window=window)),
+        ("cudnn", CUDNN_BLOCK),
+    ):
         blocks = shown.reshape(2048 // size, size, -1, size).any(axis=(1, 3)).sum()
         of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8)
         assert attention_flops(kernel, "fwd", **of_one, window=window) == 2 * 2 * 8 * size**2 * blocks
@@ -579,6 +592,19 @@ def refused(check, *args):
     with pytest.raises(ConfigError) as caught:
         check(*args)
     return str(caught.value)
+
+
+def test_a_window_needs_a_cudnn_that_has_it_beside_a_bias(monkeypatch):
+    windowed = model_config(kernel="cudnn", dtype="bfloat16", sliding_window=4, attention="gqa")
+    for version in ((), (9, 10, 2), (9, 28, 0)):
+        monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda version=version: version)
+        check_kernel_on(windowed, "gpu", "NVIDIA H100")
+    monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda: (9, 8, 0))
+    check_kernel_on(dataclasses.replace(windowed, sliding_window=0), "gpu", "NVIDIA H100")
+    assert refused(check_kernel_on, windowed, "gpu", "NVIDIA H100") == (
+        "model.kernel='cudnn' has windows since cuDNN 9.10.2, and 9.8.0 is installed; install a newer one, or use "
+        "kernel='xla'."
+    )
 
 
 def test_windows_that_no_block_divides_are_refused():

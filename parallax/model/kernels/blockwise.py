@@ -28,6 +28,9 @@ from parallax.sharding.zigzag import context_ranks, order_of
 # special case: on TPU smaller blocks are faster, since less of them is masked, and on GPU one block of all.
 LONGEST_SIDE = {"cpu": 256, "gpu": 512, "tpu": 512}
 TWO_BLOCKS = {"gpu": 1024, "tpu": 256}
+# On CPUs a window has so many blocks or more, down to the shortest: at each of its ends half a block is computed for
+# nothing. On GPU and TPU, as compiled, shorter blocks take longer: docs/measured/windows.md.
+WINDOW_BLOCKS, SHORTEST_SIDE = 8, {"cpu": 128}
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 
@@ -71,18 +74,24 @@ def _chunks(q: Array, mask: Mask) -> int:
     return 1 if q.shape[1] == mask.segments_BN.shape[1] else 2
 
 
-def tokens_of_block(tokens: int) -> int:
+def tokens_of_block(tokens: int, window: int = 0) -> int:
     """Tokens on a side of a block: the same in each block, at most what LONGEST_SIDE and TWO_BLOCKS have for the
-    platform of the program. The last block may be padded.
+    platform of the program. The last block may be padded. With a window blocks may be parts of these.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
+    >>> [tokens_of_block(4096, window) for window in (1024, 2048)], tokens_of_block(521, window=100)
+    ([128, 256], 174)
     """
     platform = platform_traced() or "tpu"
     longest = LONGEST_SIDE[platform]
     if longest < tokens <= 2 * longest:
         longest = TWO_BLOCKS.get(platform, longest)
-    return -(-tokens // -(-tokens // longest))
+    size = -(-tokens // -(-tokens // longest))
+    shortest = SHORTEST_SIDE.get(platform, size) if window and tokens % size == 0 else size
+    while size % 2 == 0 and size > shortest and size * WINDOW_BLOCKS > window:
+        size //= 2
+    return size
 
 
 class Scores(NamedTuple):
@@ -127,7 +136,7 @@ def _forward_in_window(
 
     (out, top, total), _ = _run_hops(blocks.pairs(), step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
-    return out, top + jnp.log(total)
+    return out, blocks.alike(top + jnp.log(total))
 
 
 def _backward(form: Scores, saved: Any, dy: Array) -> tuple[Array, Array, Array, None, Array | None]:
@@ -148,6 +157,7 @@ def _backward_in_window(
     mask: Mask,
 ) -> tuple[Array, Array, Array, Array | None]:
     scale, blocks = form.scale, _Blocks(q, k, mask, form)
+    logsumexp = blocks.of_alike(logsumexp)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     row_sums = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -184,7 +194,8 @@ class _Blocks:
 
     def __init__(self, q: Array, k: Array, mask: Mask, form: Scores):
         self.scale, self.cap, self.chunk = form
-        self.size, self.mask = tokens_of_block(q.shape[1] // _chunks(q, mask)), mask
+        self.size, self.mask = tokens_of_block(self.chunk, mask.window), mask
+        self.parts = tokens_of_block(self.chunk) // self.size  # of a block of a layer without a window
         self.groups, self.heads = k.shape[2], q.shape[2] // k.shape[2]  # heads of a group
         self.counts = tuple(tokens // self.size for tokens in (q.shape[1], k.shape[1], mask.segments_BN.shape[1]))
         self.segments = rearrange(mask.segments_BN, "B (n b) -> n B b", b=self.size)
@@ -204,6 +215,16 @@ class _Blocks:
 
     def of_tokens(self, x: Array) -> Array:
         return rearrange(x, "n B G (H b) W -> B (n b) (G H) W", b=self.size)
+
+    def alike(self, rows: Array) -> Array:
+        """A number for each row of queries, [blocks, B, G, rows], in blocks of the size without a window."""
+        parts, size = self.parts, self.size
+        return rows if parts == 1 else rearrange(rows, "(n p) B G (H b) -> n B G (H p b)", p=parts, b=size)
+
+    def of_alike(self, rows: Array) -> Array:
+        """The inverse of `alike`."""
+        parts, size = self.parts, self.size
+        return rows if parts == 1 else rearrange(rows, "n B G (H p b) -> (n p) B G (H b)", p=parts, b=size)
 
     def scores(self, q: Array, k: Array, pair: Array) -> Array:
         """Scores of a block of queries and a block of keys, float32 [B, G, rows, keys]; HIDDEN where masked."""
@@ -283,14 +304,15 @@ def _pairs(
     return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 
 
-def pairs_in_window(seq: int, ranks: int, window: int, ring: bool) -> int:
-    """Pairs of blocks that each rank computes of a row of `seq` tokens in a layer with a window."""
+def scores_in_window(seq: int, ranks: int, window: int, ring: bool) -> int:
+    """Scores that each rank computes of a row of `seq` tokens in a layer with a window."""
     chunks = 1 if ranks == 1 else 2 * ranks
     chunk = seq // chunks
-    size = tokens_of_block(chunk)
+    size = tokens_of_block(chunk, window)
     whole = chunks * -(-chunk // size)
     keys = whole // ranks if ring else whole
-    return sum(pairs.shape[1] for pairs in _pairs(whole // ranks, keys, whole, ranks, size, window, chunk).values())
+    hops = _pairs(whole // ranks, keys, whole, ranks, size, window, chunk)
+    return size**2 * sum(pairs.shape[1] for pairs in hops.values())
 
 
 def _first_place(block: Any, size: int, chunk: int) -> Any:

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from importlib import metadata
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import Partial
 
-from parallax.model.kernels.pallas import unchecked
+from parallax.model.kernels.pallas import pallas_attention, unchecked
 from parallax.model.mask import Mask
 from parallax.sharding.collectives import vary_alike
 from parallax.sharding.platform import platform_traced
@@ -20,30 +22,49 @@ LONGEST_BIAS = 16_384  # tokens of a row for which "auto" is cuDNN: its mask of 
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
 BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")  # GPUs without this attention
+WINDOWS_SINCE = (9, 10, 2)  # cuDNN's version in which a call may have a bias and a window
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
 
 
 def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
-    Of whole rows blocks after the diagonal are skipped. What else the mask hides, as other documents and tokens before
-    a window, cuDNN takes as a bias, and computes these scores, too: only since its version 9.10.2 may a call have both
-    a bias and a window of its own. JAX looks for a GPU when it traces the call. If there is none, a call with the same
-    operands and results takes its place, so that a step for GPUs can be reported, planned and compiled on any machine.
+    Of whole rows blocks after the diagonal are skipped, and those before a window, which is then cuDNN's own. What else
+    the mask hides, as other documents, cuDNN takes as a bias, and computes these scores, too. JAX looks for a GPU when
+    it traces the call. If there is none, a call with the same operands and results takes its place, so that a step for
+    GPUs can be reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
-    shown_B1ST = mask.same_segment() if is_causal and not mask.hides_earlier else mask.dense(queries)
+    if is_causal and mask.hides_earlier:
+        return pallas_attention(CudnnKernelOf(scale), *vary_alike((q_BSHJ, k_BTGJ, v_BTGJ, mask)))
+    shown_B1ST = mask.same_segment() if is_causal else mask.dense(queries)
     arrays = q_BSHJ, k_BTGJ, v_BTGJ, shown_B1ST
     if platform_traced() and not is_for_absent_gpus():
         by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=scale)
         return _named(lambda q, k, v, mask: by_jax(q, k, v, mask=mask, implementation="cudnn"), *arrays)
+    return _named(lambda q, k, v, mask: described_attention(q, k, v, _bias(mask, q)), *vary_alike(arrays))
 
-    def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
+
+class CudnnKernelOf(NamedTuple):
+    """Makes the kernel for whole rows of queries and keys in layers with windows."""
+
+    scale: float
+
+    def __call__(self, q: Array, k: Array, mask: Mask) -> Partial:
+        return Partial(functools.partial(_in_window, self.scale, mask.window), _bias(mask.same_segment(), q))
+
+
+def _in_window(scale: float, window: int, bias: Array, q: Array, k: Array, v: Array) -> Array:
+    if not platform_traced() or is_for_absent_gpus():
         return described_attention(q, k, v, bias)
+    reach = (window - 1, 0) if window else None
+    by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=scale, local_window_size=reach)
+    return by_jax(q, k, v, bias=bias, implementation="cudnn")
 
-    return _named(described, *vary_alike(arrays))
+
+def _bias(mask: Array, q: Array) -> Array:
+    return jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -79,6 +100,16 @@ def widest_head(kind: str) -> int:
     (128, 256)
     """
     return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
+
+
+def cudnn_version() -> tuple[int, ...]:
+    """The version of cuDNN's package that is installed beside JAX; () if it comes from elsewhere."""
+    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            return tuple(map(int, metadata.version(package).split(".")[:3]))
+        except metadata.PackageNotFoundError:
+            continue
+    return ()
 
 
 def is_for_absent_gpus() -> bool:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from parallax.model.kernels.blockwise import pairs_in_window, tokens_of_block
+from parallax.model.kernels.blockwise import scores_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.splash import splash_block_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
@@ -59,22 +59,26 @@ def tokens_read_twice(windows: Iterable[int], seq: int) -> list[int]:
 
 
 def computed_scores(kernel: str, part: str, seq: int, width: int, ranks: int, window: int, ring: bool) -> int:
-    """Scores of a head that a rank computes: those of blocks of which the mask shows some by the tokens' places. cuDNN
-    skips those behind the diagonal, and none if context ranks share the queries."""
+    """Scores of a head that a rank computes: those of blocks of which the mask shows some by the tokens' places. If
+    context ranks share the queries, cuDNN computes all."""
     if kernel == "cudnn":
         blocks = -(-seq // CUDNN_BLOCK)
-        return seq * seq * (blocks + 1) // (2 * blocks) if ranks == 1 else seq * seq // ranks
+        return seq * seq * _blocks_seen(blocks, CUDNN_BLOCK, window) // blocks**2 if ranks == 1 else seq * seq // ranks
+    if window and kernel == "xla":
+        return scores_in_window(seq, ranks, window, ring)
     chunks = 1 if ranks == 1 else 2 * ranks
     size = {
         "xla": lambda: tokens_of_block(seq // chunks),
-        "splash": lambda: splash_block_tokens(seq, ranks),
+        "splash": lambda: splash_block_tokens(seq, ranks, window),
         "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
     }[kernel]()
-    if window and kernel == "xla":
-        return pairs_in_window(seq, ranks, window, ring) * size**2
-    blocks = chunks * -(-seq // chunks // size)
+    return _blocks_seen(chunks * -(-seq // chunks // size), size, window) // ranks * size**2
+
+
+def _blocks_seen(blocks: int, size: int, window: int) -> int:
+    """Pairs of blocks of `size` tokens, of a row of `blocks`, in which some query sees some key."""
     reach = min(blocks, (window + size - 2) // size + 1) if window else blocks  # blocks that one sees, and itself
-    return (reach * (reach + 1) // 2 + (blocks - reach) * reach) // ranks * size**2
+    return reach * (reach + 1) // 2 + (blocks - reach) * reach
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int = 0) -> int | None:

@@ -17,6 +17,7 @@ from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import order_of, own_tokens
 
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
+BLOCK_IN_WINDOW = 256  # where a window is shorter than four of the largest: its ends are computed for their halves
 
 
 def splash_attention(
@@ -40,15 +41,18 @@ def splash_attention(
     return pallas_attention(SplashKernelOf(cap), *vary_alike(arrays)).swapaxes(1, 2)
 
 
-def splash_block_tokens(seq: int, ranks: int = 1) -> int:
+def splash_block_tokens(seq: int, ranks: int = 1, window: int = 0) -> int:
     """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`, or a chunk
-    of it if `ranks` context ranks share the queries.
+    of it if `ranks` context ranks share the queries; at most 256 in a short `window`.
 
     >>> [splash_block_tokens(seq) for seq in (128, 768, 2048, 4096)], splash_block_tokens(2048, ranks=4)
     ([128, 256, 512, 512], 256)
+    >>> [splash_block_tokens(8192, window=window) for window in (1024, 2048)]
+    [256, 512]
     """
     tokens = seq if ranks == 1 else seq // (2 * ranks)
-    return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
+    most = BLOCK_IN_WINDOW if 0 < window < 4 * LARGEST_BLOCK else LARGEST_BLOCK
+    return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0 and size <= most)
 
 
 class SplashKernel(NamedTuple):
@@ -114,7 +118,7 @@ class PlacesMask(splash.CausalMask):
 def _kernel_of_all_ranks(heads: int, seq: int, ranks: int, window: int, cap: float, interpreted: bool) -> Callable:
     """The kernel of all context ranks: its tables are concatenated in the order of the ranks. Pallas interprets it on
     CPUs."""
-    size = splash_block_tokens(seq, ranks)
+    size = splash_block_tokens(seq, ranks, window)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: a fused kernel would store a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
