@@ -19,7 +19,7 @@ from parallax.config.sections import (
 )
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
-from parallax.model.kernels.cudnn import widest_head
+from parallax.model.kernels.cudnn import WINDOWS_SINCE, cudnn_version, widest_head
 from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
@@ -246,6 +246,12 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
         raise ConfigError(
             f"model.kernel='triton' takes heads of at most {TRITON_WIDEST} entries, and these are {width} wide; "
             "use kernel='xla'."
+        )
+    version = cudnn_version() if model.kernel == "cudnn" and any(model.windows) else ()
+    if version and version < WINDOWS_SINCE:
+        raise ConfigError(
+            f"model.kernel='cudnn' has windows since cuDNN {'.'.join(map(str, WINDOWS_SINCE))}, and "
+            f"{'.'.join(map(str, version))} is installed; install a newer one, or use kernel='xla'."
         )
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(

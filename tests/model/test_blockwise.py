@@ -308,8 +308,8 @@ def test_ranks_compute_as_many_blocks_together_as_one_device_alone(ranks):
     ("platform", "sides", "in_windows"),
     [
         ("cpu", [256, 256, 256, 256], [128, 128, 256]),
-        ("gpu", [512, 1024, 512, 512], [256, 256, 512]),
-        ("tpu", [512, 256, 512, 512], [256, 256, 512]),
+        ("gpu", [512, 1024, 512, 512], [512, 512, 512]),
+        ("tpu", [512, 256, 512, 512], [512, 512, 512]),
     ],
 )
 def test_a_platform_has_the_blocks_that_are_fast_on_it(platform, sides, in_windows, monkeypatch):

@@ -32,7 +32,7 @@ from parallax.model.checks import check_context, check_kernel, check_kernel_on, 
 from parallax.model.context import Context
 from parallax.model.kernels.blockwise import blockwise_attention, tokens_of_block
 from parallax.model.kernels.choice import chosen_kernel
-from parallax.model.kernels.cudnn import described_attention
+from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
 from parallax.model.mask import Mask
@@ -509,10 +509,14 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
 
 @pytest.mark.parametrize("window", [1, 100, 128, 300, 512, 4096])
 def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
-    """Of 2,048 tokens; blocks are shorter in short windows."""
+    """Of 2,048 tokens; blocks may be shorter in short windows."""
     query, key = np.arange(2048)[:, None], np.arange(2048)[None]
     shown = (query >= key) & (query - key < window)
-    for kernel, size in (("xla", tokens_of_block(2048, window)), ("splash", splash_block_tokens(2048, window=window))):
+    for kernel, size in (
+        ("xla", tokens_of_block(2048, window)),
+        ("splash", splash_block_tokens(2048, window=window)),
+        ("cudnn", CUDNN_BLOCK),
+    ):
         blocks = shown.reshape(2048 // size, size, -1, size).any(axis=(1, 3)).sum()
         of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8)
         assert attention_flops(kernel, "fwd", **of_one, window=window) == 2 * 2 * 8 * size**2 * blocks
@@ -589,6 +593,19 @@ def refused(check, *args):
     with pytest.raises(ConfigError) as caught:
         check(*args)
     return str(caught.value)
+
+
+def test_a_window_needs_a_cudnn_that_has_it_beside_a_bias(monkeypatch):
+    windowed = model_config(kernel="cudnn", dtype="bfloat16", sliding_window=4, attention="gqa")
+    for version in ((), (9, 10, 2), (9, 28, 0)):
+        monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda version=version: version)
+        check_kernel_on(windowed, "gpu", "NVIDIA H100")
+    monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda: (9, 8, 0))
+    check_kernel_on(dataclasses.replace(windowed, sliding_window=0), "gpu", "NVIDIA H100")
+    assert refused(check_kernel_on, windowed, "gpu", "NVIDIA H100") == (
+        "model.kernel='cudnn' has windows since cuDNN 9.10.2, and 9.8.0 is installed; install a newer one, or use "
+        "kernel='xla'."
+    )
 
 
 def test_windows_that_no_block_divides_are_refused():

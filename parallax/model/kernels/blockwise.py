@@ -28,9 +28,9 @@ from parallax.sharding.zigzag import ZIGZAG, context_ranks, order_of
 # special case: on TPU smaller blocks are faster, since less of them is masked, and on GPU one block of all.
 LONGEST_SIDE = {"cpu": 256, "gpu": 512, "tpu": 512}
 TWO_BLOCKS = {"gpu": 1024, "tpu": 256}
-# A window has at least WINDOW_BLOCKS of them, if they stay as long as LEAST_SIDE: at each of its ends half a block is
-# computed for nothing. docs/measured/windows.md has the figures.
-WINDOW_BLOCKS, LEAST_SIDE = {"cpu": 8, "gpu": 4, "tpu": 4}, {"cpu": 128, "gpu": 256, "tpu": 256}
+# On CPUs a window has so many blocks or more, down to the shortest: at each of its ends half a block is computed for
+# nothing. On GPU and TPU, as compiled, shorter blocks take longer: docs/measured/windows.md.
+WINDOW_BLOCKS, SHORTEST_SIDE = 8, {"cpu": 128}
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 
@@ -76,7 +76,7 @@ def _chunks(q: Array, mask: Mask) -> int:
 
 def tokens_of_block(tokens: int, window: int = 0) -> int:
     """Tokens on a side of a block: the same in each block, at most what LONGEST_SIDE and TWO_BLOCKS have for the
-    platform of the program. The last block may be padded. With a window it is a part of this where none is.
+    platform of the program. The last block may be padded. With a window blocks may be parts of these.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
@@ -88,9 +88,8 @@ def tokens_of_block(tokens: int, window: int = 0) -> int:
     if longest < tokens <= 2 * longest:
         longest = TWO_BLOCKS.get(platform, longest)
     size = -(-tokens // -(-tokens // longest))
-    if not window or tokens % size:
-        return size
-    while size % 2 == 0 and size > LEAST_SIDE[platform] and size * WINDOW_BLOCKS[platform] > window:
+    shortest = SHORTEST_SIDE.get(platform, size) if window and tokens % size == 0 else size
+    while size % 2 == 0 and size > shortest and size * WINDOW_BLOCKS > window:
         size //= 2
     return size
 

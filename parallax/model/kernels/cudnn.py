@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ LONGEST_BIAS = 16_384  # tokens of a row for which "auto" is cuDNN: its mask of 
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
 BEFORE_AMPERE = ("P40", "P100", "V100", "T4", "GTX", "TITAN", "Quadro", "RTX 20")  # GPUs without this attention
+WINDOWS_SINCE = (9, 10, 2)  # cuDNN's version in which a call may have a bias and a window
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
 
 
@@ -98,6 +100,16 @@ def widest_head(kind: str) -> int:
     (128, 256)
     """
     return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
+
+
+def cudnn_version() -> tuple[int, ...]:
+    """The version of cuDNN's package that is installed beside JAX; () if it comes from elsewhere."""
+    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            return tuple(map(int, metadata.version(package).split(".")[:3]))
+        except metadata.PackageNotFoundError:
+            continue
+    return ()
 
 
 def is_for_absent_gpus() -> bool:
