@@ -23,7 +23,7 @@ ADDED = {
     "attention_scale score_cap sinks embedding_scale residual_scale logit_scale logit_cap rope_fraction qk_norm_over "
     "qk_norm_after_rope shared_gate router_shift expert_activation expert_limit "
     "norm_scale norm_bias norm_place branches activation mlp_bias out_bias "
-    "lora_rank lora_alpha lora_on lora_dropout lora_base",
+    "rope_short_factors rope_long_factors lora_rank lora_alpha lora_on lora_dropout lora_base",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
@@ -34,12 +34,15 @@ OWN_KEYS = ("dtype", "kernel", "dropout", "vocab_multiple")
 TYPES = {key.name: key.type for key in dataclasses.fields(ModelConfig)}
 # Fields of rope_scaling by its type, besides the factor.
 ORIGINAL_CONTEXT = {"original_max_position_embeddings": "rope_original_seq"}
+DEFAULT_ROPE, OLD_LONGROPE = "default", ("su", "yarn")  # words of rope_type; the last are Phi-3's, of the first files
 ROPE_FIELDS = {
-    "default": {},
+    DEFAULT_ROPE: {},
     "linear": {},
     "llama3": ORIGINAL_CONTEXT | {"high_freq_factor": "rope_fast_turns", "low_freq_factor": "rope_slow_turns"},
     "yarn": ORIGINAL_CONTEXT | {"beta_fast": "rope_fast_turns", "beta_slow": "rope_slow_turns"},
+    LONGROPE: ORIGINAL_CONTEXT,
 }
+FACTORS = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}  # lists there, texts here
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -231,7 +234,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
     theta = kind.absent.get("rope_theta", DEFAULT_THETA)
-    model |= _read_rope(fields, context, model["attention"], theta, kind.rotated)
+    model |= _read_rope(fields, kind, context, model["attention"], theta)
     interleaved = kind.interleaved == "always"
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
@@ -388,9 +391,8 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotated: float | None) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta, and `rotated` of
-    partial_rotary_factor; None if heads are rotated whole.
+def _read_rope(fields: Fields, of: Architecture, context: int, attention: str, theta: float) -> dict[str, Any]:
+    """The keys model.rope_*; `context` is max_position_embeddings, and `theta` the default of rope_theta.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
@@ -400,20 +402,27 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotat
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
     scaling = new if new.left else old
     theta = scaling.read("rope_theta", float, theta)
-    kind = scaling.take("rope_type", scaling.take("type", "default"))
-    if kind not in tuple(ROPE_FIELDS):
-        scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
-    keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
-    if rotated is None:
+    kind = scaling.take("rope_type", scaling.take("type", DEFAULT_ROPE))
+    if of.scalings and kind in OLD_LONGROPE:
+        kind = LONGROPE
+    known = [name for name in ROPE_FIELDS if not of.scalings or name in (DEFAULT_ROPE, *of.scalings)]
+    if kind not in known:
+        scaling.refuse("rope_type", kind, ", ".join(map(repr, known)))
+    keys = {"rope_theta": theta, "rope_scaling": "none" if kind == DEFAULT_ROPE else kind}
+    if of.rotated is None:
         for each in (fields, scaling):
             each.only("partial_rotary_factor", 1)
     else:
-        part = fields.read("partial_rotary_factor", float, rotated)
+        part = fields.read("partial_rotary_factor", float, of.rotated)
         keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
+    for name in ORIGINAL_CONTEXT if kind == LONGROPE else ():  # beside the others it counts more
+        absent[name] = scaling.left[name] = fields.take(name, scaling.left.get(name, NEEDED))
     _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
-    if kind != "default":
+    if kind == LONGROPE:
+        keys |= _read_longrope(scaling, context, keys["rope_original_seq"])
+    elif kind != DEFAULT_ROPE:
         extended = max(context / keys["rope_original_seq"], 1.0)
         keys["rope_factor"] = scaling.read("factor", float, extended if kind == "yarn" else NEEDED)
         if keys["rope_factor"] < 1:
@@ -424,6 +433,19 @@ def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotat
         keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
     scaling.end()
     return keys
+
+
+def _read_longrope(scaling: Fields, context: int, original: int) -> dict[str, Any]:
+    """The keys of the factors, and rope_magnitude."""
+    keys: dict[str, Any] = {}
+    for name, key in FACTORS.items():
+        value = scaling.take(name)
+        if not isinstance(value, list) or not all(type(factor) in (int, float) for factor in value):
+            scaling.refuse(name, value, "a list of numbers")
+        keys[key] = " ".join(str(float(factor)) for factor in value)
+    factor = scaling.read("factor", float, context / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return keys | {"rope_magnitude": scaling.read("attention_factor", float, usual)}
 
 
 def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[str, float]:
@@ -455,7 +477,7 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
     """
     model = model.settings_of_layers.settings[0]
     kind, temperature = model.rope_scaling, Rope(model).temperature()
-    if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
+    if (kind not in ("yarn", LONGROPE) and model.rope_magnitude != 1) or (kind != "yarn" and temperature != 1):
         raise ConfigError(
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={kind!r}; use 0 and 1.0, or rope_scaling='yarn'"
@@ -465,6 +487,10 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
         return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
+    if kind == LONGROPE:
+        scaling |= {name: [float(word) for word in getattr(model, key).split()] for name, key in FACTORS.items()}
+        scaling |= {"attention_factor": model.rope_magnitude}
+        part |= dict.fromkeys(ORIGINAL_CONTEXT, model.rope_original_seq)
     if kind == "yarn":
         scaling["attention_factor"] = model.rope_magnitude
         if model.attention == "gqa":
@@ -550,6 +576,8 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
+    if kind.scalings and model.rope_scaling not in kind.scalings:
+        yield f"model.rope_scaling={' or '.join(map(repr, kind.scalings))}"
     if model.branches not in WORDS["branches"].values():
         yield f"model.branches={' or '.join(map(repr, WORDS['branches'].values()))}"
     read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
@@ -663,7 +691,7 @@ def same_rope(config: HfConfig, model: ModelConfig) -> bool:
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
     model = model.settings_of_layers.settings[0]
     ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
-    there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
+    there, here = ([*rope.rotation, rope.temperature()] for rope in ropes)
     return there == here
 
 

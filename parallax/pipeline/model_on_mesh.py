@@ -243,7 +243,7 @@ class ModelOnMesh:
         if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        tables = tables_of_layers(self.config, positions)
+        tables = tables_of_layers(self.config, positions, segments.shape[-1])
         return Context.of_model(self.config, tables, rows, tokens.key, segments, row_weight=weight)
 
     @property

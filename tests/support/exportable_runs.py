@@ -15,6 +15,7 @@ V2 = "DeepseekV2ForCausalLM"
 GROUPS = dict(experts=8, router_groups=4, router_groups_chosen=2, experts_per_token=3, d_expert=12, shared_experts=2)
 BIASED_NORMS = dict(norm="layer", norm_bias=True, mlp="plain")
 BIASES = BIASED_NORMS | dict(out_bias=True, mlp_bias=True)
+LONGROPE = dict(rope_scaling="longrope", rope_short_factors="1.0 1.5", rope_long_factors="2.0 4.0", rope_magnitude=1.25)
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
 OWN = {
     "gqa": (dict(attention="gqa"), LLAMA),
@@ -36,7 +37,7 @@ OWN = {
         V3,
     ),
     "factors": (dict(attention="gqa", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.3), "GraniteForCausalLM"),
-    "rotated in part": (dict(attention="gqa", rope_fraction=0.5), "Phi3ForCausalLM"),
+    "rotated in part": (dict(attention="gqa", rope_fraction=0.5) | LONGROPE, "Phi3ForCausalLM"),
     "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Glm4MoeForCausalLM"),
     "norms after rotation": (dict(attention="gqa", qk_norm=True, qk_norm_after_rope=True), "HunYuanDenseV1ForCausalLM"),
     "mixture, factors": (
