@@ -80,10 +80,10 @@ def get_config() -> ConfigDict:
     config.model.sinks = False  # a trained logit of each head that softmax counts beside the scores, without a value
     config.model.rope_theta = 10000.0  # base of the wavelengths of rotary position embeddings
     config.model.rope_fraction = 1.0  # gqa: part of a head's dims that is rotated, the last of them
-    # "none" | "linear" | "yarn" | "llama3": extends the context beyond the length in training
+    # "none" | "linear" | "yarn" | "llama3" | "longrope": extends the context beyond the length in training
     config.model.rope_scaling = "none"
     config.model.rope_factor = 1.0  # factor by which the scaling extends the context; 1 or more
-    config.model.rope_original_seq = 2048  # tokens; yarn, llama3: the context before the extension
+    config.model.rope_original_seq = 2048  # tokens; yarn, llama3, longrope: the context before the extension
     # yarn, llama3 (usually 4): pairs with more turns in the original context are kept
     config.model.rope_fast_turns = 32.0
     # yarn, llama3: wavelengths of pairs with fewer turns there are multiplied by rope_factor
@@ -93,6 +93,10 @@ def get_config() -> ConfigDict:
     # factor on attention's logits; 0: (0.1 ln rope_factor + 1)^2 for yarn, 1 for others
     config.model.rope_temperature = 0.0
     config.model.rope_magnitude = 1.0  # factor on the rotated parts of queries and of keys
+    # longrope: factors on the wavelengths of rotated pairs, one each, as "1.0 1.05 1.2", in rows of at most
+    # rope_original_seq tokens
+    config.model.rope_short_factors = ""
+    config.model.rope_long_factors = ""  # longrope: the same in longer rows
     config.model.qkv_bias = False  # biases on the projections to heads: q, k and v; in mla only q
     config.model.out_bias = False  # a bias on attention's output projection
     config.model.qk_norm = False  # gqa: RMSNorm of queries and keys, before rotation

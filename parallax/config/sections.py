@@ -43,6 +43,9 @@ BASE = "base"  # of a kind of layers: the one of which it is a variant
 # Settings of attention that are data of a layer: layers that differ in them alone have one block.
 OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_factor", "rope_original_seq")
 OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_truncate", "rope_temperature", "rope_magnitude")
+ROPE_FACTORS = ("rope_short_factors", "rope_long_factors")
+OF_A_KIND += ROPE_FACTORS
+LONGROPE = "longrope"  # a rope_scaling
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -202,10 +205,12 @@ class ModelConfig(Section, most=2**24, saved=True):
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary position embeddings", least=1 + 1e-6)
     rope_fraction: float = key(1.0, "gqa: part of a head's dims that is rotated, the last of them", least=1e-6, most=1)
     rope_scaling: str = key(
-        "none", "extends the context beyond the length in training", choices=("none", "linear", "yarn", "llama3")
+        "none",
+        "extends the context beyond the length in training",
+        choices=("none", "linear", "yarn", "llama3", LONGROPE),
     )
     rope_factor: float = key(1.0, "factor by which the scaling extends the context; 1 or more", least=1)
-    rope_original_seq: int = key(2048, "tokens; yarn, llama3: the context before the extension", least=1)
+    rope_original_seq: int = key(2048, "tokens; yarn, llama3, longrope: the context before the extension", least=1)
     rope_fast_turns: float = key(
         32.0, "yarn, llama3 (usually 4): pairs with more turns in the original context are kept", least=1e-6
     )
@@ -219,6 +224,13 @@ class ModelConfig(Section, most=2**24, saved=True):
         0.0, "factor on attention's logits; 0: (0.1 ln rope_factor + 1)^2 for yarn, 1 for others"
     )
     rope_magnitude: float = key(1.0, "factor on the rotated parts of queries and of keys", least=1e-6)
+    rope_short_factors: str = key(
+        "",
+        'longrope: factors on the wavelengths of rotated pairs, one each, as "1.0 1.05 1.2", in rows of at most '
+        "rope_original_seq tokens",
+        saved=True,
+    )
+    rope_long_factors: str = key("", "longrope: the same in longer rows", saved=True)
     qkv_bias: bool = key(False, "biases on the projections to heads: q, k and v; in mla only q")
     out_bias: bool = key(False, "a bias on attention's output projection")
     qk_norm: bool = key(False, "gqa: RMSNorm of queries and keys, before rotation")
@@ -380,13 +392,24 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.rope_slow_turns={self.rope_slow_turns} must be below "
                 f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
             )
-        if self.rope_scaling == "none" and self.rope_factor != 1:
+        if self.rope_scaling in ("none", LONGROPE) and self.rope_factor != 1:
             raise ConfigError(
-                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
+                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling={self.rope_scaling!r}; "
                 "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
             )
         if self.rope_scaling != "yarn":
             self._check_reads_no(("rope_truncate",), f"model.rope_scaling={self.rope_scaling!r}")
+        if self.rope_scaling != LONGROPE:
+            self._check_reads_no(ROPE_FACTORS, f"model.rope_scaling={self.rope_scaling!r}")
+            return
+        for name in ROPE_FACTORS:
+            words = getattr(self, name).split()
+            if len(words) != self.rotated // 2 or not all(map(_is_factor, words)):
+                raise ConfigError(
+                    f"model.{name}={quoted(getattr(self, name))} is not {self.rotated // 2} numbers from 1e-6 to 1e6, "
+                    f"one for each pair of the {self.rotated} rotated dims of a head; write one as "
+                    f"{quoted(' '.join(['1.0'] * (self.rotated // 2)))}."
+                )
 
     def _check_reads_no(self, names: Sequence[str], reader: str) -> None:
         """Raise ConfigError if a key of these differs from its default, which `reader` would not read."""
@@ -745,6 +768,10 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
+
+
+def _is_factor(word: str) -> bool:
+    return bool(RANGE.fullmatch(word)) and 1e-6 <= float(word) <= 1e6
 
 
 class SettingsOfLayers(NamedTuple):

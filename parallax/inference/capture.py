@@ -88,7 +88,8 @@ def _run(model: ModelConfig):
 
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
-        context = Context.of_model(model, tables_of_layers(model, batch["positions"]), rows, None, batch["segments"])
+        tables = tables_of_layers(model, batch["positions"], batch["tokens"].shape[1])
+        context = Context.of_model(model, tables, rows, None, batch["segments"])
         x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
         def layer(block: Block, weights: Any, x: Array, context: Context, _: None) -> tuple[Array, dict]:

@@ -14,11 +14,12 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import SampleConfig
+from parallax.config.sections import ModelConfig, SampleConfig
 from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.errors import ConfigError, check_utf8, quoted
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
+from parallax.model.rope import Rope
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import TOKEN_AXES
 from parallax.sharding.parameter import in_32_bits
@@ -102,6 +103,7 @@ def generate(
     Compiled once for each length of the longest prompt, number of prompts, and config except its seed.
     """
     _check_ids(prompts, model.config.vocab)
+    _check_lengths(prompts, model.config, config.tokens)
     sampling = dataclasses.replace(config, prompt="", seed=0)
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
@@ -154,6 +156,20 @@ def _before_stop(lead: str, text: str, stop: Sequence[str]) -> str:
     start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lead, text)))
     places = [place for place in (text.find(each, start) for each in stop) if place >= 0]
     return text[: min(places, default=len(text))]
+
+
+def _check_lengths(prompts: Sequence[Sequence[int]], model: ModelConfig, tokens: int) -> None:
+    """Raise ConfigError if a text would become longer than the context of the short factors of a longrope, with which
+    its cache begins."""
+    ropes = {Rope(settings) for settings in model.settings_of_layers.settings}
+    for limit in {rope.model.rope_original_seq for rope in ropes if rope.differs_by_length}:
+        for row, prompt in enumerate(prompts):
+            if len(prompt) <= limit < len(prompt) + tokens - 1:
+                raise ConfigError(
+                    f"prompt {row} of {len(prompt)} tokens and {tokens} new ones pass model.rope_original_seq={limit}, "
+                    "behind which all tokens are rotated by rope_long_factors, those in the cache too; use at most "
+                    f"{limit + 1 - len(prompt)} tokens, and begin again with what they are."
+                )
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:

@@ -137,6 +137,7 @@ class Architecture(NamedTuple):
     names: Mapping[str, str] = {}  # of weights, where they are not WEIGHT_NAMES
     interleaved: str = "never"  # whether rotated pairs are neighbours: "never", "always", or the field that says it
     rotated: float | None = None  # part of a head, if partial_rotary_factor is absent; None: heads are rotated whole
+    scalings: tuple[str, ...] = ()  # of rotary embedding, the key's words; () for all
     ignored: tuple[str, ...] = ()  # fields that change no result
     renamed: Mapping[str, str] = {}  # other names of usual fields, and these
     activations: Mapping[str, str] = SILU  # see SILU
@@ -462,10 +463,11 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(
         "phi3",
         4096,
-        GQA_KEYS | {"rope_scaling": "none"},
+        GQA_KEYS,
         absent=ALL_HEADS | {"rms_norm_eps": 1e-5, "sliding_window": 0},
         only=no("attention_bias"),
         names=PHI3_NAMES,
+        scalings=("none", "longrope"),
         rotated=1.0,
         ignored=("original_max_position_embeddings",),
         windows="all",

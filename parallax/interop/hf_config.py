@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import LAYER_KINDS, ModelConfig
+from parallax.config.sections import LAYER_KINDS, LONGROPE, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
@@ -39,13 +39,16 @@ OWN_KEYS = ("dtype", "kernel", "dropout", "vocab_multiple")
 TYPES = {key.name: key.type for key in dataclasses.fields(ModelConfig)}
 # Fields of rope_scaling by its type, besides the factor.
 ORIGINAL_CONTEXT = {"original_max_position_embeddings": "rope_original_seq"}
+DEFAULT_ROPE, OLD_LONGROPE = "default", ("su", "yarn")  # words of rope_type; the last are Phi-3's, of the first files
 ROPE_FIELDS = {
-    "default": {},
+    DEFAULT_ROPE: {},
     "linear": {},
     "llama3": ORIGINAL_CONTEXT | {"high_freq_factor": "rope_fast_turns", "low_freq_factor": "rope_slow_turns"},
     "yarn": ORIGINAL_CONTEXT | {"beta_fast": "rope_fast_turns", "beta_slow": "rope_slow_turns"},
+    LONGROPE: ORIGINAL_CONTEXT,
 }
 ROPE_SCALING = "rope_scaling"  # the field
+FACTORS = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}  # lists there, texts here
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -469,7 +472,7 @@ def _read_ropes(
     """The keys model.rope_* of layers without a window, and those that differ in layers with one; `context` is
     max_position_embeddings."""
     theta = kind.absent.get("rope_theta", DEFAULT_THETA)
-    both = functools.partial(_read_rope, context=context, attention=attention, rotated=kind.rotated)
+    both = functools.partial(_read_rope, context=context, attention=attention, kind=kind)
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
@@ -496,28 +499,34 @@ def _read_ropes(
 
 
 def _read_rope(
-    fields: Fields, scaling: Fields, *, context: int, attention: str, theta: float, rotated: float | None
+    fields: Fields, scaling: Fields, *, context: int, attention: str, theta: float, kind: Architecture
 ) -> dict[str, Any]:
-    """The keys model.rope_*; `theta` is the default of rope_theta, and `rotated` of partial_rotary_factor; None if
-    heads are rotated whole.
+    """The keys model.rope_*; `theta` is the default of rope_theta.
 
     Both forms are read: rope_theta beside rope_scaling, or all in rope_parameters; `scaling` are the fields of either.
     """
     theta = scaling.read("rope_theta", float, fields.read("rope_theta", float, theta))
-    form = scaling.take("rope_type", scaling.take("type", "default"))
-    if form not in tuple(ROPE_FIELDS):
-        scaling.refuse("rope_type", form, ", ".join(map(repr, ROPE_FIELDS)))
-    keys = {"rope_theta": theta, "rope_scaling": "none" if form == "default" else form}
-    if rotated is None:
+    form = scaling.take("rope_type", scaling.take("type", DEFAULT_ROPE))
+    if kind.scalings and form in OLD_LONGROPE:
+        form = LONGROPE
+    known = [name for name in ROPE_FIELDS if not kind.scalings or name in (DEFAULT_ROPE, *kind.scalings)]
+    if form not in known:
+        scaling.refuse("rope_type", form, ", ".join(map(repr, known)))
+    keys = {"rope_theta": theta, "rope_scaling": "none" if form == DEFAULT_ROPE else form}
+    if kind.rotated is None:
         for each in (fields, scaling):
             each.only("partial_rotary_factor", 1)
     else:
-        part = fields.read("partial_rotary_factor", float, rotated)
+        part = fields.read("partial_rotary_factor", float, kind.rotated)
         keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
+    for name in ORIGINAL_CONTEXT if form == LONGROPE else ():  # beside the others it counts more
+        absent[name] = scaling.left[name] = fields.take(name, scaling.left.get(name, NEEDED))
     _read_keys(scaling, ROPE_FIELDS[form], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
-    if form != "default":
+    if form == LONGROPE:
+        keys |= _read_longrope(scaling, context, keys["rope_original_seq"])
+    elif form != DEFAULT_ROPE:
         extended = max(context / keys["rope_original_seq"], 1.0)
         keys["rope_factor"] = scaling.read("factor", float, extended if form == "yarn" else NEEDED)
         if keys["rope_factor"] < 1:
@@ -528,6 +537,19 @@ def _read_rope(
         keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
     scaling.end()
     return keys
+
+
+def _read_longrope(scaling: Fields, context: int, original: int) -> dict[str, Any]:
+    """The keys of the factors, and rope_magnitude."""
+    keys: dict[str, Any] = {}
+    for name, key in FACTORS.items():
+        value = scaling.take(name)
+        if not isinstance(value, list) or not all(type(factor) in (int, float) for factor in value):
+            scaling.refuse(name, value, "a list of numbers")
+        keys[key] = " ".join(str(float(factor)) for factor in value)
+    factor = scaling.read("factor", float, context / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return keys | {"rope_magnitude": scaling.read("attention_factor", float, usual)}
 
 
 def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[str, float]:
@@ -587,7 +609,7 @@ def _of_types(model: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
 
 def _rope_json(model: ModelConfig, kind: Architecture) -> dict[str, Any]:
     form, temperature = model.rope_scaling, Rope(model).temperature()
-    if form != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
+    if (form not in ("yarn", LONGROPE) and model.rope_magnitude != 1) or (form != "yarn" and temperature != 1):
         raise ConfigError(
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={form!r}; use 0 and 1.0, or rope_scaling='yarn'"
@@ -598,6 +620,10 @@ def _rope_json(model: ModelConfig, kind: Architecture) -> dict[str, Any]:
         return {"rope_theta": model.rope_theta, ROPE_SCALING: none} | part
     scaling = {"rope_type": form, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[form].items()}
+    if form == LONGROPE:
+        scaling |= {name: [float(word) for word in getattr(model, key).split()] for name, key in FACTORS.items()}
+        scaling |= {"attention_factor": model.rope_magnitude}
+        part |= dict.fromkeys(ORIGINAL_CONTEXT, model.rope_original_seq)
     if form == "yarn":
         scaling |= {"attention_factor": model.rope_magnitude} | ({} if model.rope_truncate else {"truncate": False})
         if model.attention == "gqa":
@@ -690,6 +716,8 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
+    if kind.scalings and model.rope_scaling not in kind.scalings:
+        yield f"model.rope_scaling={' or '.join(map(repr, kind.scalings))}"
     read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
     if "branches" in read and model.branches not in WORDS["branches"].values():
         yield f"model.branches={' or '.join(map(repr, WORDS['branches'].values()))}"

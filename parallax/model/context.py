@@ -67,12 +67,16 @@ class Context(NamedTuple):
         return q if self.temperature is None else (q * self.temperature).astype(q.dtype)
 
 
-def tables_of_layers(model: ModelConfig, positions_BS: Array) -> tuple[Array, Array]:
+def tables_of_layers(
+    model: ModelConfig, positions_BS: Array, tokens: int, empty_B: Array | int = 0
+) -> tuple[Array, Array]:
     """`Rope.tables` of all layers of a model, with a leading dim of settings if they rotate by different angles."""
     ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
     if all(rope.rotation == ropes[0].rotation for rope in ropes):
-        return ropes[0].tables(positions_BS)
-    return jax.tree.map(lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS) for rope in ropes))
+        return ropes[0].tables(positions_BS, tokens, empty_B)
+    return jax.tree.map(
+        lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS, tokens, empty_B) for rope in ropes)
+    )
 
 
 def temperatures_of(model: ModelConfig) -> list[float]:

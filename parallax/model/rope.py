@@ -1,4 +1,5 @@
-"""Rotary position embedding, per head (Su et al. 2021), with linear, YaRN (Peng et al. 2023) and Llama 3's scaling."""
+"""Rotary position embedding, per head (Su et al. 2021), with linear, YaRN (Peng et al. 2023), Llama 3's scaling and
+LongRoPE (Ding et al. 2024)."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.model.logits import scaled
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.compiler import swaps_in_place
@@ -18,9 +19,10 @@ AS_IN_PAPER = 0  # of model.rope_temperature
 class Rope(NamedTuple):
     """The rotary positions of a model; every head gets the same angles, however it is sharded.
 
-    Scalings except "linear" keep frequencies with more than `rope_fast_turns` turns in the original context and divide
+    "yarn" and "llama3" keep frequencies with more than `rope_fast_turns` turns in the original context and divide
     those with fewer than `rope_slow_turns` turns by `rope_factor`. Between them yarn interpolates by dim (its section
-    3.2: 32 and 1 turns), llama3 by turns (Grattafiori et al. 2024: 4 and 1).
+    3.2: 32 and 1 turns), llama3 by turns (Grattafiori et al. 2024: 4 and 1). "longrope" divides each frequency by a
+    factor of its own, which is another in rows longer than the original context.
 
     >>> Rope(ModelConfig(attention="gqa", d_head=4, rope_theta=100.0)).frequencies().tolist()
     [1.0, 0.1]
@@ -33,11 +35,15 @@ class Rope(NamedTuple):
         """Rotated dims of a head, an even number."""
         return self.model.rotated
 
-    def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of dims, shape [width / 2]; 0 if nothing is rotated."""
+    def frequencies(self, *, long: bool = False) -> np.ndarray:
+        """Radians per position of each pair of dims, shape [width / 2]; 0 if nothing is rotated. `long` says that rows
+        are longer than the original context."""
         if not self.model.rope:
             return np.zeros(self.width // 2)
         plain = self.model.rope_theta ** (-np.arange(0, self.width, 2) / self.width)
+        if self.differs_by_length:
+            factors = self.model.rope_long_factors if long else self.model.rope_short_factors
+            return plain / np.array(factors.split(), float)
         stretched = {
             "none": np.zeros_like,
             "linear": np.ones_like,
@@ -59,13 +65,24 @@ class Rope(NamedTuple):
         return self.model.rope_magnitude if self.model.rope else 1.0
 
     @property
-    def rotation(self) -> tuple[float, ...]:
-        """What the tables follow from besides positions."""
-        return (*self.frequencies().tolist(), self.magnitude)
+    def differs_by_length(self) -> bool:
+        """Whether long rows have other frequencies."""
+        return self.model.rope and self.model.rope_scaling == LONGROPE
 
-    def tables(self, positions_BS: Array) -> tuple[Array, Array]:
-        """Cosines and sines in float32, both [B, S, width / 2]."""
+    @property
+    def rotation(self) -> tuple[float, ...]:
+        """What the tables follow from besides positions and lengths."""
+        length = self.model.rope_original_seq * self.differs_by_length
+        return (*self.frequencies().tolist(), *self.frequencies(long=True).tolist(), length, self.magnitude)
+
+    def tables(self, positions_BS: Array, tokens: int = 0, empty_B: Array | int = 0) -> tuple[Array, Array]:
+        """Cosines and sines in float32, both [B, S, width / 2]. `tokens` is the length of rows, of which the first
+        `empty_B` are none."""
         frequencies = jnp.asarray(self.frequencies(), jnp.float32)[None, None]
+        if self.differs_by_length:
+            is_long = jnp.reshape(tokens - empty_B, (-1, 1, 1)) > self.model.rope_original_seq
+            of_long = jnp.asarray(self.frequencies(long=True), jnp.float32)[None, None]
+            frequencies = jnp.where(is_long, of_long, frequencies)
         angles = positions_BS[..., None].astype(jnp.float32) * frequencies
         tables = jnp.cos(angles), jnp.sin(angles)
         return tables if self.magnitude == 1 else tuple(self.magnitude * table for table in tables)

@@ -265,7 +265,7 @@ class ModelOnMesh:
         if "moe" in self.config.layer_kinds:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
-        tables = tables_of_layers(self.config, positions)
+        tables = tables_of_layers(self.config, positions, segments.shape[-1])
         settings = dict(row_weight=weight, order=self.layout.order)
         return Context.of_model(self.config, tables, rows, tokens.key, segments, **settings)
 

@@ -6,12 +6,14 @@ import itertools
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from support.cached_logits import decoded_logits
 from support.checkpoint_examples import flip, truncate
+from support.tiny_model import model_config
 from support.traced_equations import equations
 
 import parallax as px
@@ -353,6 +355,17 @@ def test_wrong_prompts_are_refused_before_anything_is_compiled(prompts, message)
     with pytest.raises(ConfigError) as error:
         generate(model_on("gqa"), None, prompts, GREEDY)
     assert str(error.value) == message
+
+
+def test_a_text_that_would_outgrow_its_factors_is_refused():
+    """Of longrope: from its limit on, all tokens are rotated by others, those in the cache too."""
+    factors = dict(rope_short_factors="1 1 1 1", rope_long_factors="2 2 2 2", rope_original_seq=20)
+    model = SimpleNamespace(config=model_config(attention="gqa", rope_scaling="longrope", **factors))
+    tokens = GREEDY.tokens
+    with pytest.raises(
+        ConfigError, match=f"prompt 1 of 20 tokens and {tokens} new ones pass .*=20, .* at most 1 tokens"
+    ):
+        generate(model, None, [[1] * 21, [1] * 20], GREEDY)
 
 
 WRITES_LITTLE = ["--prompt", "It", "--tokens", "1", "--pp", "1", "--dp", "1", "--tp", "1"]

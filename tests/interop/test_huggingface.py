@@ -439,8 +439,8 @@ REFUSED = {
     "dynamic": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
     "longrope": (
         LLAMA,
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "supported: 'default', 'linear', 'llama3', 'yarn'",
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}, "original_max_position_embeddings": 64},
+        "rope_scaling has no long_factor",
     ),
     "a factor": (
         LLAMA,

@@ -144,6 +144,23 @@ def test_halves_change_places_in_a_product_as_they_do_on_gpus(dtype, monkeypatch
         np.testing.assert_array_equal(actual, expected)
 
 
+def test_longrope_divides_each_frequency_by_its_factor_for_the_length_of_the_row():
+    factors = dict(short_factors="1.0 1.5 2.0 2.5", long_factors="2.0 3.0 4.0 5.0")
+    scaled = rope(scaling="longrope", original_seq=8, magnitude=1.5, **factors)
+    places, plain = jnp.broadcast_to(jnp.arange(9.0), (3, 9)), numpy_layers.frequencies(8, 100.0)
+    short, long = (plain / np.array(text.split(), float) for text in factors.values())
+    cosines, _ = scaled.tables(places, 9, jnp.array([0, 1, 5]))  # of 9, 8 and 4 tokens
+    for row, expected in zip(cosines, (long, short, short)):
+        np.testing.assert_allclose(row, 1.5 * np.cos(np.arange(9)[:, None] * expected), **CLOSE)
+    for changes, message in (
+        (dict(scaling="none", **factors), "rope_short_factors='1.0 1.5 2.0 2.5' does nothing with .*'none'"),
+        (dict(scaling="longrope", short_factors="1 2 3", long_factors="1 1 1 1"), "is not 4 numbers .* of the 8 rot"),
+        (dict(scaling="longrope", factor=4.0, **factors), "rope_factor=4.0 does nothing with .*'longrope'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            rope(**changes)
+
+
 def test_linear_scaling_divides_positions():
     scaled, plain = rope(scaling="linear", factor=4.0), rope()
     np.testing.assert_allclose(scaled.tables(jnp.array([[20]])), plain.tables(jnp.array([[5]])), **CLOSE)

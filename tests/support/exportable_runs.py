@@ -18,6 +18,7 @@ BIASES = BIASED_NORMS | dict(out_bias=True, mlp_bias=True)
 GEMMA = dict(norm_scale="one_plus", activation="gelu_tanh", embedding_scale=32**0.5)
 LOCAL = dict(layers_of="dense local", kinds="local=(sliding_window=4)")
 COHERE = dict(norm="layer", branches="parallel_one_norm", logit_scale=2.0)
+LONGROPE = dict(rope_scaling="longrope", rope_short_factors="1.0 1.5", rope_long_factors="2.0 4.0", rope_magnitude=1.25)
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
 OWN = {
     "gqa": (dict(attention="gqa"), LLAMA),
@@ -39,7 +40,7 @@ OWN = {
         V3,
     ),
     "factors": (dict(attention="gqa", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.3), "GraniteForCausalLM"),
-    "rotated in part": (dict(attention="gqa", rope_fraction=0.5), "Phi3ForCausalLM"),
+    "rotated in part": (dict(attention="gqa", rope_fraction=0.5) | LONGROPE, "Phi3ForCausalLM"),
     "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Glm4MoeForCausalLM"),
     "norms after rotation": (dict(attention="gqa", qk_norm=True, qk_norm_after_rope=True), "HunYuanDenseV1ForCausalLM"),
     "mixture, factors": (

@@ -105,6 +105,8 @@ MIXTURES = {
         SOME_EXPERTS | dict(n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0),
     ),
 }
+LONGROPE = dict(rope_type="longrope", rope_theta=1000.0, partial_rotary_factor=0.75)
+LONGROPE |= dict(short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 2.0, 4.0])
 # A pad_token_id would leave a row of their table without a gradient.
 FACTORS = dict(attention_multiplier=0.3, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5)
 FAMILIES |= {
@@ -113,6 +115,10 @@ FAMILIES |= {
     "Phi-3, rotated in part": (
         "Phi3",
         GROUPED | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
+    ),
+    "Phi-3, longrope": (
+        "Phi3",
+        GROUPED | dict(pad_token_id=None, original_max_position_embeddings=8, rope_parameters=LONGROPE),
     ),
     "GLM": ("Glm", GROUPED | dict(head_dim=16, pad_token_id=None)),
     "Ernie 4.5": ("Ernie4_5", GROUPED | dict(head_dim=16)),
@@ -419,7 +425,8 @@ def _in_full(config: transformers.PretrainedConfig, architecture: str) -> dict:
 def equal_tokens(pair: Pair, model, params) -> tuple[int, int]:
     """(tokens that greedy generation writes alike, of how many), behind prompts of several lengths."""
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(0, SIZES["vocab_size"], length) for length in (1, 9, CONTEXT)]
+    lengths = (9, CONTEXT) if model.config.rope_scaling == "longrope" else (1, 9, CONTEXT)  # on one side of its limit
+    prompts = [draw.integers(0, SIZES["vocab_size"], length) for length in lengths]
     greedy = SampleConfig(prompt="", tokens=NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, seed=0)
     ours = generate(model, params, prompts, greedy)
     equal = 0

@@ -124,7 +124,7 @@ def plain_forward(model, params, batch, loss=None):
     """(logits, the Notes of all layers)."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
     # With a cursor attention is jax.nn.dot_product_attention, which knows no blocks.
-    tables = tables_of_layers(model, batch["positions"])
+    tables = tables_of_layers(model, batch["positions"], batch["positions"].shape[1])
     context = Context.of_model(model, tables, rows, None, batch["segments"], cursor=0)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 

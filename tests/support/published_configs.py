@@ -103,6 +103,12 @@ GRANITE = (
 )
 TAKEN = {
     "microsoft/Phi-3-mini-4k-instruct": (PHI3, 3_821_079_552),
+    "microsoft/Phi-3-mini-128k-instruct": (
+        PHI3
+        | {"max_position_embeddings": 131072, "sliding_window": 262144}
+        | {"rope_scaling": {"type": "longrope", "long_factor": [1.05] * 48, "short_factor": [1.0] * 48}},
+        3_821_079_552,
+    ),
     "ibm-granite/granite-3.0-2b-base": (GRANITE, 2_533_531_648),
     "THUDM/glm-4-9b-chat-hf": (
         LLAMA
@@ -708,10 +714,6 @@ FORMS = {
 
 # What is not computed here, and the field and value by which that is said.
 REFUSED = {
-    "microsoft/Phi-3-mini-128k-instruct": (
-        PHI3 | {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
-        r"rope_type='longrope' is not supported; supported: 'default', 'linear', 'llama3', 'yarn'",
-    ),
     "CohereForAI/c4ai-command-r-plus": (
         {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_act": "silu", "use_qk_norm": True}
         | {"layer_norm_eps": 1e-05, "logit_scale": 0.8333333333333334, "rope_theta": 75000000.0, "vocab_size": 256000}
