@@ -1,12 +1,14 @@
 """The quickstart in the manner of Gemma: layers with a sliding window, and every third without; the same text.
 
 For:      seeing layers by kind work on a laptop: windows and positions by kind, a pipeline of two stages.
-Numbers:  ours. Norms of 1 + w before and after, caps, tied and scaled embeddings and GELU are those of Gemma 2, more
-          local than global layers and a rope_theta for each are from Gemma 3. 1.02 million parameters, the quickstart has 0.99.
+Numbers:  ours. Norms of 1 + w before and after, caps, tied and scaled embeddings and GELU are those of Gemma 2; more
+          local than global layers, and a rope_theta for each, are from Gemma 3. The quickstart has as many parameters,
+          a million.
 Command:  python train.py --config=configs/tiny_local.py
 Hardware: any CPU, 2 cores or more.
-Time:     not yet run.
-Loss:     not yet run.
+Time:     390 CPU seconds, on 2 cores beside much other work.
+Loss:     eval 3.628 nats a token, 1.329 a byte, after 240 steps; unigram entropy 5.971 a token, 3.147 a byte; all of
+          the library of Python 3.11, each version has another one. The quickstart's is 3.97.
 """
 
 from ml_collections import ConfigDict

@@ -40,15 +40,21 @@ RING = dict(mesh=(1, 1, 2, 1, 2), context="ring")
 
 
 @functools.lru_cache(maxsize=1)  # cases of one model follow each other
-def plain(config):
+def plain(config, embeddings):
     model = build((1, 1, 1), **{key: getattr(config, key) for key in section("model")})
-    return plain_losses_and_grad(config, params_of(model), make_batch(), Z_COEFFICIENT)
+    return plain_losses_and_grad(config, values_of(model, embeddings), make_batch(), Z_COEFFICIENT)
 
 
-def check(choice, **how):
+def values_of(model, embeddings):
+    """Initial values, with the embedding's table times this."""
+    params = params_of(model)
+    return params | {"embedding": {"table": embeddings * params["embedding"]["table"]}}
+
+
+def check(choice, embeddings=1.0, **how):
     model = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice))
-    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
-    losses, expected = plain(model.config)
+    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(values_of(model, embeddings), make_batch()))
+    losses, expected = plain(model.config, embeddings)
     np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
     # The place of a router's load is empty where nothing reads it.
     expected = jax.tree.map(lambda actual, leaf: leaf if actual.size else actual, grads, expected)

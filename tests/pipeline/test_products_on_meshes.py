@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 from support.tiny_model import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
+from test_block_choices import LIKE
+from test_choices import ALL
 
 from parallax.analysis.traced.memory import memory
 from parallax.analysis.traced.recompute import part_costs
@@ -118,6 +120,34 @@ OWN_SCALES = {
 }
 
 
+# Models of many choices, in forms of products that differ.
+CHOSEN = {"Gemma": LIKE["Gemma"], "GPT-NeoX": LIKE["GPT-NeoX"], "all": ALL | dict(experts=4, d_expert=16)}
+CHOSEN = {name: dict(attention="gqa", layers=4) | model for name, model in CHOSEN.items()}
+OF_CHOICES = {
+    "Gemma, delayed": ("Gemma", "float8", (2, 1, 2), dict(schedule="zero_bubble", remat="none", residual=SEQ_CUT)),
+    "Gemma, row": (
+        "Gemma",
+        "int8",
+        (1, 2, 2, 1, 2),
+        ROW | TOO | EIGHT_BIT | dict(context="ring", remat="down norm", policy="zero1"),
+    ),
+    "GPT-NeoX, current": (
+        "GPT-NeoX",
+        "int8",
+        (2, 2, 2),
+        CURRENT | TOO | dict(schedule="dualpipe_v", microbatches=4, tensor_parallel="scatter"),
+    ),
+    "GPT-NeoX, block": ("GPT-NeoX", "float8", (1, 2, 2), BLOCK | dict(gather_dtype="int8", prefetch=1)),
+    "all, ragged": (
+        "all",
+        "float8",
+        (2, 1, 1, 1, 1, 4),
+        CURRENT | dict(exchange="ragged", schedule="zero_bubble", remat="norm router"),
+    ),
+    "all, scatter": ("all", "int8", (1, 1, 2, 1, 1, 4), dict(tensor_parallel="scatter", policy="lean")),
+}
+
+
 ARITHMETIC = (
     "layers",
     "matmul_parts",
@@ -148,7 +178,7 @@ def batch(seed=0, ranks=1, microbatches=4):
 
 def found_of(mesh, name, form, *, seed=0, ranks=1, **how):
     """Loss, gradients and scales of a step whose scales a first pass has set, if it does."""
-    model = build(mesh, matmul=form, **MODELS[name] | how)
+    model = build(mesh, matmul=form, **(MODELS | CHOSEN)[name] | how)
     params = with_first_scales(model, params_of(model), batch(seed), seed=0)
     step = jax.jit(model.loss_grads_and_statistics)
     metrics, grads, found = jax.tree.map(np.asarray, step(params, batch(seed, ranks)))
@@ -199,6 +229,12 @@ def test_more_meshes_have_the_loss_and_the_scales_of_one_device(name):
 @pytest.mark.parametrize("name", OWN_SCALES)
 def test_scales_of_the_operands_give_a_mesh_the_loss_of_one_device(name):
     check(OWN_SCALES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_CHOICES)
+def test_models_of_many_choices_have_the_loss_of_one_device(name):
+    check(OF_CHOICES[name])
 
 
 @pytest.mark.slow
