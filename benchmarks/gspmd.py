@@ -96,7 +96,7 @@ def take_turns(args: argparse.Namespace) -> None:
     import jax
 
     import parallax as px
-    from parallax.cli.firstrun import counting_batch, shortened
+    from parallax.analysis.measured import counting_batch, shortened
 
     config = config_with("tiny_gqa" if args.smoke else args.config, dict(args.set))
     if config.mesh.simulate:

@@ -188,14 +188,14 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     import jax
 
     import parallax as px
-    from parallax.cli.firstrun import MEMORY, STEP_TIME, FirstRun, PhaseError, shortened
-    from parallax.cli.firstrun import measure as measure_run
+    from parallax.analysis.measured import MEMORY, STEP_TIME, MeasuredSteps, PhaseError, shortened
+    from parallax.analysis.measured import measure as measure_run
     from parallax.errors import ConfigError
 
     try:
         if simulated := config_with(args.config, dict(args.set)).mesh.simulate:
             px.simulate_devices(simulated)
-        found = FirstRun(shortened(settings_on(args, name, jax.device_count()), args.steps))
+        found = MeasuredSteps(shortened(settings_on(args, name, jax.device_count()), args.steps))
     except ConfigError as error:
         return {"why": f"no: {error}"}
     with contextlib.suppress(PhaseError):

@@ -5,7 +5,9 @@ import gc
 import signal
 from importlib.util import find_spec
 
-import environment  # noqa: F401  first of all: it says what jax is imported with
+import support.environment  # noqa: F401  first of all: it says what jax is imported with
+
+# isort: split
 import hypothesis
 import jax
 import pytest

@@ -10,7 +10,9 @@ import tempfile
 from functools import partial
 from itertools import zip_longest
 
-import environment  # noqa: F401  what kernels run with
+import support.environment  # noqa: F401  what kernels run with
+
+# isort: split
 import nbformat
 import numpy as np
 from nbclient import NotebookClient

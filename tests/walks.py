@@ -49,7 +49,7 @@ WALKS = {
         *TICK,
         "pipeline/stage.py SaveNothing.forward",
         *LOOP,
-        "pipeline/stage.py gathered_layer",
+        "pipeline/layer_weights.py LayerWeights.gathered",
         "sharding/plan.py ShardingPlan.use",
         "sharding/plan.py ShardingPlan._gather",
         "sharding/collectives.py all_gather",
@@ -79,7 +79,6 @@ WALKS = {
         "config/settings.py read_settings",
         "training/build.py build",
         "sharding/mesh.py make_mesh",
-        "step/step.py model_of",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
         *DECLARED,
@@ -89,9 +88,6 @@ PASSED = {
     "labels": [
         "step/step.py TrainStep.train_step",
         "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics",
-        "pipeline/model_on_mesh.py ModelOnMesh.checked",
-        "model/batch.py checked",
-        "pipeline/sharded_model.py ShardedModel.on_mesh",
         "pipeline/loss_and_grads.py loss_and_grads",
         "pipeline/loss_and_grads.py pipeline_of",
         "pipeline/loss_and_grads.py microbatches",
@@ -116,13 +112,11 @@ PASSED = {
     ],
     "weight": [
         "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics",
-        "pipeline/sharded_model.py ShardedModel.on_mesh",
         "pipeline/loss_and_grads.py loss_and_grads",
         "pipeline/loss_and_grads.py pipeline_of",
         "sharding/plan.py ShardingPlan.load",
         "sharding/plan.py ParameterPlan.load_cast",
-        "pipeline/layers_on_ranks.py Arrangement.to_stages",
-        "pipeline/layers_on_ranks.py Arrangement._moved",
+        "pipeline/layers_on_ranks.py Arrangement.moved",
         "sharding/plan.py ShardingPlan._gather",
         "sharding/bucket.py Packed.of",
         "sharding/collectives.py all_gather",
@@ -135,7 +129,7 @@ PASSED = {
         "pipeline/stage.py each_place",
         "pipeline/stage.py each_place.turn",
         "pipeline/stage.py one_layer",
-        "pipeline/stage.py gathered_layer",
+        "pipeline/layer_weights.py LayerWeights.gathered",
         "sharding/slots.py read_slot",
         "sharding/plan.py ShardingPlan.use",
         "sharding/plan.py ShardingPlan._gather",
@@ -156,14 +150,11 @@ PASSED = {
         "sharding/plan.py ShardingPlan._scatter",
         "sharding/bucket.py Packed.of",
         "sharding/collectives.py reduce_scatter",
-        "sharding/plan.py ShardingPlan.add_up.added",
         "pipeline/loss_and_grads.py loss_and_grads",
         "sharding/plan.py ShardingPlan.store",
         "sharding/plan.py ShardingPlan._scatter_alone",
-        "pipeline/layers_on_ranks.py Arrangement.to_model",
-        "pipeline/layers_on_ranks.py Arrangement._moved",
+        "pipeline/layers_on_ranks.py Arrangement.moved",
         "sharding/plan.py ShardingPlan._sum",
-        "sharding/plan.py _together",
         "step/step.py TrainStep.train_step",
         "step/step.py TrainStep.grad_norm",
         "step/optimizer.py global_norm",
@@ -182,19 +173,15 @@ PASSED = {
         "training/build.py build",
         "sharding/mesh.py make_mesh",
         "step/resolve.py resolve",
-        "step/step.py model_of",
-        "config/settings.py with_code",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
-        "pipeline/sharded_model.py ShardedModel.on_mesh",
         *DECLARED,
     ],
 }
 # Behind `block.apply`, and behind the block's `self.mlp`.
 CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
 # Methods of a plan's `orders` and rows, whose classes jedi does not see: `orders` are Any, rows come out of a `zip`.
-UNSEEN = {f"pipeline/layers_on_ranks.py Arrangement.{name}" for name in ("to_stages", "to_model")}
-UNSEEN |= {"sharding/plan.py ParameterPlan.load_cast"}
+UNSEEN = {"pipeline/layers_on_ranks.py Arrangement.moved", "sharding/plan.py ParameterPlan.load_cast"}
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 

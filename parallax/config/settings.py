@@ -72,12 +72,12 @@ def default_settings() -> Settings:
     return Settings(**{name: section() for name, section in SECTIONS.items()})
 
 
-def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
+def read_settings(config: Any, *, code: Mapping[str, Any] = NO_CODE, **changes: Mapping[str, Any]) -> Settings:
     """Build settings from a config: nested dicts, or an object with `to_dict()`, as a ConfigDict or Settings.
 
-    `changes` are other values of keys by section, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped
-    keys. A warning on stderr names keys of earlier versions and their current names. Code that a config names is
-    imported; in its place the value may be the function or class.
+    `changes` are other values of keys by section, as mesh={"tp": 4}; `code` is as in `with_code`. ConfigError names
+    unknown, missing and mistyped keys. A warning on stderr names keys of earlier versions and their current names. Code
+    that a config names is imported; in its place the value may be the function or class.
 
     >>> from configs.base import get_config
     >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
@@ -96,7 +96,8 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
     codes = {name: imported_code(name, value, CODE[name]) for name, value in key_values(written, CODE)}
-    return Settings(**{name: _read_section(name, keys) for name, keys in _replaced(written, codes).items()})
+    settings = Settings(**{name: _read_section(name, keys) for name, keys in _replaced(written, codes).items()})
+    return with_code(settings, code) if code else settings
 
 
 def with_code(settings: Settings, code: Mapping[str, Any]) -> Settings:

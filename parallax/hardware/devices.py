@@ -106,8 +106,8 @@ def keep_a_thread_free(devices: int) -> None:
     serve its queue meanwhile. Parallel loops and products put entries into the queue for threads without a program. If
     all threads run a program, the queue is full after 1,024 entries, and XLA runs further ones immediately. Within a
     large product Eigen (TensorContractionThreadPool.h) then packs a tile over one that was not multiplied yet: the
-    first rows of the result lack a block of the sum. tests/product_behind_loops.py shows it with jaxlib 0.10.2 and
-    0.12.0.
+    first rows of the result lack a block of the sum. tests/hardware/product_behind_loops.py shows it with jaxlib 0.10.2
+    and 0.12.0.
     """
     given = [os.environ[name] for name in CPU_THREADS if os.environ.get(name, "").isdecimal()]
     threads = int(given[0]) if given else usable_cpus()

@@ -262,9 +262,7 @@ class Decoder:
         params = jax.tree.map(to_device, params)
         # One stage per rank, whatever the schedule in training.
         kinds = zip(self.orders, *map(self.parts.by_kind, (params[BLOCKS], self.layouts[BLOCKS])), strict=True)
-        staged = [
-            leaf for order, tree, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, tree)))
-        ]
+        staged = [leaf for order, tree, stored in kinds for leaf in order.moved(*map(jax.tree.leaves, (stored, tree)))]
         staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
 
         def in_stages(layout: Layout) -> Layout:

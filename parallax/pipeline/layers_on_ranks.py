@@ -206,22 +206,17 @@ class Arrangement:
         of_model = np.where(self.numbers < 0, -1, self.members[self.numbers])
         return jnp.asarray(of_model, jnp.int32)[lax.axis_index("pp")]
 
-    def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
+    def moved(self, stored: Sequence[Layout], leaves: Sequence[Array], *, back: bool = False) -> list[Array]:
         """This rank's layers `[place, ...]` of stored parameters; zeros in places without a layer.
+
+        `back` is the inverse for gradients: this device's pieces of stored parameters; if pp shards no dim, its summand
+        of a sum over pp.
 
         Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
-        return self._moved(stored, leaves, self.numbers.reshape(-1), back=False)
-
-    def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
-        """The inverse for gradients: this device's pieces of stored parameters; if pp shards no dim, its summand of a
-        sum over pp."""
-        flat = self.numbers.reshape(-1)
-        return self._moved(stored, leaves, np.argsort(flat, stable=True)[flat.size - self.layers :], back=True)
-
-    def _moved(self, stored: Sequence[Layout], leaves: Sequence[Array], rows: np.ndarray, *, back: bool) -> list[Array]:
-        """Both moves; `rows` are those of `layers_to_ranks`, or of `layers_from_ranks`."""
-        moved, together = [*leaves], defaultdict(list)
+        moved, together, rows = [*leaves], defaultdict(list), self.numbers.reshape(-1)
+        if back:
+            rows = np.argsort(rows, stable=True)[rows.size - self.layers :]
         for member, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
             if "pp" not in layout.used_axes():
                 moved[member] = self._given_back(x) if back else _take(x, self.own_numbers())

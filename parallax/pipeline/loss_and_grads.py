@@ -5,7 +5,7 @@ These are functions of a model, which is static, and of arrays in local view.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,20 +13,14 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from parallax.config.sections import DELAYED, EMBEDDING, HEAD
+from parallax.config.sections import EMBEDDING, HEAD
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.model.products import (
-    largest_kernels,
-    largest_weights,
-    product_of,
-    rounded_kernels,
-    with_largest_weights,
-)
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
+from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
-from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput, gathered_layer
+from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput
 from parallax.pipeline.tick import Pipeline, State, run_ticks
 from parallax.schedules import gpipe_on
 from parallax.sharding import activations
@@ -34,7 +28,6 @@ from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS,
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import relays_what_is_read
 from parallax.sharding.layout import Layout
-from parallax.sharding.plan import entry
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
@@ -54,9 +47,8 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
         if "F" in segment.kinds and model.schedule.head == "between":
             state = state._replace(ends=pipeline.ends.run_head(state.ends))
     ended, layers = pipeline.ends.finish(state.ends), pipeline.layers
-    of_layers = dict(zip(layers.stacks, state.grads, strict=True))
-    for stack, largest in zip(layers.stacks, layers.largest):
-        of_layers[stack] = with_largest_weights(of_layers[stack], largest)
+    pairs = zip(layers.weights, state.grads, strict=True)
+    of_layers = {weights.stack: weights.completed(grads) for weights, grads in pairs}
     return _metrics(pipeline, ended.loss), *model.plan.store(ended.grads | of_layers)
 
 
@@ -111,14 +103,9 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-    resident = [weights[stack] for stack in model.orders]
-    maxima, largest = largest_of(model, resident), []
-    if use == "train" and model.rounds_kernels and product_of(model.config.matmul_form).scales == DELAYED:
-        pairs = zip(resident, map(model.plan.scales, model.orders), strict=True)
-        largest = [largest_weights(each, scales, model.config.dtype) for each, scales in pairs]
-    if model.rounds_kernels:
-        resident = [rounded_once(model, *each) for each in zip(model.orders, resident, maxima, strict=True)]
-    layers = Layers(model, [*model.orders], passes, resident, maxima, numbers, kinds, largest)
+    of_layers = RoundedWeights if model.rounds_kernels else LayerWeights
+    of_layers = of_layers.of_step(model, [weights[stack] for stack in model.orders], trains=use == "train")
+    layers = Layers(model, passes, of_layers, numbers, kinds)
     if use != "train":
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
@@ -128,22 +115,6 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
         rounding = as_varying(rounding_key(jnp.zeros(2, jnp.int32) if noise is None else noise))
     layers = layers._replace(passes=passes_of_training(layers, ends), rounding=rounding)
     return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
-
-
-def largest_of(model: ModelOnMesh, weights: Sequence[Any]) -> list[Any]:
-    """For each kind of layers what `largest_kernels` says, None if no scale follows from it."""
-    if not model.rounds_kernels or product_of(model.config.matmul_form).known:
-        return [None for _ in weights]
-    pairs = zip(weights, map(model.plan.scales, model.orders), strict=True)
-    return [largest_kernels(each, scales, model.config.dtype) for each, scales in pairs]
-
-
-def rounded_once(model: ModelOnMesh, stack: str, weights: Any, maxima: Any) -> Any:
-    """A stack's resident weights, in which kernels of 8-bit products that no use gathers are rounded for all uses."""
-    rows = entry(model.plan.rows, stack)
-    scales = jax.tree.map(lambda row: "" if row.is_gathered_per_use else row.spec.scales, rows)
-    given = scales, model.config.dtype, model.config.matmul_form
-    return jax.vmap(lambda weights, maxima: rounded_kernels(weights, *given, maxima))(weights, maxima)
 
 
 def first_state(pipeline: Pipeline) -> State:
@@ -164,8 +135,8 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     context = jax.eval_shape(lambda: model.context(ends.tokens, jnp.int32(0)).of_layer(model.config, jnp.int32(0)))
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
     settings |= dict(plan=model.plan, x=x, context=context)
-    gathered = jax.eval_shape(lambda: [gathered_layer(layers, kind, 0) for kind in range(len(layers.stacks))])
-    kinds = zip(layers.passes, layers.stacks, gathered, strict=True)
+    gathered = jax.eval_shape(lambda: [weights.gathered(0) for weights in layers.weights])
+    kinds = zip(layers.passes, model.orders, gathered, strict=True)
     return [layer_passes(passes.block, stack=stack, weights=weights, **settings) for passes, stack, weights in kinds]
 
 

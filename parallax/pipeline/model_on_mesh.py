@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from parallax.config.remat import check_residuals_on, recomputed_parts
 from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
@@ -32,7 +33,7 @@ from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
 from parallax.sharding.bucket import BY_PARAMETER
-from parallax.sharding.collectives import after, as_varying
+from parallax.sharding.collectives import Accelerators, SimulatedDevices, as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
 from parallax.sharding.frozen import freeze
 from parallax.sharding.host import MEMORY_KINDS
@@ -54,14 +55,16 @@ class ModelOnMesh:
     def __init__(self, settings: Settings, mesh: Any, *, measures: bool = False):
         refuse_saved({key: code for key, code in code_of(settings).items() if not key.startswith(NOT_OF_A_MODEL)})
         self.settings, self.mesh, self.measures = settings, mesh, measures
+        self.is_simulated = is_simulated(mesh)
+        self.devices = SimulatedDevices() if self.is_simulated else Accelerators()
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         device = checks.device_of(mesh)
         platform, kind = (device.platform, device.device_kind) if device else ("", "")
         kernel = chosen_kernel(settings, self.axis_sizes, platform, kind)
         self.config = model = dataclasses.replace(settings.model, kernel=kernel)
-        self.layout, self.pipeline, self.loss_config = settings.layout, settings.pipeline, settings.loss
-        self.fsdp, self.data_parallel, optimizer = settings.fsdp, settings.data_parallel, settings.optimizer
-        layout, pipeline = self.layout, self.pipeline
+        layout, pipeline, optimizer = settings.layout, settings.pipeline, settings.optimizer
+        self.layout, self.pipeline, self.loss_config = layout, pipeline, settings.loss
+        self.fsdp, self.data_parallel = settings.fsdp, settings.data_parallel
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         self._check()
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
@@ -72,6 +75,8 @@ class ModelOnMesh:
         options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
         self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, **options)
         self.orders = arrangements(self.schedule.placement, model.layer_kinds)
+        # Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits.
+        self.rounds_kernels = model.matmul != COMPUTE and not measures and bool(scales_of(model.matmul_form))
         declared = freeze(self.parts.declared(), optimizer.frozen)
         check_adapted(declared, model)
         of_frozen = ("bfloat16" if model.stored_base else model.lora_base) if model.lora_rank else ""
@@ -104,6 +109,9 @@ class ModelOnMesh:
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+        # Arguments of `jax.shard_map` for a function of (params, batch, noise) in local view.
+        specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+        self.on_mesh = dict(mesh=mesh, in_specs=(specs, self.batch_sharding.spec, P()), check_vma=True)
 
     def _check(self) -> None:
         """Raise ConfigError if settings do not fit each other or the mesh."""
@@ -236,14 +244,6 @@ class ModelOnMesh:
         """Whether ticks carry slots of residuals, instead of allocating them in each tick."""
         return self.schedule.keeps_across_ticks or clears_what_is_overwritten(self.mesh)
 
-    @property
-    def is_simulated(self) -> bool:
-        return is_simulated(self.mesh)
-
-    def after(self, x: Array, y: Array) -> Array:
-        """`x`, which simulated devices have only after `y`: see `collectives.after`."""
-        return after(x, y) if self.is_simulated else x
-
     def prefetches(self, run: LayerRun) -> bool:
         """Whether the next layer of a run is gathered while one computes."""
         return self.fsdp.prefetch > 0 and run.can_prefetch
@@ -268,11 +268,6 @@ class ModelOnMesh:
         tables = tables_of_layers(self.config, positions, segments.shape[-1])
         settings = dict(row_weight=weight, order=self.layout.order)
         return Context.of_model(self.config, tables, rows, tokens.key, segments, **settings)
-
-    @property
-    def rounds_kernels(self) -> bool:
-        """Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits."""
-        return self.config.matmul != COMPUTE and not self.measures and bool(scales_of(self.config.matmul_form))
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:

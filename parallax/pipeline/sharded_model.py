@@ -15,7 +15,7 @@ from parallax.model.batch import checked
 from parallax.model.embedding import EMBEDDINGS
 from parallax.pipeline.loss_and_grads import logits_of_batch, loss_and_grads, loss_of_batch, observations
 from parallax.pipeline.model_on_mesh import ModelOnMesh
-from parallax.sharding.activations import BATCH, SHARED_ROWS
+from parallax.sharding.activations import SHARED_ROWS
 from parallax.sharding.layout import Layout
 
 
@@ -52,15 +52,18 @@ class ShardedModel(ModelOnMesh):
         labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None disables
         it. Gradients are float32, sharded like their parameters; those of parameters that are not trained are empty.
         """
-        return self.loss_grads_and_statistics(params, batch, noise)[:2]
+        return self.loss_grads_and_statistics(params, self.checked(batch), noise)[:2]
 
     def loss_grads_and_statistics(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
-        """The same, and what the parameters of `plan.statistics` follow from, by their names, sharded like them: the
-        largest magnitudes of 8-bit products, and how many tokens each expert got."""
+        """The same for a batch as `checked` returns it, and what the parameters of `plan.statistics` follow from.
+
+        They are by name, and sharded like them: the largest magnitudes of 8-bit products, and how many tokens each
+        expert got.
+        """
         of_statistics = {name: row.at_rest.spec(self.mesh) for name, row in self.plan.statistics.items()}
-        out = P(), self._specs, of_statistics
+        out = P(), self.on_mesh["in_specs"][0], of_statistics
         local = jax.shard_map(partial(loss_and_grads, self), out_specs=out, **self.on_mesh)
-        return local(params, self.checked(batch), noise)
+        return local(params, batch, noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
@@ -91,15 +94,6 @@ class ShardedModel(ModelOnMesh):
         batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
         whole = self._logits_layout.spec(self.mesh)
         return jax.shard_map(partial(logits_of_batch, self), out_specs=whole, **self.on_mesh)(params, batch, None)
-
-    @property
-    def on_mesh(self) -> dict[str, Any]:
-        """Arguments of `jax.shard_map` for a function of (params, batch, noise) in local view."""
-        return dict(mesh=self.mesh, in_specs=(self._specs, BATCH.spec(self.mesh), P()), check_vma=True)
-
-    @property
-    def _specs(self) -> Any:
-        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
     def _logits_layout(self) -> Layout:

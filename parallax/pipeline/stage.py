@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from parallax.config.remat import LAYER_INPUT, is_moved
 from parallax.model.context import Context
-from parallax.model.products import apart, rounded_kernels
 from parallax.pipeline.layer_passes import LayerPasses, Pools
+from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
@@ -31,18 +31,15 @@ class Layers(NamedTuple):
     """The layers of this rank; each sequence has an entry for each kind of layers."""
 
     model: ModelOnMesh
-    stacks: Sequence[str]  # names in the tree of parameters, as in ShardedModel.orders
     passes: Sequence[LayerPasses]
-    weights: Sequence[Any]  # resident, with a leading dim of places
-    maxima: Sequence[Any]  # the largest magnitudes of their kernels, None if no scale follows from them
+    weights: Sequence[LayerWeights | RoundedWeights]
     numbers: Sequence[Array]  # the model's layer in each place of this rank, -1 for none
     kinds: Array | None  # Arrangement.own_kinds; None if all layers are of one kind
-    largest: Sequence[Any] = ()  # the largest magnitudes of kernels that are rounded, if scales are delayed
     rounding: Array | None = None  # key of the step's random bits; None if no sum of gradients is rounded
 
     def per_stage(self, kind: int) -> int:
         """The number of places of a stage for layers of this kind."""
-        return self.model.orders[self.stacks[kind]].stage_layers
+        return self.model.orders[self.weights[kind].stack].stage_layers
 
 
 class Pass(NamedTuple):
@@ -103,7 +100,7 @@ class SaveLayers(SaveNothing):
         return {pool: self._slots(layers, x, pool, count) for pool, count in counts.items()}
 
     def zero_grads(self, layers: Layers) -> list[Any]:
-        return [layers.model.plan.zero_grads(*each) for each in zip(layers.stacks, layers.weights, strict=True)]
+        return [layers.model.plan.zero_grads(weights.stack, weights.resident) for weights in layers.weights]
 
     def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
         """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads`
@@ -151,7 +148,7 @@ class SaveStageInput(SaveLayers):
     ) -> tuple[Array, Array, Any, list]:
         with jax.named_scope(BACKWARD):
             here, y, recomputed = self._again(back, residuals)
-        x = back.layers.model.after(x, y)
+        x = back.layers.model.devices.after(x, y)
         with jax.named_scope(FORWARD):
             inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
@@ -252,7 +249,7 @@ def one_layer(
     in_stage = _in_stage(this, run, place)
     on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
-        weights = gathered_layer(layers, kind, on_rank, x) if weights is None else weights
+        weights = layers.weights[kind].gathered(on_rank, x) if weights is None else weights
         context = context.of_layer(layers.model.config, numbers[on_rank])
         if context.key is not None:  # 0 is the embedding's
             context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
@@ -274,7 +271,7 @@ def one_layer(
             saved = with_observation(saved, numbers[on_rank] + 1, x, numbers[on_rank] >= 0)
     if gradients is not None:
         at_layer = dict(layer=numbers[on_rank], key=this.rounding)
-        added = layers.model.plan.add_up(layers.stacks[kind], grads[kind], on_rank, gradients, **at_layer)
+        added = layers.model.plan.add_up(layers.weights[kind].stack, grads[kind], on_rank, gradients, **at_layer)
         grads = [*grads[:kind], added, *grads[kind + 1 :]]
     return vary_over_pp(((x, saved), grads))
 
@@ -295,7 +292,7 @@ def both_ways(
     if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
         with jax.named_scope(FORWARD):
             (x, saved), *_ = each_layer(ahead, (x, saved), [])
-        dy = back.layers.model.after(dy, x)
+        dy = back.layers.model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
             (dy, saved), grads, _ = each_layer(back, (dy, saved), grads, read)
         return x, dy, saved, grads
@@ -332,7 +329,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             else:
                 state, _ = each_place(ahead, run.narrowed(place), state)
             (x, saved), _ = state
-        dy = model.after(dy, x)
+        dy = model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
             state = (dy, saved), grads
             if plain:
@@ -353,20 +350,8 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
 def gathered_place(this: Pass, run: LayerRun, count: Array | int, x: Array) -> Any:
     """The weights, gathered, of the layer that a run of one kind reaches in this turn."""
     in_stage = _in_stage(this, run, _place_of(this, run, count))
-    return gathered_layer(this.layers, *run.kinds, _on_rank(this, *run.kinds, in_stage), x)
-
-
-def gathered_layer(layers: Layers, kind: int, on_rank: Array | int, x: Array | None = None) -> dict[str, Any]:
-    """The collections of a layer's weights, gathered; on simulated devices only after `x`, which its pass reads first.
-    Kernels of 8-bit products are rounded before, and sent in 8 bits."""
-    model, stack, weights = layers.model, layers.stacks[kind], read_slot(layers.weights[kind], on_rank)
-    if x is not None:
-        weights = jax.tree.map(lambda weight: model.after(weight, x), weights)
-    if not model.rounds_kernels:
-        return {"params": model.plan.use(weights, stack)}
-    maxima = None if layers.maxima[kind] is None else read_slot(layers.maxima[kind], on_rank)
-    given = model.plan.scales(stack), model.config.dtype, model.config.matmul_form, maxima
-    return apart(model.plan.use(rounded_kernels(weights, *given), stack), *given)
+    (kind,) = run.kinds
+    return this.layers.weights[kind].gathered(_on_rank(this, kind, in_stage), x)
 
 
 def _place_of(this: Pass, run: LayerRun, count: Array | int) -> Array | int:

@@ -32,7 +32,7 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import after, permute, vary_over_pp
+from parallax.sharding.collectives import permute, vary_over_pp
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
 from parallax.sharding.slots import index, read_slot
@@ -97,19 +97,19 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    saves, ends, outputs, gathered = pipeline.saves, pipeline.ends, {}, None
+    outputs, gathered = {}, None
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
-        state = state._replace(residuals=saves.empty(pipeline.layers, x, pipeline.schedule.slots))
+        state = state._replace(residuals=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
         # Without other stages, the layer that ends F begins B.
         serves_backward = pipeline.schedule.stages == 1 and row.always(alone["F"])
 
         def forward() -> tuple[Array, Any, Any]:
             x = received(pipeline, state, row, "F")
-            y, residuals, weights = saves.forward(pass_of(pipeline, row, "F"), x, state.residuals)
+            y, residuals, weights = pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals)
             return vary_over_pp((y, residuals, weights if serves_backward else None))
 
         def idle() -> tuple[Array, Any, Any]:
@@ -124,7 +124,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
     def with_head(state: State, y: Array) -> State:
 
         def head() -> Any:
-            return vary_over_pp(ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
+            return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
 
         # The condition is the same on every rank, so that no rank waits here for one in the other branch.
         after_head = (
@@ -140,7 +140,7 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
 
         def backward() -> tuple[Array, list[Any], Any, Any]:
             dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
-            dx, residuals, grads = saves.backward(this, dy, state.residuals, state.grads)
+            dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
             return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
 
         def idle() -> tuple[Array, list[Any], Any, Any]:
@@ -162,10 +162,9 @@ def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
-        model = pipeline.layers.model
-        y = after(outputs["F"], made_last(pipeline, state, outputs)) if model.is_simulated else outputs["F"]
-        state = with_head(state, y)
-        outputs = {kind: model.after(output, state.ends.loss) for kind, output in outputs.items()}
+        devices = pipeline.layers.model.devices
+        state = with_head(state, devices.after(outputs["F"], made_last(pipeline, state, outputs)))
+        outputs = {kind: devices.after(output, state.ends.loss) for kind, output in outputs.items()}
     if not pipeline.carries_residuals:
         state = state._replace(residuals=None)
     return send(pipeline, state, row, outputs)
@@ -200,8 +199,8 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
         if kind not in outputs or not row.ever(name):
             continue
         output = outputs[kind]
-        if model.is_simulated and "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
-            output = after(output, made_last(pipeline, state, outputs))
+        if "B" in outputs:  # a tick's messages wait for all of its passes: see `after`
+            output = model.devices.after(output, made_last(pipeline, state, outputs))
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
         slots, slot = messages[kind], row[name]

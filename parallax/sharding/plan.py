@@ -403,7 +403,7 @@ class ShardingPlan:
             rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(entry(params, stack))
             leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
             if order:
-                leaves = order.to_stages([row.at_rest for row in rows], leaves)
+                leaves = order.moved([row.at_rest for row in rows], leaves)
             # If pp and data axes shard the same dim of a table, both are gathered at once.
             before = "staged" if order else "at_rest"
             loaded[stack] = jax.tree.unflatten(structure, self._gather(rows, before, "resident", leaves))
@@ -437,17 +437,6 @@ class ShardingPlan:
         `place` is the layer's in the arrays, `layer` the model's; `key` is that of the microbatch's random bits, None
         if no sum is rounded."""
 
-        def added(name: str, row: ParameterPlan, total: Array, whole: Any, share: Array) -> Array:
-            if row.spec.role == Role.MAXIMA:
-                return total.at[place].max(share.astype(total.dtype))
-            if row.adds_in_place:
-                return total.at[place].add(share.astype(total.dtype))
-            share += read_layer(total, place)
-            if row.grads == "bfloat16":
-                name = f"{stack}/{name}"
-                share = to_bfloat16(share, bits_in_layer(key, name, row.summed, whole.shape, layer, share.shape))
-            return write_slot(total, share, place)
-
         (sums, structure), rows = jax.tree.flatten(totals), named_leaves(entry(self.rows, stack))
         given, wholes, names = structure.flatten_up_to(grads), jax.tree.leaves(entry(self.shapes, stack)), [*rows]
         there = [index for index, grad in enumerate(given) if grad is not None]
@@ -455,8 +444,18 @@ class ShardingPlan:
             used = [rows[names[index]] for index in members]
             moves = [(row.compute, row.summed) for row in used]
             shares = self._scatter(scope, used, moves, [given[index] for index in members])
-            for index, share in zip(members, shares, strict=True):
-                sums[index] = added(names[index], rows[names[index]], sums[index], wholes[index], share)
+            for index, row, share in zip(members, used, shares, strict=True):
+                total = sums[index]
+                if row.spec.role == Role.MAXIMA:
+                    sums[index] = total.at[place].max(share.astype(total.dtype))
+                elif row.adds_in_place:
+                    sums[index] = total.at[place].add(share.astype(total.dtype))
+                else:
+                    share += read_layer(total, place)
+                    if row.grads == "bfloat16":
+                        of_row = f"{stack}/{names[index]}", row.summed, wholes[index].shape
+                        share = to_bfloat16(share, bits_in_layer(key, *of_row, layer, share.shape))
+                    sums[index] = write_slot(total, share, place)
         return jax.tree.unflatten(structure, sums)
 
     def added_up(self, part: str, grads: Any) -> Any:
@@ -488,7 +487,7 @@ class ShardingPlan:
                 kept = [index for index, row in enumerate(rows) if order and not row.spec.is_constant]
                 if kept:
                     here = [leaves[index] if order.in_order else to_device(leaves[index]) for index in kept]
-                    moved = order.to_model([rows[index].at_rest for index in kept], here)
+                    moved = order.moved([rows[index].at_rest for index in kept], here, back=True)
                     for index, x in zip(kept, moved, strict=True):
                         leaves[index] = to_host(x) if is_on_host(leaves[index]) else x
                 stored[stack] = jax.tree.unflatten(structure, leaves)
@@ -630,7 +629,11 @@ class ShardingPlan:
             combine = collectives.max_over if row.spec.role == Role.MAXIMA else collectives.sum_over
             messages[combine, axes, alone, leaves[index].dtype].append(index)
         for (combine, axes, *_), members in messages.items():
-            totals = _together(combine, [leaves[index] for index in members], axes)
+            if len(members) == 1 or not axes:
+                totals = [combine(leaves[index], axes) for index in members]
+            else:  # in one message; bitwise the same as one by one
+                flat, shapes = pack([leaves[index] for index in members], "*")
+                totals = unpack(combine(flat, axes), shapes, "*")
             for index, total in zip(members, totals, strict=True):
                 leaves[index] = total
         return jax.tree.unflatten(structure, leaves)
@@ -738,11 +741,3 @@ def _pattern(before: Layout, after: Layout, x: Array) -> str:
     skip = len(before.names) - x.ndim
     before, after = (Layout(layout.names[skip:], layout.axes[skip:]) for layout in (before, after))
     return f"{before} -> {after}"
-
-
-def _together(combine: Callable, arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
-    """Each array's sum or maximum over these axes, in one message; bitwise the same as one by one."""
-    if len(arrays) == 1 or not axes:
-        return [combine(x, axes) for x in arrays]
-    flat, shapes = pack(arrays, "*")
-    return unpack(combine(flat, axes), shapes, "*")

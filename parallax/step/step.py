@@ -194,6 +194,7 @@ class TrainStep:
     @in_32_bits()
     def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
         """The lowered step for batches of this shape."""
+        self.model.check_batch(global_batch, seq)
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
         return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(BATCH_ARRAYS, array))
 

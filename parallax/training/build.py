@@ -22,7 +22,7 @@ from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split, own_part, put_on
 from parallax.step.resolve import VOCAB_MULTIPLE, resolve, vocab_of_weights
-from parallax.step.step import abstract_state, model_of, optimizer_of
+from parallax.step.step import abstract_state, optimizer_of
 from parallax.training.folder import RunFolder
 from parallax.training.resume import check_source, files_of_import
 from parallax.version import code_versions
@@ -52,7 +52,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     job.set_phase("planning the run", compiling=True)
     settings = resolve(settings, tokenizer=train_data.tokenizer, run=folder.path)
     with waiting("planning the run"):
-        model = model_of(settings, mesh)
+        model = ShardedModel(settings, mesh)
         tx = optimizer_of(model)
         check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # report a prompt that cannot be read now, not at the end
@@ -78,7 +78,7 @@ def check_before_data(settings: Settings, mesh: Mesh, folder: RunFolder) -> None
     # This vocab divides over any axis.
     some = settings.model.vocab or VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple
     any_vocab = read_settings(settings, model={"vocab": some, **vocab_of_weights(settings, folder.path)})
-    model = model_of(any_vocab, mesh)
+    model = ShardedModel(any_vocab, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     optimizer_of(model)
 

@@ -12,7 +12,7 @@ import jax
 
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
-from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings, with_code
+from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings
 from parallax.data import Prefetcher
 from parallax.display.progress import waiting
 from parallax.errors import ConfigError, writing
@@ -77,7 +77,7 @@ def train(
     Ctrl-C and the end of `max_runtime_secs` stop the run after the step in progress, which is saved. `warnings` about
     the config are printed and logged before the run begins.
     """
-    settings = with_code(read_settings(config), code)
+    settings = read_settings(config, code=code)
     if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):

@@ -16,27 +16,24 @@ from support.hlo_examples import CHAIN, with_cycles
 from support.stand_ins import Chip
 from support.tiny_model import build
 
-from parallax.analysis.planned.topology import read_topology
-from parallax.cli import firstrun
-from parallax.cli.command import read_command
-from parallax.cli.firstrun import (
-    CANDIDATES,
+from parallax.analysis import measured
+from parallax.analysis.measured import (
     MEMORY,
     MFU,
     STEP_TIME,
     WARM_UP,
-    FirstRun,
-    choose,
+    MeasuredSteps,
     compared,
-    flags_for,
     make_plan,
     measure,
-    nameless,
-    notes_in,
     planned_memory,
     read_program,
     warnings,
 )
+from parallax.analysis.planned.topology import read_topology
+from parallax.cli import firstrun
+from parallax.cli.command import read_command
+from parallax.cli.firstrun import CANDIDATES, choose, flags_for, nameless, notes_in
 from parallax.step.resolve import Devices, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -76,12 +73,12 @@ def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys, m
     assert all(f"{phase} …\n" in said for phase in PHASES) and "attach it to an issue" in said
 
     (figures,) = tables
-    planned, compiled, measured, share, of_compiled = figures["memory of a device"]
-    assert measured == of_compiled == "-"
+    planned, compiled, taken, share, of_compiled = figures["memory of a device"]
+    assert taken == of_compiled == "-"
     assert re.fullmatch(r"[\d.]+ [KM]iB", planned) and re.fullmatch(r"[\d.]+ [KM]iB", compiled)
     assert 50 < float(share.split()[0]) < 150
-    planned, _, measured, share, _ = figures["time of a step"]
-    assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
+    planned, _, taken, share, _ = figures["time of a step"]
+    assert planned.endswith(" s") and taken.endswith(" s") and share.endswith("%")
     assert figures["MFU"][2].endswith("%")
     assert all(f"{name}  " in text for name in figures) and "work of the model" in text
 
@@ -141,8 +138,8 @@ def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_pat
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: out of memory, {Path.home()}/x\nmore of it")
 
-    monkeypatch.setattr(firstrun, "plan", lambda settings, topology: SimpleNamespace(secs=1.0, mfu=0.55))
-    monkeypatch.setattr(firstrun, where, fails)
+    monkeypatch.setattr(measured, "plan", lambda settings, topology: SimpleNamespace(secs=1.0, mfu=0.55))
+    monkeypatch.setattr(measured, where, fails)
     status, text = run_of(tmp_path)
     done = re.findall(r"(?m)^(.+): done in ", text)
     at = PHASES.index(phase)
@@ -165,8 +162,8 @@ def test_what_ends_the_process_leaves_a_file_that_says_where(monkeypatch, tmp_pa
         assert out.read_text().endswith("trace …\n```\n")
         raise Killed
 
-    monkeypatch.setattr(firstrun, "make_plan", lambda found: None)
-    monkeypatch.setattr(firstrun, "step_of", killed)
+    monkeypatch.setattr(measured, "make_plan", lambda found: None)
+    monkeypatch.setattr(measured, "step_of", killed)
     with pytest.raises(Killed):
         measure(found_of(note=notes_in(str(out))))
 
@@ -239,7 +236,7 @@ def taken(secs, loss, grad_norm=1.0, skipped=0.0):
 
 def found_of(figures=(), **changes):
     """A first run that went well, and what is changed of it."""
-    found = FirstRun(resolve(read_command(["firstrun", *TINY], {})[0]))
+    found = MeasuredSteps(resolve(read_command(["firstrun", *TINY], {})[0]))
     found.topology = read_topology("v5e:2x4")
     found.figures |= {(MEMORY, "planned"): 1000, (MEMORY, "compiled"): 1000, (MEMORY, "measured"): 1050}
     found.figures |= {(STEP_TIME, "planned"): 1.0, (STEP_TIME, "measured"): 1.1, **dict(figures)}
@@ -280,17 +277,17 @@ def test_what_somebody_should_look_at_is_a_warning(changes, warning):
 
 def test_times_leave_the_warm_up_out(monkeypatch):
     found, clock = found_of({(MFU, "planned"): 0.55}, steps=[]), iter([0, 9, 10, 11, 20, 21.1, 30, 31.1, 40, 42])
-    monkeypatch.setattr(firstrun, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=clock.__next__))
     found.settings = dataclasses.replace(found.settings, train=dataclasses.replace(found.settings.train, steps=5))
     metrics = {"loss": 5.0, "grad_norm": 1.0, "skipped": False}
-    firstrun.take_steps(found, lambda state, batch: (state, metrics), None, {})
+    measured.take_steps(found, lambda state, batch: (state, metrics), None, {})
     assert WARM_UP == 2 and rows(found)["time of a step"][:3] == ["1 s", "-", "1.1 s"]
     assert rows(found)["MFU"] == ["55.0 %", "-", "50.0 %", "90.9 %", "-"]
 
 
 def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
     notes = []
-    found = FirstRun(resolve(found_of().settings, Devices.here()), notes.append)
+    found = MeasuredSteps(resolve(found_of().settings, Devices.here()), notes.append)
     with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     make_plan(found)
     (note,) = notes

@@ -106,7 +106,7 @@ def test_a_command_that_runs_on_the_cpu_says_nothing_of_tpus(tmp_path):
 @pytest.mark.slow
 def test_products_behind_many_parallel_loops_are_right_on_as_many_devices_as_cores():
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {"NPROC": "2"}
-    run = [sys.executable, str(ROOT / "tests" / "product_behind_loops.py"), "parallax"]
+    run = [sys.executable, str(ROOT / "tests" / "hardware" / "product_behind_loops.py"), "parallax"]
     found = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
     assert found == "[0, 0]\n" * 3
 

@@ -53,8 +53,8 @@ def test_layers_come_to_their_ranks_and_their_gradients_back(placement, layers, 
     whole = np.random.default_rng(0).normal(size=[sizes[name] for name in layout.names]).astype(np.float32)
 
     def there_and_back(x):
-        staged = arrangement.to_stages([stored], [as_varying(x)])[0]
-        back = arrangement.to_model([stored], [2 * staged])[0]
+        staged = arrangement.moved([stored], [as_varying(x)])[0]
+        back = arrangement.moved([stored], [2 * staged], back=True)[0]
         return staged[None], back[None], as_varying(2 * x)[None]
 
     mapped = jax.shard_map(

@@ -15,8 +15,10 @@ from support.traced_equations import equations, inside, sent
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
 from parallax.errors import ConfigError
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
+from parallax.pipeline.layer_weights import LayerWeights
 from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
+from parallax.sharding.collectives import Accelerators
 
 LAYERS, WIDTH = 3, 4
 
@@ -33,7 +35,7 @@ class ToyLayer:
 class ToyModel:
     """As much of a ShardedModel as a stage looks at: LAYERS places, of which the first `layers` have one."""
 
-    rounds_kernels, pipeline, config = False, PipelineConfig(), None
+    devices, pipeline, config = Accelerators(), PipelineConfig(), None
 
     def __init__(self, layers, prefetch):
         self.stage_layers = LAYERS
@@ -47,9 +49,6 @@ class ToyModel:
 
     def use(self, weights, stack):
         return weights
-
-    def after(self, x, y):
-        return x
 
     def prefetches(self, run):
         return self.fsdp.prefetch > 0 and run.can_prefetch
@@ -70,7 +69,8 @@ def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
     """What a stage of toy layers saves, empty pools of two slots each, and a pass in the second of them."""
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
     passes = [passes_of(remat, split, weights, x)]
-    here = Layers(ToyModel(layers, prefetch), ["blocks"], passes, [weights], [None], [numbers], None)
+    model = ToyModel(layers, prefetch)
+    here = Layers(model, passes, LayerWeights.of_step(model, [weights], trains=True), [numbers], None)
     saves = SaveStageInput() if remat == "stage" else SaveLayers()
     pools = ("FB", "FW", "BW") if split else ("FB",)
     empty = saves.empty(here, x, dict.fromkeys(pools, 2))

@@ -2,6 +2,7 @@
 
 import itertools
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from support.tiny_model import (
     optimizer_config,
     params_of,
 )
+from support.user_parts import SquaredMLP
 from test_experts import batch_of, mixture, reference, step_on
 from test_experts import check as check_mixture
 from test_parity import check_parity
@@ -30,10 +32,12 @@ from parallax.analysis.traced.recompute import forward_flops, name_of_set, part_
 from parallax.analysis.traced.trace import step_program
 from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
 from parallax.config.sections import PipelineConfig
+from parallax.config.settings import with_code
 from parallax.errors import ConfigError
 from parallax.model.kernels.flops import attention_flops
+from parallax.sharding.mesh import mesh_of
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import abstract_state
+from parallax.step.step import abstract_state, model_of
 
 # Each part of a dense layer is in some set and not in others; each schedule, and what else a pass depends on.
 DENSE = {
@@ -260,10 +264,17 @@ def test_a_part_that_no_layer_has_is_refused():
         build((1, 1, 1), remat="norm experts", **WIDE)
 
 
-def test_a_name_that_no_set_can_have_is_refused(monkeypatch):
-    unknown = lambda gate, up, _: checkpoint_name(gate * up, "mlp")  # noqa: E731
-    monkeypatch.setattr("parallax.model.mlp._gated", unknown)
-    model = build((1, 1, 1), remat="norm", **WIDE)
+class MisnamedMLP(SquaredMLP):
+    """An MLP of a user's own whose output has a name that no set of parts has."""
+
+    @nn.compact
+    def __call__(self, x):
+        return checkpoint_name(super().__call__(x), "mlp")
+
+
+def test_a_name_that_no_set_can_have_is_refused():
+    settings = with_code(build((1, 1, 1), remat="norm", **WIDE).settings, {"model.mlp": MisnamedMLP})
+    model = model_of(settings, mesh_of())
     with pytest.raises(ConfigError, match=r"checkpoint_name\(\.\.\., 'mlp'\) in a layer"):
         jax.eval_shape(model.loss_and_grad, model.shapes, make_batch())
 

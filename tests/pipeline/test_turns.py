@@ -10,7 +10,7 @@ import pytest
 from support.collective_order import out_of_turn
 from support.tiny_model import SEQ_CUT, build, make_batch
 
-from parallax.pipeline.model_on_mesh import ModelOnMesh
+from parallax.sharding.collectives import Accelerators, SimulatedDevices
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
@@ -39,7 +39,7 @@ def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
 
 def test_untied_gathers_are_out_of_turn(monkeypatch):
     """What the test above would say."""
-    monkeypatch.setattr(ModelOnMesh, "after", lambda self, x, earlier: x)
+    monkeypatch.setattr(SimulatedDevices, "after", Accelerators.after)
     found = out_of_turn(compiled(*CASES["one layer"]))
     assert found and all("/F/" in pair and "all-gather" in pair for pair in found)
 

@@ -101,7 +101,7 @@ def cached(function, key):
 
 
 SHARED = {
-    (build, "model_of"): cached(build.model_of, settings_of_model),
+    (build, "ShardedModel"): cached(build.ShardedModel, settings_of_model),
     (build, "optimizer_of"): functools.cache(build.optimizer_of),
     # The optimizer's state follows from the model, which no other optimizer has.
     (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),

@@ -14,7 +14,7 @@ import zipfile
 
 import numpy as np
 import pytest
-import state_digests
+from support import state_digests
 
 from parallax.config.settings import load_settings
 from parallax.storage.run_files import read_metrics

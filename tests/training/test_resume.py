@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from state_digests import FOUND, STEP, TOPOLOGIES, components_on, load, save
 from support.process_examples import launched
+from support.state_digests import FOUND, STEP, TOPOLOGIES, components_on, load, save
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_state_and_next_batches_are_bitwise_the_same_on_another_topology(saved, 
 
 def by_processes(act, root, corpus, *names, processes):
     """What so many processes find together, with eight devices."""
-    command = ["tests/state_digests.py", act, str(root), str(corpus), *names]
+    command = ["tests/support/state_digests.py", act, str(root), str(corpus), *names]
     with launched(*command, processes=processes, devices=8 // processes) as job:
         status, text = job.end()
     assert status == 0, text

@@ -1,7 +1,7 @@
 """A run's state and batches on one topology, as digests: what a resumed run must have on any other.
 
-As a command, which the processes of a job run together: `python tests/state_digests.py save|load FOLDER CORPUS NAME
-...` saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each.
+As a command, which the processes of a job run together: `python tests/support/state_digests.py save|load FOLDER CORPUS
+NAME ...` saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each.
 """
 
 import functools
@@ -15,12 +15,11 @@ from unittest import mock
 from parallax.processes.address import read_address
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+    sys.path[:0] = [str(folder) for folder in pathlib.Path(__file__).parents[1:3]]
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from support.run_examples import tiny_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
@@ -33,6 +32,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger
 from parallax.training.loop import checkpoint_trees
 from parallax.training.run import begin, open_checkpoints
+from support.run_examples import tiny_config
 
 STEP, NEXT_BATCHES = 3, 4
 FOUND = "digests: "  # before what the command prints

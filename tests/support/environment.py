@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
+CACHE = pathlib.Path(__file__).parents[2] / ".cache" / f"jax-{version('jax')}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # What one process has compiled to bytecode the others read, whatever the shell says.

@@ -1,7 +1,7 @@
 """A product that XLA gets wrong on two CPU devices with two threads: bare JAX, and Parallax with an argument.
 
-    NPROC=2 python tests/product_behind_loops.py              # some rows wrong, with jaxlib 0.10.2 and 0.12.0
-    NPROC=2 python tests/product_behind_loops.py parallax     # none
+    NPROC=2 python tests/hardware/product_behind_loops.py              # some rows wrong, with jaxlib 0.10.2 and 0.12.0
+    NPROC=2 python tests/hardware/product_behind_loops.py parallax     # none
 
 Each device runs a product and a parallel loop 1,500 times, which leave entries in the queues of XLA's threads, and then
 a product of integers, which is exact. Each line counts the wrong rows of both devices; which device is wrong changes
