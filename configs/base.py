@@ -43,8 +43,8 @@ def get_config() -> ConfigDict:
     # reads, through a norm of its own or through attention's
     config.model.branches = "sequential"
     config.model.dense = "dense"  # "dense" | code: projections, but for experts' and mla's up-projections of latents
-    # what differs in kinds of layers: settings, as "local=(sliding_window=1024) global=(rope_theta=1e6)", and classes
-    # of blocks, as "wide=my_module:WideBlock(width=4)"
+    # what differs in kinds of layers: settings, as "local=(sliding_window=1024) wide=(d_ff=4096)", and classes of
+    # blocks, as "wide=my_module:WideBlock(width=4)"
     config.model.kinds = ""
     # kinds of layers, "dense", "moe" or those of model.kinds, in order: "moe*32", "dense*1 moe*26", "(local*5
     # global)*8"; empty: all dense

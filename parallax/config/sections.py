@@ -45,6 +45,7 @@ OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_facto
 OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_truncate", "rope_temperature", "rope_magnitude")
 ROPE_FACTORS = ("rope_short_factors", "rope_long_factors")
 OF_A_KIND += ROPE_FACTORS
+OF_A_STACK = ("d_ff",)  # settings of dense layers that change shapes: layers that differ in them have another block
 LONGROPE = "longrope"  # a rope_scaling
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
@@ -152,7 +153,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     kinds: str = key(
         "",
-        'what differs in kinds of layers: settings, as "local=(sliding_window=1024) global=(rope_theta=1e6)", and '
+        'what differs in kinds of layers: settings, as "local=(sliding_window=1024) wide=(d_ff=4096)", and '
         'classes of blocks, as "wide=my_module:WideBlock(width=4)"',
         saved=True,
         code=BLOCK_ARGS,
@@ -369,10 +370,16 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
         for kind, settings in written.items():
             for name in settings:
-                if name not in (BASE, *OF_A_KIND):
+                if name not in (BASE, *OF_A_STACK, *OF_A_KIND):
                     raise ConfigError(
                         f"model.kinds.{kind}.{name} is not a setting in which kinds of layers differ; "
-                        f"{nearest(name, (BASE, *OF_A_KIND))}"
+                        f"{nearest(name, (BASE, *OF_A_STACK, *OF_A_KIND))}"
+                    )
+                if name in OF_A_STACK and (kind in (*LAYER_KINDS, *codes) or settings.get(BASE) == LAYER_KINDS[1]):
+                    whose = f"{kind!r} layers have model.{name}={getattr(self, name)} itself" * (kind == LAYER_KINDS[0])
+                    raise ConfigError(
+                        f"model.kinds.{kind}.{name}={quoted(settings[name])} does nothing: "
+                        f"{whose or f'{kind!r} is no variant of dense layers'}; give another kind another {name}."
                     )
             if kind in (*LAYER_KINDS, *codes) and BASE in settings:
                 wrong = f"model.kinds.{kind}.base={quoted(settings[BASE])} does nothing"
@@ -477,7 +484,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', "
                 "matmul_scales='current', or matmul='compute'."
             )
-        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
+        widest = max(
+            self.d_ff,
+            *self.dense_widths,
+            self.d_model,
+            self.heads * (self.d_head + self.d_rope),
+            self.sizes["d_shared"],
+        )
         widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(
@@ -622,7 +635,8 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of the block of each layer, in order: kinds that differ only in OF_A_KIND share their base's.
+        """The kind of the block of each layer, in order: kinds that differ only in OF_A_KIND share their base's, and
+        kinds of the same other shapes that of the first.
 
         >>> kinds = dict(kinds="near=(sliding_window=4)", layers_of="dense (near moe)*2")
         >>> ModelConfig(layers=5, **kinds).layer_kinds
@@ -632,17 +646,42 @@ class ModelConfig(Section, most=2**24, saved=True):
             return self.named_kinds
         settings, codes = settings_by_name("model.kinds", self.kinds), codes_by_name(self.kinds)
         bases = {kind: each.get(BASE, LAYER_KINDS[0]) for kind, each in settings.items()}
+        bases |= {kind: shapes[0] for shapes in self._kinds_by_shape.values() for kind in shapes}
         return tuple(kind if kind in (*LAYER_KINDS, *codes) else bases[kind] for kind in self.named_kinds)
 
-    def of_kind(self, kind: str) -> "ModelConfig":
-        """The settings of layers of this kind; ConfigError if one is out of range.
+    @property
+    def _kinds_by_shape(self) -> dict[tuple, list[str]]:
+        """Names of kinds whose shapes are not the model's, by their shapes."""
+        kinds: dict[tuple, list[str]] = {}
+        for kind in settings_by_name("model.kinds", self.kinds):
+            shapes = _shapes_of(self.of_kind(kind))
+            if shapes != _shapes_of(self):
+                kinds.setdefault(shapes, []).append(kind)
+        return kinds
+
+    def of_block(self, kind: str) -> "ModelConfig":
+        """The settings of a block of this kind: the model's, but for shapes.
+
+        >>> ModelConfig(kinds="wide=(d_ff=4, rope=False)", layers_of="dense*3 wide").of_block("wide").d_ff
+        4
+        """
+        return self.of_kind(kind, OF_A_STACK)
+
+    @property
+    def dense_widths(self) -> tuple[int, ...]:
+        """The width of the MLP of each dense layer."""
+        own_shapes = {kinds[0] for kinds in self._kinds_by_shape.values()}
+        return tuple(self.of_block(kind).d_ff for kind in self.layer_kinds if kind in (LAYER_KINDS[0], *own_shapes))
+
+    def of_kind(self, kind: str, names: Sequence[str] = (*OF_A_STACK, *OF_A_KIND)) -> "ModelConfig":
+        """The settings of layers of this kind, as far as they are of these names; ConfigError if one is out of range.
 
         >>> ModelConfig(kinds="near=(sliding_window=4)", layers_of="dense*3 near").of_kind("near").sliding_window
         4
         """
         changed, settings = copy.copy(self), settings_by_name("model.kinds", self.kinds).get(kind, {})
         for field in fields(self):
-            if field.name in settings and field.name != BASE:
+            if field.name in settings and field.name in names:
                 name, value = f"model.kinds.{kind}.{field.name}", settings[field.name]
                 value = field.metadata["key"].checked(name, value, field.type, type(self))
                 object.__setattr__(changed, field.name, value)
@@ -768,6 +807,10 @@ class ModelConfig(Section, most=2**24, saved=True):
     def kv(self, tp: int) -> str:
         """Layout of key-value heads on `tp` tensor-parallel ranks: each rank has all heads if there are too few."""
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
+
+
+def _shapes_of(model: ModelConfig) -> tuple:
+    return tuple(getattr(model, name) for name in OF_A_STACK)
 
 
 def _is_factor(word: str) -> bool:

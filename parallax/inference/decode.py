@@ -183,7 +183,7 @@ class Decoder:
         segment, which no token reads."""
         slot_S = cursor + jnp.arange(new.ids_BS.shape[1])
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        read = slots - 1  # the last token that is written is not
+        read = slots - 1  # of the tokens of a text, the last is written only
         tables, rows_B = tables_of_layers(self.model, positions_BS, read, new.empty_B), jnp.arange(len(new.ids_BS))
         is_prompt = isinstance(cursor, int) and cursor == 0
         slot_T = slot_S if is_prompt else jnp.arange(slots)

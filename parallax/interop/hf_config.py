@@ -547,6 +547,8 @@ def _read_longrope(scaling: Fields, context: int, original: int) -> dict[str, An
         if not isinstance(value, list) or not all(type(factor) in (int, float) for factor in value):
             scaling.refuse(name, value, "a list of numbers")
         keys[key] = " ".join(str(float(factor)) for factor in value)
+    if original == 1:  # of which the usual attention_factor divides by the logarithm
+        scaling.refuse(next(iter(ORIGINAL_CONTEXT)), original, "2 or more")
     factor = scaling.read("factor", float, context / original)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return keys | {"rope_magnitude": scaling.read("attention_factor", float, usual)}
@@ -729,6 +731,8 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
         yield "no window"
     if not kind.windows.startswith("some") and len({*model.windows}) > 1:
         yield "one window"
+    if {*model.dense_widths} - {model.d_ff}:
+        yield "one width of MLPs"
     yield from _differing_ropes(kind, model)
     if kind.whole_heads:
         keys |= {"kv_heads": model.heads}

@@ -1,5 +1,6 @@
 """Checks that a model, a mesh and a schedule fit together."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,9 +38,14 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    widths = ["d_ff"] * model.has_dense + ["d_expert"] * ("moe" in model.layer_kinds)
+    widths = ["d_ff"] * (model.d_ff in model.dense_widths or not model.dense_widths) * model.has_dense + [
+        "d_expert"
+    ] * ("moe" in model.layer_kinds)
     for dim in ("heads", *widths, "d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
+    for width in {*model.dense_widths} - {model.d_ff}:
+        kind = next(kind for kind in model.layer_kinds if model.of_block(kind).d_ff == width)
+        _check_dim(model.of_block(kind), "d_ff", ("tp",), axis_sizes, name=f"model.kinds.{kind}.d_ff")
     if "moe" in model.layer_kinds:
         _check_dim(model, "experts", ("ep",), axis_sizes)
     if model.attention != "mla" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
@@ -89,12 +95,16 @@ def check_blocks_of_operands(model: ModelConfig, rows: Any, axis_sizes: Mapping[
     """Raise ConfigError if ranks would have other blocks of an operand than one device; `rows` are those of a plan."""
     widest = WIDEST_BLOCKS.get(model.matmul_scales, 0)
     parts = {*model.products_in_8_bits, *(["shared"] if MLP in model.products_in_8_bits else [])}
+    sizes = collections.defaultdict(list, {dim: [size] for dim, size in model.sizes.items()})
+    sizes["d_ff"] = [*{*model.dense_widths}] or [model.d_ff]
     for name, row in named_leaves(rows).items() if widest else ():
         if row.spec.role != Role.WEIGHT or row.spec.part not in parts:
             continue
         for dim, axes in zip(row.compute.names, row.compute.axes):
-            size, pieces = model.sizes.get(dim, 0), math.prod(axis_sizes.get(axis, 1) for axis in axes)
-            if dim not in COUNTING_DIMS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
+            pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
+            cut_within = [size for size in sizes[dim] if math.gcd(size, widest) != math.gcd(size // pieces, widest)]
+            if dim not in COUNTING_DIMS and cut_within:
+                size = cut_within[0]
                 raise ConfigError(
                     f"model.matmul_scales={model.matmul_scales!r}: {' x '.join(f'mesh.{axis}' for axis in axes)}="
                     f"{pieces} ranks cut model.{dim}={size} of {name} within a block of {math.gcd(size, widest)}; use "
@@ -140,9 +150,11 @@ def _check_dim(
     why: str = "",
     *,
     size: int | None = None,
+    name: str = "",
 ) -> None:
-    """Raise ConfigError if a dim does not divide over these axes. `size` is that of a dim that only one layer has."""
-    size = model.sizes.get(dim, size)
+    """Raise ConfigError if a dim does not divide over these axes. `size` is that of an array, by default the model's,
+    and `name` that of the key."""
+    size = model.sizes[dim] if size is None else size
     pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
     if size % pieces == 0:
         return
@@ -154,7 +166,7 @@ def _check_dim(
     larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
     padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
     raise ConfigError(
-        f"model.{dim}={size}{padded} does not divide over {over}{why}; "
+        f"{name or f'model.{dim}'}={size}{padded} does not divide over {over}{why}; "
         f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
     )
 

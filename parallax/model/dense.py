@@ -94,6 +94,11 @@ class Dense(nn.Module):
 
     def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
         """The product, with so many zeros appended to the last dim."""
+        return self.product(x, zeros_after)
+
+    @nn.nowrap
+    def product(self, x: Array | ProductInput, zeros_after: int = 0) -> Array:
+        """The same, in the scope of who calls it."""
         y_layout = Layout.parse(self.y)
         partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
         y = self._product(f"{self.x}, {self.weight} -> {partial}", x, zeros_after)

@@ -68,7 +68,7 @@ class LoRA(Dense):
         self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site, order=self.order)
 
     def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
-        y = super().__call__(x, zeros_after=zeros_after)
+        y = self.product(x, zeros_after)
         return y + self._added(self._dropped(unrounded(x)), zeros_after) if self.is_adapted else y
 
     def with_adapter(self, kernel: Array, layout: str) -> Array:

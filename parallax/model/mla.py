@@ -224,8 +224,8 @@ def up_of(model: ModelConfig, order: str) -> Callable[..., LoRA]:
 class Up(LoRA):
     """Projects the latent to heads, with two further products that keep decoding in the latent space.
 
-    In these products each rank needs the whole columns of its own heads, to which an adapter is added. An adapter of
-    the projection itself sends what LoRA says.
+    In these products each rank needs the whole columns of its own heads, to which an adapter is added; with 8-bit
+    products it reads rounded latents there. In the projection itself an adapter sends what LoRA says.
 
     Communication:
         forward   as Dense

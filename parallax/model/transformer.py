@@ -74,7 +74,7 @@ class Block(nn.Module):
     measures: bool = False  # measure operands of 8-bit products, and compute the products in the compute dtype
 
     def setup(self):
-        residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
+        residual, sizes, eps = self.residual, self.model.of_block(self.kind).sizes, self.model.norm_eps
         norm = partial(
             _made, "model.norm", self.model.norm, norms_of(self.model), layout=residual, sizes=sizes, eps=eps
         )

@@ -80,6 +80,7 @@ def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chi
 GPUS = {
     "gpu_24gb": (["RTX4090:1", "RTX3090:1", "L4:1", "A10:1"], 0.34),
     "gpu_24gb_x8": (["RTX4090:8"], 1.2),
+    "gpu_24gb_lora": (["RTX4090:1", "RTX3090:1", "L4:1", "A10:1"], 6.74),
     "gpu_80gb": (["H100:1"], 1.2),
     "gpu_80gb_x8": (["H100:8", "A100:8", "H100:2x8", "H100:4x8"], 6.74),
     "gpu_80gb_16x8": (["H100:16x8"], 70.6),

@@ -1,16 +1,19 @@
 """Adapters of runs: trained on another run's weights, merged, and as folders of PEFT."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
+from support.exportable_runs import own_run, own_settings
 from support.hf_folders import read_folder
 from support.run_examples import tiny_config, train
 
 import parallax as px
 from parallax.cli.convert import main
 from parallax.errors import CheckpointError
+from parallax.interop.safetensors import write_tensors
 from parallax.sharding.layout import named_leaves
 
 ON = "attention/[qv] attention/out mlp"
@@ -73,6 +76,24 @@ def test_adapters_go_to_peft_and_back_bitwise(whole_run, tuned, tmp_path, capsys
     path.write_text(json.dumps(about | {"use_dora": True}))
     assert main([*back, str(tmp_path / "dora")]) == 2
     assert "has use_dora=True, which is not supported" in capsys.readouterr().err
+
+
+def test_an_adapter_that_peft_cannot_have_is_refused_by_name_and_merges(corpus, tmp_path, capsys):
+    changes = dict(attention="mla", lora_rank=4, lora_on="attention/up_k attention/out")
+    own_run(tmp_path / "run", own_settings(corpus, **changes))
+    assert main(["to-peft", str(tmp_path / "run"), str(tmp_path / "peft")]) == 2
+    message = "one adapter for self_attn.kv_b_proj.weight, of which .*up_k.kernel is a part"
+    assert re.search(message, capsys.readouterr().err)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+
+
+def test_an_adapter_of_all_gates_and_ups_is_refused_with_the_reason(whole_run, tmp_path, capsys):
+    about = dict(peft_type="LORA", r=4, lora_alpha=8, target_parameters=["mlp.experts.gate_up_proj"])
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(about))
+    write_tensors(tmp_path / "peft" / "adapter_model.safetensors", {}, None)
+    assert main(["from-peft", str(tmp_path / "peft"), str(whole_run), "--workdir", str(tmp_path / "back")]) == 2
+    assert "only 'mlp.experts.down_proj' is read: PEFT has one adapter of an expert's gate" in capsys.readouterr().err
 
 
 def test_adapters_are_not_left_out_silently(corpus, tuned, tmp_path):

@@ -425,9 +425,7 @@ REFUSED = {
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-    "biases": (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
     "biases of Qwen3": (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
-    "biases of the MLP": (LLAMA, {"mlp_bias": True}, "mlp_bias=True is not supported; supported: False"),
     "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
     "some layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*is not supported"),
     "quantization": (
@@ -449,7 +447,6 @@ REFUSED = {
     ),
     "no factor": (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
     "a field of rope": (LLAMA, {"rope_scaling": LINEAR | {"bent": 1}}, "rope_scaling: bent=1 is not supported"),
-    "untruncated": (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "truncate=False is not supported"),
     "two ropes": (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, "has rope_parameters and rope_scaling"),
     "a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     "some layers of experts": (V3, {**SOME, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),

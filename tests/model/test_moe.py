@@ -146,8 +146,10 @@ def naive(params, x, model, ids):
     y = 0
     for expert in range(EXPERTS):
         kernels = [params["experts"][name][expert] for name in ("gate", "up", "down")]
-        biases = [params["experts"][f"{name}_bias"] for name in ("gate", "up") if model.expert_bias]
-        biases = [bias[expert][None, None] for bias in (*biases, *([params["down_bias"]] * model.expert_bias))]
+        biases = []
+        if model.expert_bias:
+            biases = [*(params["experts"][f"{name}_bias"] for name in ("gate", "up")), params["down_bias"]]
+            biases = [bias[expert][None, None] for bias in biases]
         y += model.router_scale * weights[..., expert, None] * gated(x, *kernels, *biases)
     if model.shared_experts:
         y += gated(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))

@@ -186,8 +186,13 @@ KINDS = dict(
     kinds="local=(sliding_window=3, rope_theta=100.0, rope_scaling='yarn', rope_factor=4.0, rope_original_seq=8) "
     "global=(rope=False)",
 )
+# Those of another width have a stack of their own.
+SHAPES = dict(kinds=KINDS["kinds"].replace("rope=False", "rope=False, d_ff=96"))
 LAYERS_OF_KINDS = [
-    dict(mesh=(2, 1, 1, 1, 4), context="ring", attention="gqa", schedule="one_f_one_b", remat="elementwise"),
+    dict(mesh=(2, 1, 1, 1, 4), context="ring", attention="gqa", schedule="one_f_one_b", remat="elementwise") | SHAPES,
+    dict(mesh=(1, 1, 2, 1, 4), context="ring", attention="gqa", schedule="gpipe", remat="elementwise"),
+    dict(mesh=(2, 2, 2), attention="mla", schedule="zero_bubble", tensor_parallel="scatter", residual=SEQ_CUT) | SHAPES,
+    dict(mesh=(4, 1, 2), attention="gqa", schedule="dualpipe_v", policy="zero2", remat="norm ffn") | SHAPES,
     dict(mesh=(1, 1, 2, 1, 4), context="ring", attention="mla", remat="none", tensor_parallel="scatter"),
     dict(mesh=(2, 2, 1, 1, 2), context="all_gather", attention="mla", schedule="zero_bubble", remat="none"),
     dict(mesh=(2, 2, 2), attention="gqa", schedule="interleaved", virtual=2, remat="stage", residual=SEQ_CUT),

@@ -106,7 +106,7 @@ class LeastWork:
         self.weight_gradient_flops = FLOPS_PER_GRADIENT * sum(kernels.values())
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.plan.declared, seq=settings.data.seq)
-        self.hidden = mlp_kernels(settings.model) * settings.model.layer_kinds.count("dense") * settings.model.d_ff
+        self.hidden = mlp_kernels(settings.model) * sum(settings.model.dense_widths)
         kept = predicted_state(model, settings)
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
         self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))

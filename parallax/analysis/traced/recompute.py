@@ -63,7 +63,8 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     mixture["experts"] = 2 * experts, d * 2 * experts
     layers = {part: (model.layers, *cost) for part, cost in attention.items()}
     layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
-    hidden = mlp_kernels(model) * kinds["dense"] * model.d_ff + 2 * kinds["moe"] * sizes["d_shared"]
+    dense = sum(model.dense_widths)
+    hidden = mlp_kernels(model) * dense + 2 * kinds["moe"] * sizes["d_shared"]
     layers |= {"ffn": (1, hidden, d * hidden), "down": (model.layers, d, down_flops(model) / 2 / model.layers)}
     # Saved in the form that 8-bit products read. Router, experts and the product for d_rope read their inputs, too.
     of_heads, of_mlp = model.saves_8_bits(ATTENTION), model.saves_8_bits(MLP)
@@ -71,7 +72,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     normed = sum(count * _normed_width(model.norms_before, in_8_bits, itemsize) for count, in_8_bits in rounded)
     layers["norm"] = 1, d * normed, 0
     of_mlp = 1 / itemsize if of_mlp else 1
-    layers["swiglu"] = 1, kinds["dense"] * model.d_ff * of_mlp + kinds["moe"] * sizes["d_shared"], 0
+    layers["swiglu"] = 1, dense * of_mlp + kinds["moe"] * sizes["d_shared"], 0
     costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
     costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(scores))
     return {part: costs[part] for part in model.remat_parts}
@@ -102,7 +103,7 @@ def down_flops(model: ModelConfig) -> float:
     """FLOPs per token of the last products of MLPs, in all layers."""
     kinds = Counter(model.layer_kinds)
     moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
-    return 2.0 * model.d_model * (kinds["dense"] * model.d_ff + kinds["moe"] * moe)
+    return 2.0 * model.d_model * (sum(model.dense_widths) + kinds["moe"] * moe)
 
 
 @functools.cache

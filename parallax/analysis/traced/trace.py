@@ -23,7 +23,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from parallax import jaxprs
 from parallax.hardware.chips import MICROSCALED
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
-from parallax.model import dense, products
+from parallax.model import dense, lora, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.mask import window_of
@@ -37,7 +37,7 @@ from parallax.step.step import UPDATE, TrainStep, abstract_state
 from parallax.version import PACKAGE
 
 # Files that send on behalf of their callers.
-PLUMBING = tuple(module.__file__ for module in (bucket, collectives, dense, einsum, jaxprs, layout, products))
+PLUMBING = tuple(module.__file__ for module in (bucket, collectives, dense, einsum, jaxprs, layout, lora, products))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the pipeline's passes, of messages of gradients, and of the update. In B, equations that are not transposed
