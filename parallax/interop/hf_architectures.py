@@ -41,6 +41,7 @@ PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_ca
 PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_scale", "shared_gate")
 PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_activation", "expert_limit")
 PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
+WINDOWED = "windows"  # of `rotated_layers`: those with a window
 # Words of hidden_act, with the activation of each; the first is that of an absent field.
 SILU = {"silu": "silu", "swish": "silu"}
 GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
@@ -134,10 +135,14 @@ class Architecture(NamedTuple):
     activations: Mapping[str, str] = SILU  # see SILU
     root_scaled: bool = False  # whether embeddings are times the root of d_model
     whole_heads: bool = False  # whether key heads are as many as heads, of d_model / heads, with no fields of these
+    equal_heads: bool = False  # whether heads are of d_model / heads, whatever head_dim says
     joined_by_head: bool = False  # whether a tensor of q, k and v has all three of a head, then those of the next
     buffers: tuple[str, ...] = ()  # ends of names in old files, of arrays that are no weights
     windows: str = ""  # which layers may have a sliding window: "all", "some", or either with ", if used"
     full_layers: int = 0  # if layer_types is absent, one layer in so many has no window, the last of them
+    rotated_layers: str = ""  # which layers are rotated: WINDOWED, or the field with a 0 or 1 for each; "": all
+    ropes_by_type: bool = False  # whether layers with a window may be rotated by other angles than those without
+    further_layers: bool = False  # whether transformers takes an absent num_nextn_predict_layers for 1
     mixture: "Mixture | None" = None
 
     def tensor(self, module: str) -> str:
@@ -245,12 +250,23 @@ GRANITE_FACTORS = {
 }
 GRANITE_ABSENT = ALL_HEADS | dict.fromkeys(GRANITE_FACTORS, 1.0)
 BIASED_FIELDS = GQA_FIELDS | {"attention_bias": "qkv_bias"}
+BIASED = GQA_FIELDS | {"attention_bias": "qkv_bias out_bias", "mlp_bias": "mlp_bias"}
+ATTENTION_BIASED = {name: key for name, key in BIASED.items() if name != "mlp_bias"}
+UNBIASED = {"attention_bias": False, "mlp_bias": False}
 NO_NORM = {"attention": "gqa", "qk_norm": False}
 WITHOUT_EPS = {name: key for name, key in GQA_FIELDS.items() if key != "norm_eps"}
 STARCODER2_FIELDS = WITHOUT_EPS | {"norm_epsilon": "norm_eps", "use_bias": "qkv_bias out_bias mlp_bias"}
 NEMOTRON_FIELDS = WITHOUT_EPS | {"norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias", "mlp_bias": "mlp_bias"}
 NEOX_FIELDS = {name: key for name, key in FIELDS.items() if key != "norm_eps"}
 NEOX_FIELDS |= {"layer_norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias"}
+COHERE_KEYS = NO_NORM | {"norm": "layer", "norm_bias": False, "branches": "parallel_one_norm"}
+COHERE_FIELDS = {name: key for name, key in ATTENTION_BIASED.items() if key != "norm_eps"}
+COHERE_FIELDS |= {"layer_norm_eps": "norm_eps", "logit_scale": "logit_scale"}
+COHERE_ABSENT = ALL_HEADS | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "attention_bias": False}
+COHERE_ABSENT |= {"tie_word_embeddings": True}
+COHERE2_ONLY = dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), (None, True))
+COHERE2_ONLY |= {"layer_switch": (None, 4), "rotary_pct": (None, 1), "position_embedding_type": (None, "rope_gptj")}
+COHERE2_ONLY |= {"order_of_interleaved_layers": (None, "local_attn_first")}
 BIASED_NORMS = {"norm": "layer", "norm_bias": True}
 GEMMA2_FIELDS = GQA_FIELDS | {
     "query_pre_attn_scalar": "1 / attention_scale ** 2",
@@ -261,7 +277,7 @@ GEMMA2_ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings
 GEMMA2_ABSENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, absent=ALL_HEADS, only=no("attention_bias", "mlp_bias")),
+    "LlamaForCausalLM": Architecture("llama", 2048, NO_NORM, BIASED, ALL_HEADS | UNBIASED),
     "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows="all"),
     "Qwen2ForCausalLM": Architecture(
         "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, only=no("use_mrope"), windows="some, if used"
@@ -293,6 +309,24 @@ ARCHITECTURES = {
         windows="some",
         full_layers=2,
     ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        131_072,
+        QWEN3_KEYS | {"norm_scale": "one_plus", "norm_place": "both", "qk_norm_scale": "one_plus"},
+        GEMMA2_FIELDS,
+        GEMMA2_ABSENT
+        | {"vocab_size": 262_208, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        no("attention_bias") | {"use_bidirectional_attention": (None, False)},
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+        ignored=("_sliding_window_pattern",),
+        renamed={"hidden_activation": "hidden_act"},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        root_scaled=True,
+        windows="some",
+        full_layers=6,
+        ropes_by_type=True,
+    ),
     "OlmoForCausalLM": Architecture(
         "olmo",
         2048,
@@ -308,12 +342,22 @@ ARCHITECTURES = {
         absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
         only=no("attention_bias"),
     ),
+    "Olmo3ForCausalLM": Architecture(
+        "olmo3",
+        2048,
+        {"attention": "gqa", "qk_norm": True, "qk_norm_over": "projection", "norm_place": "after"},
+        ATTENTION_BIASED,
+        ALL_HEADS | UNBIASED | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        windows="some",
+        full_layers=4,
+        ropes_by_type=True,
+    ),
     "ArceeForCausalLM": Architecture(
         "arcee",
         4096,
-        GQA_KEYS | {"mlp": "plain"},
-        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
-        only=no("attention_bias", "mlp_bias"),
+        NO_NORM | {"mlp": "plain"},
+        BIASED,
+        ALL_HEADS | UNBIASED | {"rms_norm_eps": 1e-5},
         activations=RELU2 | EVERY_ACTIVATION,
     ),
     "Starcoder2ForCausalLM": Architecture(
@@ -361,6 +405,7 @@ ARCHITECTURES = {
         no("attention_bias"),
         names={"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
         interleaved="rope_interleave",
+        further_layers=True,
         mixture=DEEPSEEK_V3,
     ),
     "DeepseekV2ForCausalLM": Architecture(
@@ -379,21 +424,13 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe", 32_768, QWEN3_KEYS, only=no("attention_bias"), windows="all, if used", mixture=QWEN3_MOE
     ),
-    "GraniteForCausalLM": Architecture(
-        "granite",
-        2048,
-        GQA_KEYS,
-        GQA_FIELDS | GRANITE_FACTORS,
-        GRANITE_ABSENT,
-        no("attention_bias", "mlp_bias"),
-    ),
+    "GraniteForCausalLM": Architecture("granite", 2048, NO_NORM, BIASED | GRANITE_FACTORS, GRANITE_ABSENT | UNBIASED),
     "GraniteMoeForCausalLM": Architecture(
         "granitemoe",
         2048,
-        GQA_KEYS,
-        GQA_FIELDS | GRANITE_FACTORS,
-        GRANITE_ABSENT,
-        no("attention_bias"),
+        NO_NORM,
+        ATTENTION_BIASED | GRANITE_FACTORS,
+        GRANITE_ABSENT | UNBIASED,
         names=GRANITE_NAMES,
         mixture=GRANITE_MOE,
     ),
@@ -426,6 +463,16 @@ ARCHITECTURES = {
         interleaved="always",
         rotated=0.5,
     ),
+    "Glm4ForCausalLM": Architecture(
+        "glm4",
+        131_072,
+        NO_NORM | {"norm_place": "both"},
+        BIASED_FIELDS,
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+        names=GATES_AND_UPS | {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"},
+        interleaved="always",
+        rotated=0.5,
+    ),
     "Glm4MoeForCausalLM": Architecture(
         "glm4_moe",
         131_072,
@@ -434,6 +481,7 @@ ARCHITECTURES = {
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False},
         names={"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
         rotated=0.5,
+        further_layers=True,
         mixture=GLM4_MOE,
     ),
     "Ernie4_5ForCausalLM": Architecture(
@@ -461,6 +509,38 @@ ARCHITECTURES = {
         names=HUNYUAN_NAMES,
         ignored=("eod_token_id",),
     ),
+    "MinistralForCausalLM": Architecture("ministral", 131_072, GQA_KEYS, windows="some"),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        32_768,
+        NO_NORM,
+        BIASED,
+        UNBIASED | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": 0},
+        windows="some, if used",
+        rotated_layers="no_rope_layers",
+    ),
+    "CohereForCausalLM": Architecture(
+        "cohere",
+        8192,
+        COHERE_KEYS,
+        COHERE_FIELDS,
+        COHERE_ABSENT | {"rope_theta": 5e5},
+        interleaved="always",
+    ),
+    "Cohere2ForCausalLM": Architecture(
+        "cohere2",
+        8192,
+        COHERE_KEYS,
+        COHERE_FIELDS,
+        COHERE_ABSENT,
+        COHERE2_ONLY,
+        interleaved="always",
+        ignored=("use_parallel_embedding",),
+        windows="some",
+        full_layers=4,
+        rotated_layers=WINDOWED,
+        equal_heads=True,
+    ),
     "Qwen2MoeForCausalLM": Architecture(
         "qwen2_moe",
         32_768,
@@ -473,5 +553,29 @@ ARCHITECTURES = {
     ),
 }
 
+
+class LanguageModel(NamedTuple):
+    """A language model within a model that also reads pictures."""
+
+    model_type: str  # of the whole
+    architecture: str  # of the language model alone
+    names: Mapping[str, str]  # beginnings of its tensors' names there, and alone
+    others: tuple[str, ...]  # beginnings of names of the rest
+    ignored: tuple[str, ...]  # fields about the rest
+
+
+LANGUAGE_MODELS = {
+    "Gemma3ForConditionalGeneration": LanguageModel(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {"language_model.": "", "model.language_model.": "model."},
+        tuple(f"{start}{part}." for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+        ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+        + ("boi_token_id", "eoi_token_id", "image_token_id"),
+    ),
+}
+
 # Architectures that differ in one aspect from what is supported.
-DIFFERING: dict[str, str] = {}
+DIFFERING: dict[str, str] = {
+    "Ministral3ForCausalLM": "its queries are times a factor that grows with their place (llama_4_scaling_beta)",
+}

@@ -6,23 +6,27 @@ list of fields that do not change results. Any other field is refused by name.
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import LAYER_KINDS, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
     ARCHITECTURES,
     DIFFERING,
     INVERSE,
+    LANGUAGE_MODELS,
     NULL_IS_ZERO,
     PLAIN_CHOICES,
     TIMES_D_EXPERT,
+    WINDOWED,
     WORDS,
     Architecture,
+    LanguageModel,
     Mixture,
 )
 from parallax.model.rope import Rope
@@ -45,7 +49,11 @@ YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
 PERIOD = "sliding_window_pattern"  # every layer of this number has no window
-LOCAL = "local"  # the kind of layers with a window, if others have none
+LOCAL_THETA = "rope_local_base_freq"  # rope_theta of layers with a window, of architectures with a default of it
+# Words for kinds of layers: with a window, if others have none; without rotation, if others have it.
+LOCAL, UNROTATED = "local", "nope"
+# Keys that say all of a rotary embedding whose context is not extended.
+PLAIN_ROPE = ("rope_theta", "rope_scaling", "rope_factor", "rope_temperature", "rope_magnitude")
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
 HARMLESS = (
@@ -188,6 +196,7 @@ class HfConfig(NamedTuple):
     block: ScaleBlock | None  # of float8 weights
     further_layers: int  # after the model's own, for multi-token prediction
     notes: tuple[str, ...]  # for the user
+    part: LanguageModel | None = None  # where it is, if it is a part of a model
 
 
 # ---- read
@@ -211,14 +220,16 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         if theirs in fields.left:
             fields.left[usual] = fields.take(theirs)
     block = _read_quantization(fields)
-    model = {**kind.keys, "sliding_window": 0, "layers_of": "", "kinds": ""}
+    model = {**kind.keys, "sliding_window": 0, "rope": True, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     absent |= {name: TYPES[key](0) for name, key in NULL_IS_ZERO.items() if name in fields.left}
     _read_keys(fields, kind.fields, model, absent)
     if kind.whole_heads:
         model |= {"kv_heads": model["heads"], "d_head": model["d_model"] // model["heads"]}
+    if (kind.whole_heads or kind.equal_heads) and model["heads"] * model["d_head"] != model["d_model"]:
         if model["d_model"] % model["heads"]:
             fields.refuse("num_attention_heads", model["heads"], f"a divisor of hidden_size={model['d_model']}")
+        fields.refuse("head_dim", model["d_head"], f"{model['d_model'] // model['heads']}, which hidden_size gives")
     model["activation"] = _read_activation(fields, kind)
     if kind.root_scaled:
         model["embedding_scale"] = math.sqrt(model["d_model"])
@@ -227,12 +238,11 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         fields.ignore(["head_dim", "qk_head_dim"])  # derived from other fields
     if kind.mixture:
         model |= _read_mixture(fields, kind.mixture, model)
-    if kind.windows:
-        model |= _read_windows(fields, kind, model)
     model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
-    theta = kind.absent.get("rope_theta", DEFAULT_THETA)
-    model |= _read_rope(fields, context, model["attention"], theta, kind.rotated)
+    full, local = _read_ropes(fields, kind, context, model["attention"])
+    model |= full
+    model |= _read_kinds(fields, kind, model, local)
     interleaved = kind.interleaved == "always"
     if kind.interleaved not in ("always", "never"):
         interleaved = fields.read(kind.interleaved, bool, True)
@@ -243,6 +253,24 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     fields.end()
     notes = (*fields.notes, *_notes(model, block, further))
     return HfConfig(names[0], model, context, interleaved, block, further, notes)
+
+
+def language_model(content: Mapping[str, Any]) -> tuple[dict[str, Any], LanguageModel | None]:
+    """The object of a config.json; of a model that also reads pictures that of its language model, and where this is.
+
+    Raises:
+        ConfigError: such a model has no text_config.
+    """
+    names = content.get("architectures")
+    part = next((about for name, about in LANGUAGE_MODELS.items() if names == [name]), None)
+    if part is None:
+        return dict(content), None
+    fields = Fields("config.json", content)
+    fields.only("model_type", part.model_type)
+    fields.ignore(["architectures", *part.ignored])
+    text = fields.read("text_config", dict)
+    written = {name: value for name, value in text.items() if value is not None}
+    return {**text, **fields.left, **written, "architectures": [part.architecture]}, part
 
 
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
@@ -349,45 +377,77 @@ def _runs(kinds: Sequence[str]) -> str:
     return " ".join(kind + f"*{count}" * (count > 1) for kind, count in counts)
 
 
-def _read_windows(fields: Fields, kind: Architecture, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of windows. If only some layers have one, layer_types says which, max_window_layers or their period."""
-    layers = model["layers"]
+def _read_kinds(
+    fields: Fields, kind: Architecture, model: Mapping[str, Any], local: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of windows and of what differs between layers; `local` are rotary keys of layers with a window."""
+    count = min(model["layers"], MOST_LAYERS)
+    rotated = _read_rotated(fields, kind.rotated_layers, count) if kind.rotated_layers not in ("", WINDOWED) else []
+    windows = _read_windows(fields, kind, count, rotated) if kind.windows else [0] * count
+    if kind.rotated_layers == WINDOWED:
+        rotated = [bool(window) for window in windows]
+    differing: list[dict[str, Any]] = []
+    for window, rotates in itertools.zip_longest(windows, rotated, fillvalue=True):
+        differing.append({"sliding_window": window, **local} if window else {})
+        differing[-1] |= {} if rotates else {"rope": False}
+    if all(each == differing[0] for each in differing):
+        return differing[0]
+    bases = ModelConfig(layers=count, layers_of=model["layers_of"]).named_kinds
+    kinds, names = {}, []
+    for base, settings in zip(bases, differing):
+        words = [LOCAL] * ("sliding_window" in settings) + [UNROTATED] * ("rope" in settings)
+        names.append("_".join([*([base] * (len({*bases}) > 1)), *words]) if words else base)
+        if words:
+            kinds[names[-1]] = ({"base": base} if base != LAYER_KINDS[0] else {}) | settings
+    return {"layers_of": layers_of(names), "kinds": settings_text(kinds)}
+
+
+def _read_rotated(fields: Fields, name: str, count: int) -> list[bool]:
+    """Whether each layer is rotated: a 1, or without the list all layers but each so-many-th."""
+    every = fields.read("no_rope_layer_interval", int, 4)
+    each = fields.take(name, None)
+    if each is None:
+        return [bool((layer + 1) % every) for layer in range(count)]
+    if not isinstance(each, list) or len(each) < count or not all(value in (0, 1) for value in each):
+        fields.refuse(name, each, f"0 or 1 for each of num_hidden_layers={count}")
+    return [bool(value) for value in each[:count]]
+
+
+def _read_windows(fields: Fields, kind: Architecture, count: int, rotated: Sequence[bool]) -> list[int]:
+    """The window of each layer, 0 for none. If only some have one, layer_types says which, or if it is absent their
+    order or max_window_layers."""
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
-    full, of_some = 0, kind.windows.startswith("some")
+    full = 0
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
-    if kind.full_layers and not window:
-        fields.refuse("sliding_window", None, "a whole number of 1 or more, and layer_types for layers without")
-    period = kind.full_layers or layers + 1
-    if kind.full_layers and PERIOD not in kind.only:
-        period = fields.read(PERIOD, int, period)
+    every = kind.full_layers
+    if every and PERIOD not in kind.only:
+        every = fields.read(PERIOD, int, every)
     types = fields.take("layer_types", [])
     known = (FULL, SLIDING) if window else (FULL,)
     if not isinstance(types, list) or set(map(str, types)) - {*known}:
         fields.refuse("layer_types", types, " or ".join(map(repr, known)) + " in every layer")
-    if types and len(types) != layers:
-        fields.refuse("layer_types", types, f"one for each of num_hidden_layers={layers}")
-    if not window or not of_some:
-        return {"sliding_window": window}
-    if not types:
-        has_window = (full <= layer and (layer + 1) % period for layer in range(min(layers, MOST_LAYERS)))
-        types = [SLIDING if each else FULL for each in has_window]
-    if len(set(types)) == 1:
-        return {"sliding_window": window * (types[0] == SLIDING)}
-    kinds = {FULL: "dense", SLIDING: LOCAL}
-    text = settings_text({LOCAL: {"sliding_window": window}})
-    return {"sliding_window": 0, "layers_of": layers_of([kinds[each] for each in types]), "kinds": text}
+    if types and len(types) != count:
+        fields.refuse("layer_types", types, f"one for each of num_hidden_layers={count}")
+    if not window and every and not types:
+        fields.refuse("sliding_window", None, "a whole number, or layer_types without a window")
+    if not window or not kind.windows.startswith("some"):
+        return [window] * count
+    if types:
+        return [window * (each == SLIDING) for each in types]
+    if every:
+        return [window * bool((layer + 1) % every) for layer in range(count)]
+    return [window * (not rotated[layer] if rotated else layer >= full) for layer in range(count)]
 
 
 def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
     if model["sliding_window"]:
         yield f"sliding_window={model['sliding_window']}: a token attends to so many, the last ones, in every layer"
     elif model["kinds"]:
-        some = f"model.layers_of={model['layers_of']!r}, model.kinds={model['kinds']!r}"
-        yield f"sliding_window is that of some layers: {some}"
+        yield f"layers differ: model.layers_of={model['layers_of']!r}, model.kinds={model['kinds']!r}"
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
     if further:
@@ -397,18 +457,44 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str, theta: float, rotated: float | None) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings, `theta` the default of rope_theta, and `rotated` of
-    partial_rotary_factor; None if heads are rotated whole.
-
-    Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
-    """
-    theta = fields.read("rope_theta", float, theta)
+def _read_ropes(
+    fields: Fields, kind: Architecture, context: int, attention: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys model.rope_* of layers without a window, and those that differ in layers with one; `context` is
+    max_position_embeddings."""
+    theta = kind.absent.get("rope_theta", DEFAULT_THETA)
+    both = functools.partial(_read_rope, context=context, attention=attention, rotated=kind.rotated)
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
-    scaling = new if new.left else old
-    theta = scaling.read("rope_theta", float, theta)
+    if not kind.ropes_by_type:
+        return both(fields, new if new.left else old, theta=theta), {}
+    if new.left.keys() - {FULL, SLIDING}:
+        fields.refuse("rope_parameters", new.left, f"an object for each of {FULL!r} and {SLIDING!r}")
+    default = kind.absent.get(LOCAL_THETA)
+    of_local = fields.read(LOCAL_THETA, float, default) if default else theta
+    if new.left:
+        both_types = zip(map(new.within, (FULL, SLIDING)), (theta, of_local))
+        full, local = (both(each, each, theta=its_theta) for each, its_theta in both_types)
+    else:
+        none = Fields(fields.where, {})
+        full, local = both(fields, old, theta=theta), both(none, none, theta=of_local)
+        if full["rope_theta"] != theta and not default:
+            what = f"{theta:g}, which layers with a window have; write rope_parameters of each type"
+            fields.refuse("rope_theta", full["rope_theta"], what)
+    names = PLAIN_ROPE if local["rope_scaling"] == "none" else tuple(local)
+    return full, {name: local[name] for name in names if local.get(name) != full.get(name)}
+
+
+def _read_rope(
+    fields: Fields, scaling: Fields, *, context: int, attention: str, theta: float, rotated: float | None
+) -> dict[str, Any]:
+    """The keys model.rope_*; `theta` is the default of rope_theta, and `rotated` of partial_rotary_factor; None if
+    heads are rotated whole.
+
+    Both forms are read: rope_theta beside rope_scaling, or all in rope_parameters; `scaling` are the fields of either.
+    """
+    theta = scaling.read("rope_theta", float, fields.read("rope_theta", float, theta))
     kind = scaling.take("rope_type", scaling.take("type", "default"))
     if kind not in tuple(ROPE_FIELDS):
         scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
@@ -457,19 +543,46 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[
 
 def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
     """rope_theta and, if needed, rope_scaling and partial_rotary_factor, in the form that all versions of
-    `transformers` read.
+    `transformers` read; rope_parameters where layers differ in what that form cannot say.
 
     Raises:
         ConfigError: these fields cannot describe the model.
     """
-    model = model.settings_of_layers.settings[0]
+    kind = ARCHITECTURES[architecture]
+    full, local = _of_types(model)
+    content = _rope_json(full, kind.rotated)
+    if LOCAL_THETA in kind.absent and local.rope_scaling == "none":
+        return content | {LOCAL_THETA: local.rope_theta}
+    if not kind.ropes_by_type or (local.rope_scaling, local.rope_theta, full.rope_theta) == (
+        "none",
+        *[kind.absent.get("rope_theta", DEFAULT_THETA)] * 2,
+    ):
+        return content
+    by_type = {FULL: content, SLIDING: _rope_json(local, kind.rotated)}
+    return {
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": each["rope_theta"], **(each["rope_scaling"] or {})}
+            for name, each in by_type.items()
+        }
+    }
+
+
+def _of_types(model: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
+    """Settings of the first rotated layer without a window, and of the first with one; of another, if there is none."""
+    each = model.settings_of_layers.settings
+    each = [settings for settings in each if settings.rope] or each
+    full = next((settings for settings in each if not settings.sliding_window), each[0])
+    return full, next((settings for settings in each if settings.sliding_window), each[0])
+
+
+def _rope_json(model: ModelConfig, rotated: float | None) -> dict[str, Any]:
     kind, temperature = model.rope_scaling, Rope(model).temperature()
     if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
         raise ConfigError(
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={kind!r}; use 0 and 1.0, or rope_scaling='yarn'"
         )
-    part = {"partial_rotary_factor": model.rope_fraction} if ARCHITECTURES[architecture].rotated else {}
+    part = {"partial_rotary_factor": model.rope_fraction} if rotated else {}
     if kind == "none":
         return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
@@ -491,7 +604,8 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
 
 def context_of(model: ModelConfig, known: int) -> int:
     """max_position_embeddings: `known` except for yarn, whose factor some versions of `transformers` take from it."""
-    return round(model.rope_original_seq * model.rope_factor) if model.rope_scaling == "yarn" else known
+    full, _ = _of_types(model)
+    return round(full.rope_original_seq * full.rope_factor) if full.rope_scaling == "yarn" else known
 
 
 # ---- quantized weights
@@ -539,10 +653,11 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model, name),
-        **_window_fields(name, model.windows),
+        **_layer_fields(name, model),
         **_mixture_fields(kind.mixture, model),
         **(of_latents if model.attention == "mla" else {}),
         **({"rope_interleave": True} if kind.interleaved == "rope_interleave" else {}),
+        **({FURTHER_LAYERS[0]: 0} if kind.further_layers else {}),
     }
     usual = {name: theirs for theirs, name in kind.renamed.items()}
     return {usual.get(field, field): value for field, value in content.items()}
@@ -559,9 +674,9 @@ def _plainest(model: ModelConfig) -> str:
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
     kinds, mixture = model.layer_kinds, kind.mixture
-    if model.branches not in WORDS["branches"].values():
-        yield f"model.branches={' or '.join(map(repr, WORDS['branches'].values()))}"
     read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
+    if "branches" in read and model.branches not in WORDS["branches"].values():
+        yield f"model.branches={' or '.join(map(repr, WORDS['branches'].values()))}"
     read += ["rope_fraction"] if kind.rotated else []
     read += ["activation", *(["embedding_scale"] if kind.root_scaled else [])]
     keys = {key: getattr(ModelConfig, key) for key in (*PLAIN_CHOICES, "rope_fraction") if key not in read}
@@ -570,10 +685,11 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
         yield "no window"
     if not kind.windows.startswith("some") and len({*model.windows}) > 1:
         yield "one window"
-    if not _has_one_rope(model):
-        yield "the same rotary embedding in all layers"
+    yield from _differing_ropes(kind, model)
     if kind.whole_heads:
-        keys |= {"kv_heads": model.heads, "d_head": model.d_model // model.heads}
+        keys |= {"kv_heads": model.heads}
+    if kind.whole_heads or kind.equal_heads:
+        keys |= {"d_head": model.d_model // model.heads}
     if kind.root_scaled:
         keys |= {"embedding_scale": math.sqrt(model.d_model)}
     for first, *more in map(str.split, kind.fields.values()):
@@ -629,64 +745,93 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
     return content
 
 
-def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig) -> dict[str, Any]:
-    """The object of a config.json, with the model's window."""
-    if _of_file(config).windows == model.windows:
+def with_layers(content: Mapping[str, Any], config: HfConfig, model: ModelConfig) -> dict[str, Any]:
+    """The object of a config.json, with the model's windows and the layers that it rotates."""
+    there = _of_file(config)
+    if (there.windows, _rotated(there)) == (model.windows, _rotated(model)):
         return dict(content)
     old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", PERIOD)
+    old += ("no_rope_layer_interval", ARCHITECTURES[config.architecture].rotated_layers)
     rest = {key: value for key, value in content.items() if key not in old}
-    return rest | _window_fields(config.architecture, model.windows)
+    return rest | _layer_fields(config.architecture, model)
 
 
-def _window_fields(architecture: str, windows: Sequence[int]) -> dict[str, Any]:
-    kind, window = ARCHITECTURES[architecture].windows, max(windows)
+def _layer_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
+    """The fields of windows, and of which layers have one or are rotated."""
+    kind, windows, window = ARCHITECTURES[architecture], model.windows, max(model.windows)
     of_some = len({*windows}) > 1
-    if {*windows} - {0, window} or (window and not kind) or (of_some and not kind.startswith("some")):
+    of_some_there = kind.windows.startswith("some")
+    if {*windows} - {0, window} or (window and not kind.windows) or (of_some and not of_some_there):
         counts = ", ".join(f"{width} in {windows.count(width)} layers" for width in sorted({*windows}))
-        same = " or the same window in every layer" * bool(kind)
+        same = " or the same window in every layer" * bool(kind.windows)
         raise ConfigError(
             f"the layers' windows, {counts}, have no place in a {architecture}; use model.sliding_window=0{same}"
         )
+    written: dict[str, Any] = {}
+    if kind.rotated_layers not in ("", WINDOWED):
+        written[kind.rotated_layers] = [int(rotated) for rotated in _rotated(model)]
+    if not kind.windows:
+        return written
     types = {"layer_types": [SLIDING if each else FULL for each in windows]}
-    if kind == "some":
-        return {"sliding_window": window or DEFAULT_WINDOW} | types
-    if not kind.endswith("if used"):
-        return {"sliding_window": window or None} if kind else {}
-    used = {"sliding_window": window, "max_window_layers": windows.index(window)} if window else {}
-    if window and 0 in windows[windows.index(window) :]:
-        used |= types
-    return {"use_sliding_window": bool(window), **used}
+    if not kind.windows.endswith("if used"):
+        unused = DEFAULT_WINDOW if kind.full_layers else None  # transformers makes the mask of no layer, too
+        return written | {"sliding_window": window or unused} | (types if of_some_there else {})
+    written["use_sliding_window"] = bool(window)
+    if window:
+        written |= {"sliding_window": window, "max_window_layers": windows.index(window)}
+        if written.get(kind.rotated_layers) or 0 in windows[windows.index(window) :]:
+            written |= types
+    return written
 
 
 def _of_file(config: HfConfig) -> ModelConfig:
-    """The layers and windows of a config.json."""
-    return ModelConfig(**{key: config.model[key] for key in ("layers", "layers_of", "kinds", "sliding_window")})
+    """The layers of a config.json, their windows and which are rotated."""
+    return ModelConfig(**{key: config.model[key] for key in ("layers", "layers_of", "kinds", "sliding_window", "rope")})
 
 
-def _has_one_rope(model: ModelConfig) -> bool:
-    ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
-    return all(rope.model.rope for rope in ropes) and len({(*rope.rotation, rope.temperature()) for rope in ropes}) == 1
+def _rotated(model: ModelConfig) -> list[bool]:
+    return [settings.rope for settings in model.settings_of_layers.of_each]
+
+
+def _differing_ropes(kind: Architecture, model: ModelConfig) -> Iterator[str]:
+    """What an architecture says of the rotary embeddings of layers that is not so in this model."""
+    rotated = _rotated(model)
+    if not kind.rotated_layers and not all(rotated):
+        yield "rotary embeddings in all layers"
+    if kind.rotated_layers == WINDOWED and rotated != [bool(window) for window in model.windows]:
+        yield "rotary embeddings in layers with a window alone"
+    of_type = zip(_ropes(model), [kind.ropes_by_type and bool(window) for window in model.windows])
+    different = {(rope, with_window) for rope, with_window in of_type if rope[0]}
+    if len(different) > len({with_window for _, with_window in different}):
+        yield f"the same rotary embedding in all {'rotated ' * bool(kind.rotated_layers)}layers"
+
+
+def _ropes(model: ModelConfig) -> list[tuple[float, ...]]:
+    """What the rotation of each layer follows from: whether there is one, its tables, and the factor on logits."""
+    settings, numbers = model.settings_of_layers
+    ropes = map(Rope, settings)
+    each = [(float(rope.model.rope), *rope.rotation, rope.temperature()) for rope in ropes]
+    return [each[number] for number in numbers]
 
 
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """Differences between a model and a config.json, in words; keys of context extension may differ."""
-    free = ("sliding_window", "kinds", *(key for key in ROPE_DEFAULTS if key != "rope_fraction"))
+    free = ("sliding_window", "rope", "kinds", *(key for key in ROPE_DEFAULTS if key != "rope_fraction"))
     fixed = {key: value for key, value in config.model.items() if key not in free}
     fixed["layers_of"] = layers_of(_of_file(config).layer_kinds)
     here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.layer_kinds)}
     differing = [f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v]
-    if not _has_one_rope(model):
-        differing.append(f"one rotary embedding there, model.kinds={model.kinds!r} here")
+    there = _differing_ropes(ARCHITECTURES[config.architecture], model)
+    differing += [f"{each} there, model.kinds={model.kinds!r} here" for each in there]
     return ", ".join(differing)
 
 
 def same_rope(config: HfConfig, model: ModelConfig) -> bool:
-    """Whether a model's rotary embedding is that of a config.json."""
+    """Whether a model's rotary embeddings are those of a config.json."""
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
-    model = model.settings_of_layers.settings[0]
-    ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
-    there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
-    return there == here
+    keys |= {key: config.model[key] for key in ("rope", "layers_of", "kinds")}
+    there = dataclasses.replace(model, **keys)
+    return _ropes(there) == _ropes(model)
 
 
 def check_own_keys(overrides: list[str]) -> None:

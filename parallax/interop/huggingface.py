@@ -62,8 +62,13 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
             f"{source} has no {CONFIG}; name a folder with {CONFIG}, {TOKENIZER_FILE} and "
             f"safetensors, as `hf download NAME --local-dir FOLDER` makes one"
         )
-    content = load_json(source / CONFIG)
+    content, part = hf_config.language_model(load_json(source / CONFIG))
     config = hf_config.read_config(content)
+    if part:
+        said = (
+            f"of a {part.model_type} its language model alone, a {config.architecture}: what reads pictures is left out"
+        )
+        config = config._replace(part=part, notes=(*config.notes, said))
     # Read like a written config, whose checks limit sizes.
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | config.model})
@@ -75,12 +80,11 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
             f"{model.vocab}; it belongs to another model: use the {TOKENIZER_FILE} of the one whose {CONFIG} this is"
         )
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
-    tensors = _tensors_of_model(source, _hf_shapes(settings, views), model, config)
+    tensors, left_out = _tensors_of_model(source, _hf_shapes(settings, views), model, config)
+    # Of weights in the form in which they are written back, which is without layers that were left out.
+    further = dict.fromkeys(hf_config.FURTHER_LAYERS & content.keys(), 0) if left_out else {}
     record = {
-        # The config of the weights in the form in which they can be written back.
-        "config": {
-            k: v for k, v in content.items() if k not in ("quantization_config", *hf_config.FURTHER_LAYERS) or not v
-        },
+        "config": {k: v for k, v in (content | further).items() if k != "quantization_config" or not v},
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
@@ -174,14 +178,16 @@ def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> di
 
 def _tensors_of_model(
     source: Path, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, config: HfConfig
-) -> dict[str, Weight]:
-    """The tensors of the model; CheckpointError names those that are missing, unknown, or do not fit the config."""
+) -> tuple[dict[str, Weight], bool]:
+    """The tensors of the model, and whether there are more, of layers after it; CheckpointError names those that are
+    missing, unknown, or do not fit the config."""
     kind = ARCHITECTURES[config.architecture]
     layers = (model.layers + number for number in range(config.further_layers))
     further = tuple(f"{kind.tensor('').format(layer=layer)}." for layer in layers)
+    there = hf_weights.of_language_model(read_model(source), config.part)
     tensors = {
         name: tensor
-        for name, tensor in read_model(source).items()
+        for name, tensor in there.items()
         if not name.endswith((ROPE_TABLE, *kind.buffers)) and not name.startswith(further)
     }
     if config.block:
@@ -203,7 +209,7 @@ def _tensors_of_model(
         if tensor.dtype not in WEIGHT_DTYPES.values():
             differences.append(f"{name} is {tensor.dtype}, not one of {', '.join(WEIGHT_DTYPES)}")
     export.check_tensors(source, tensors, shapes, differences)
-    return hf_weights.unfused(tensors, fused)
+    return hf_weights.unfused(tensors, fused), any(name.startswith(further) for name in there)
 
 
 def _same(first: Weight, second: Weight) -> bool:
@@ -263,7 +269,7 @@ def to_hf(
         config = hf_config.read_config(content)
     else:
         config = hf_config.read_config(record["config"])
-        content = hf_config.with_window(record["config"], config, model)
+        content = hf_config.with_layers(record["config"], config, model)
         content = _extended(content, config, model, settings.data.seq) if trained else content
     if dtype:
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
@@ -376,7 +382,7 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
             return content
     else:
         known = round(model.rope_original_seq * model.rope_factor)
-    old = ("rope_parameters", "rope_scaling", "rope_theta")
+    old = ("rope_parameters", "rope_scaling", "rope_theta", hf_config.LOCAL_THETA)
     content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(
         model, config.architecture
     )

@@ -27,6 +27,7 @@ from support.hf_families import (
     FAMILIES,
     LENGTHS,
     Pair,
+    comes_back,
     equal_tokens,
     import_pair,
     logits_difference,
@@ -36,11 +37,19 @@ from support.hf_families import (
     ours_on,
     published_pair,
     random_model,
+    written_anew,
 )
 from support.hf_families import MIXTURES as EXPERTS
 from support.hf_folders import in_blocks, read_folder, write_folder
 from support.published_configs import MIXTURES, TAKEN, V3
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
 LOGITS_ERROR = 1e-4
@@ -77,6 +86,17 @@ def test_greedy_text_is_theirs(pair_of, name, mesh):
 @on_every_mesh
 def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
     assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_imported_goes_back_bit_for_bit(pair_of, tmp_path, name):
+    assert comes_back(pair_of(name), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_that_is_written_for_our_own_run_means_the_same_there(name):
+    ours, theirs = written_anew(name)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name != "Granite-MoE"])  # which has one form
@@ -157,6 +177,25 @@ def test_a_window_hides_nothing_of_as_many_tokens_and_something_of_one_more(tmp_
     assert torch.equal(whole, same) and (whole - less).abs().max() > 20 * LOGITS_ERROR
 
 
+def test_the_language_model_of_one_that_reads_pictures_is_theirs_and_goes_out_alone(tmp_path):
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=28, patch_size=14)
+    _, fields = FAMILIES["Gemma 3"]
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=fields, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
+    )
+    alone = random_model("Gemma 3")
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    whole.save_pretrained(tmp_path / "theirs")
+    assert any("vision_tower" in name for name in read_folder(tmp_path / "theirs"))
+    pair = import_pair(alone, tmp_path)
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), LENGTHS[:2]) < LOGITS_ERROR
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(written) is type(alone)
+    assert all(torch.equal(x, alone.state_dict()[name]) for name, x in written.state_dict().items())
+
+
 def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
     """DeepSeek-V3's config.json with all layers dense; transformers has the values, and we the blocks."""
     config = V3 | SMALL | LATENTS | {"first_k_dense_replace": 2}
@@ -190,8 +229,18 @@ MATTERS = [
     ("Hunyuan", dict(qk_norm_after_rope=False)),
     ("Gemma", dict(embedding_scale=1.0)),
     ("Gemma 2", dict(logit_cap=0.0)),
+    ("Gemma 3", dict(qk_norm_scale="direct")),
+    ("Gemma 3", dict(kinds="local=(sliding_window=20)")),
     ("StarCoder2", dict(activation="silu")),
     ("GPT-NeoX", dict(branches="sequential")),
+    ("Llama, biases", dict(attention_scale=0.2)),
+    ("GLM-4", dict(rope_theta=9000.0)),
+    ("OLMo 3", dict(kinds="local=(sliding_window=31)")),
+    ("OLMo 3, yarn in some layers", dict(rope_temperature=1.0)),
+    ("Ministral", dict(kinds="local=(sliding_window=6)")),
+    ("SmolLM3", dict(kinds="nope=(rope=True)")),
+    ("Cohere 2", dict(kinds="local=(sliding_window=7) nope=()")),
+    ("Qwen2-MoE, windows in some layers", dict(kinds="moe_local=(base='moe')")),
     ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),
     ("DeepSeek-V3, groups of experts", dict(router_groups_chosen=3)),
     ("DeepSeek-V3, one group", dict(router_score="softmax")),

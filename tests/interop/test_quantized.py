@@ -91,7 +91,7 @@ def test_they_go_out_in_the_dtype_of_the_rest_and_say_nothing_of_blocks(tmp_path
         found, said = read_folder(out), json.loads((out / "config.json").read_text())
         assert found.keys() == meant.keys()
         assert all((found[name] == x.astype(KINDS[kind])).all() for name, x in meant.items())
-        assert "quantization_config" not in said and "num_nextn_predict_layers" not in said
+        assert "quantization_config" not in said and said["num_nextn_predict_layers"] == 1
         assert main(["from-hf", str(out), "--workdir", str(tmp_path / f"back_{kind}")]) == 0
 
 
@@ -116,6 +116,10 @@ def test_layers_for_further_tokens_are_left_out_with_a_line(tmp_path, capsys):
     assert imported(tmp_path / "without", config, stored) == 0
     one, other = (params_of(tmp_path / which / "run", 0) for which in ("with", "without"))
     assert all((one[name] == other[name]).all() for name in other)
+    for which, layers in (("with", 0), ("without", 1)):  # where the folder has none, its config.json stays as it is
+        assert main(["to-hf", str(tmp_path / which / "run"), str(tmp_path / which / "out")]) == 0
+        said = json.loads((tmp_path / which / "out" / "config.json").read_text())
+        assert said["num_nextn_predict_layers"] == layers
 
 
 def test_such_layers_are_of_no_use_where_the_config_has_none(tmp_path, capsys):

@@ -16,6 +16,8 @@ GROUPS = dict(experts=8, router_groups=4, router_groups_chosen=2, experts_per_to
 BIASED_NORMS = dict(norm="layer", norm_bias=True, mlp="plain")
 BIASES = BIASED_NORMS | dict(out_bias=True, mlp_bias=True)
 GEMMA = dict(norm_scale="one_plus", activation="gelu_tanh", embedding_scale=32**0.5)
+LOCAL = dict(layers_of="dense local", kinds="local=(sliding_window=4)")
+COHERE = dict(norm="layer", branches="parallel_one_norm", logit_scale=2.0)
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
 OWN = {
     "gqa": (dict(attention="gqa"), LLAMA),
@@ -72,6 +74,28 @@ OWN = {
         dict(attention="gqa", norm_place="both", score_cap=20.0, logit_cap=30.0, **GEMMA)
         | dict(layers_of="dense local", kinds="local=(sliding_window=8)", attention_scale=24**-0.5),
         "Gemma2ForCausalLM",
+    ),
+    "norms before and after, of heads": (
+        dict(attention="gqa", norm_place="both", qk_norm=True, qk_norm_scale="one_plus", **GEMMA)
+        | dict(layers_of="local dense", kinds="local=(sliding_window=8, rope_theta=100.0)", rope_theta=1e6),
+        "Gemma3ForCausalLM",
+    ),
+    "norms after, windows": (
+        dict(attention="gqa", norm_place="after", qk_norm=True, qk_norm_over="projection", **LOCAL)
+        | dict(kinds="local=(sliding_window=4, rope_theta=1e5)"),
+        "Olmo3ForCausalLM",
+    ),
+    "norms on both sides": (dict(attention="gqa", norm_place="both"), "Glm4ForCausalLM"),
+    "biases everywhere": (dict(attention="gqa", qkv_bias=True, out_bias=True, mlp_bias=True), LLAMA),
+    "windows in some layers": (dict(attention="gqa", **LOCAL), "MinistralForCausalLM"),
+    "without positions in some layers": (
+        dict(attention="gqa", layers_of="nope dense", kinds="nope=(rope=False)"),
+        "SmolLM3ForCausalLM",
+    ),
+    "parallel, one norm": (dict(attention="gqa", **COHERE), "CohereForCausalLM"),
+    "parallel, windows": (
+        dict(attention="gqa", layers_of="nope local", kinds="nope=(rope=False) local=(sliding_window=4)", **COHERE),
+        "Cohere2ForCausalLM",
     ),
     "plain": (dict(attention="gqa", mlp="plain", activation="relu2"), "ArceeForCausalLM"),
     "plain, biases": (dict(attention="gqa", activation="gelu_tanh", qkv_bias=True, **BIASES), "Starcoder2ForCausalLM"),

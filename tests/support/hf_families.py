@@ -21,15 +21,17 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from parallax.cli.convert import main
-from parallax.config.sections import MeshConfig, SampleConfig
+from parallax.config.sections import MeshConfig, ModelConfig, SampleConfig
 from parallax.config.settings import load_settings
 from parallax.data.tokenizer import Bytes
 from parallax.inference.generate import generate
 from parallax.inference.run import restore_params
+from parallax.interop.hf_config import read_config, write_config
 from parallax.model.batch import IGNORED
 from parallax.sharding.mesh import make_mesh
 from parallax.step.optimizer import make_optimizer
 from parallax.step.step import TrainStep, abstract_state, model_of
+from support.hf_folders import read_folder
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -117,6 +119,10 @@ FAMILIES |= {
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
     "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
 }
+OF_TYPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1000.0, factor=FACTOR),
+    "sliding_attention": dict(rope_type="default", rope_theta=100.0),
+}
 UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
 FAMILIES |= {
     "Gemma": ("Gemma", GROUPED | dict(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
@@ -126,6 +132,13 @@ FAMILIES |= {
         | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
         | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     ),
+    "Gemma 3": (
+        "Gemma3",
+        GROUPED
+        | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
+        | dict(max_position_embeddings=int(CONTEXT * FACTOR), rope_parameters=OF_TYPES)
+        | dict(layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]),
+    ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
     "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
     "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
@@ -134,11 +147,44 @@ FAMILIES |= {
     "GPT-NeoX": ("GPTNeoX", UNGROUPED | dict(rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.5))),
     "GPT-NeoX, one after the other": ("GPTNeoX", UNGROUPED | dict(use_parallel_residual=False, attention_bias=False)),
 }
+IDS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=None)
+# Six heads, of a width of their own, and a vocab that nothing divides; windows shorter than a row, as long, and longer.
+ODD = GROUPED | IDS | dict(num_attention_heads=6, head_dim=16, vocab_size=321)
+BIASED = dict(attention_bias=True, mlp_bias=True)
+OF_TYPES = dict(
+    full_attention=dict(rope_type="yarn", rope_theta=1000.0, factor=FACTOR, original_max_position_embeddings=CONTEXT),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+LONGER = dict(max_position_embeddings=int(CONTEXT * FACTOR))
+FAMILIES |= {
+    "Llama, biases": ("Llama", ODD | BIASED | dict(hidden_size=36, num_key_value_heads=1)),
+    "Granite, biases": ("Granite", GROUPED | FACTORS | BIASED),
+    "GLM-4": ("Glm4", ODD),
+    "OLMo 3": ("Olmo3", ODD | dict(sliding_window=CONTEXT)),
+    "OLMo 3, yarn in some layers": ("Olmo3", GROUPED | IDS | LONGER | dict(sliding_window=7, rope_parameters=OF_TYPES)),
+    "Ministral": ("Ministral", ODD | dict(sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2)),
+    "SmolLM3": ("SmolLM3", ODD | dict(no_rope_layers=[1, 0, 1, 1])),
+    "SmolLM3, windows and biases": (
+        "SmolLM3",
+        GROUPED | IDS | BIASED | dict(use_sliding_window=True, sliding_window=CONTEXT, no_rope_layer_interval=2),
+    ),
+    "Cohere": ("Cohere", GROUPED | IDS | dict(num_key_value_heads=1, head_dim=16, logit_scale=2.0)),
+    "Cohere 2": (
+        "Cohere2",
+        ODD | dict(hidden_size=48, head_dim=8, logit_scale=2.0, sliding_window=7, attention_bias=True),
+    ),
+}
 SHARED = dict(moe_intermediate_size=12, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
 MIXTURES |= {
     "Granite-MoE": ("GraniteMoe", GROUPED | FACTORS | dict(num_local_experts=4, num_experts_per_tok=2)),
     "OLMoE": ("Olmoe", GROUPED | dict(num_experts=8, num_experts_per_tok=3, pad_token_id=None)),
     "Qwen2-MoE": ("Qwen2Moe", GROUPED | SHARED),
+    "Qwen2-MoE, windows in some layers": (
+        "Qwen2Moe",
+        GROUPED
+        | SHARED
+        | dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, mlp_only_layers=[3], qkv_bias=False),
+    ),
     "GLM-4.5": (
         "Glm4Moe",
         GROUPED
@@ -173,7 +219,7 @@ def make_pair(name: str, folder: Path) -> Pair:
 def published_pair(config: dict, folder: Path) -> Pair:
     """The same of a config.json, which stands in the folder as it is given."""
     kind = config["architectures"][0].removesuffix("ForCausalLM")
-    theirs = filled(kind, getattr(transformers, f"{kind}Config").from_dict(config))
+    theirs = filled(kind, config_class(kind).from_dict(config))
     theirs.save_pretrained(folder / "theirs")
     (folder / "theirs" / "config.json").write_text(json.dumps(config))
     return import_pair(theirs, folder)
@@ -192,7 +238,12 @@ def import_pair(theirs: transformers.PreTrainedModel, folder: Path) -> Pair:
 def random_model(name: str) -> transformers.PreTrainedModel:
     """In float32, logits of size 1; the same for the same name."""
     kind, fields = FAMILIES[name]
-    return filled(kind, getattr(transformers, f"{kind}Config")(**fields))
+    return filled(kind, config_class(kind)(**fields))
+
+
+def config_class(kind: str) -> type[transformers.PretrainedConfig]:
+    """That of a model class; of a language model within another one not the class of the whole."""
+    return getattr(transformers, f"{kind}ForCausalLM").config_class
 
 
 def filled(kind: str, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
@@ -329,6 +380,32 @@ def loss_difference(name: str, pair: Pair, model, params) -> float:
     theirs = their_losses(name)
     assert theirs[-1] < theirs[0] - 0.1
     return float(np.abs(np.subtract(theirs, our_losses(pair, model, params))).max())
+
+
+def comes_back(pair: Pair, folder: Path) -> bool:
+    """Whether the run goes out with the config.json, and the bytes of every tensor, with which it came."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["to-hf", str(pair.run), str(folder)]) == 0
+    came = pair.run.parent / "theirs"
+    configs = [json.loads((where / "config.json").read_text()) for where in (came, folder)]
+    there, here = (read_folder(where) for where in (came, folder))
+    same = there.keys() == here.keys() and all(there[x].tobytes() == here[x].tobytes() for x in there)
+    return same and configs[0] == configs[1]
+
+
+def written_anew(name: str) -> tuple[ModelConfig, ModelConfig]:
+    """The model of a family's config.json, and of the one that is written for a run of our own with it, after
+    `transformers` has read that."""
+    kind, fields = FAMILIES[name]
+    ours = read_config(_in_full(getattr(transformers, f"{kind}Config")(**fields), f"{kind}ForCausalLM"))
+    written = write_config(ModelConfig(**ours.model), ours.context)
+    (architecture,) = written["architectures"]
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config")).from_dict(written)
+    return ModelConfig(**ours.model), ModelConfig(**read_config(_in_full(config, architecture)).model)
+
+
+def _in_full(config: transformers.PretrainedConfig, architecture: str) -> dict:
+    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
 
 
 def equal_tokens(pair: Pair, model, params) -> tuple[int, int]:

@@ -111,7 +111,7 @@ def without(config, *names):
 def shapes_of(config):
     """Every tensor of a model, in the order of its layers."""
     c, (architecture,) = config, config["architectures"]
-    if architecture in FORMS:
+    if architecture in FORMS or c.get("mlp_bias"):
         return form_shapes(c)
     d, f, h = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
     table = {"model.embed_tokens.weight": (c["vocab_size"], d)}
@@ -132,9 +132,20 @@ def shapes_of(config):
 
 
 FORMS = [
-    f"{family}ForCausalLM"
-    for family in ("Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Arcee", "Starcoder2", "Nemotron", "GPTNeoX")
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Olmo",
+    "Olmo2",
+    "Olmo3",
+    "Arcee",
+    "Starcoder2",
+    "Nemotron",
+    "GPTNeoX",
+    "Ministral",
+    "SmolLM3",
 ]
+FORMS = [f"{family}ForCausalLM" for family in (*FORMS, "Cohere", "Cohere2", "Glm4")]
 USUAL = ("model.embed_tokens", "model.layers", "model.norm", "lm_head", "self_attn.o_proj")
 OF_NEOX = ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out", "attention.dense")
 UP_AND_DOWN = {
@@ -151,23 +162,28 @@ def form_shapes(c):
     is_neox, width, kv_heads = kind == "gpt_neox", c.get("head_dim", d // h), c.get("num_key_value_heads", h)
     table, at, last, head, out = OF_NEOX if is_neox else USUAL
     norms = [] if kind == "olmo" else ["input_layernorm", "post_attention_layernorm"]
-    norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if kind == "olmo2" else norms
+    normed = kind in ("olmo2", "olmo3")
+    norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if normed else norms
+    norms = norms[:1] if kind.startswith("cohere") else norms
+    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if kind in ("gemma2", "gemma3_text") else []
     heads = {"q": h * width, "k": kv_heads * width, "v": kv_heads * width}
     attention = {f"self_attn.{name}_proj": (rows, d) for name, rows in heads.items()}
     attention = {"attention.query_key_value": (3 * d, d)} if is_neox else attention
-    attention |= {out: (d, h * width)}
+    attention |= {} if kind == "glm4" else {out: (d, h * width)}
     up, down = UP_AND_DOWN.get(kind, ["up_proj", "down_proj"])
     mlp = {f"mlp.{up}": (f, d), f"mlp.{down}": (d, f)}
     mlp |= {} if kind in UP_AND_DOWN else {"mlp.gate_proj": (f, d)}
+    mlp = {"mlp.gate_up_proj": (2 * f, d), "mlp.down_proj": (d, f)} if kind == "glm4" else mlp
     biased = [attention] * bool(c.get("use_bias") or c.get("attention_bias"))
     biased += [mlp] * bool(is_neox or c.get("use_bias") or c.get("mlp_bias"))
     layer = {f"{name}.weight": shape for name, shape in (attention | mlp).items()} | {
         f"{x}.weight": (d,) for x in norms
     }
-    layer |= {f"self_attn.{name}_norm.weight": (heads[name],) for name in "qk"[: 2 * (kind == "olmo2")]}
+    layer |= {f"self_attn.{name}_norm.weight": (heads[name],) for name in "qk"[: 2 * normed]}
     layer |= {f"self_attn.{name}_norm.weight": (width,) for name in "qk"[: 2 * (kind == "gemma3_text")]}
     layer |= {f"{name}.bias": shape[:1] for part in biased for name, shape in part.items()}
+    layer |= {f"{out}.weight": (d, h * width)}
     ends = ["weight", "bias"] if kind in ("gpt_neox", "starcoder2", "nemotron") else ["weight"][: kind != "olmo"]
     layer |= {f"{name}.bias": (d,) for name in norms if "bias" in ends}
     shapes = {f"{at}.{number}.{name}": x for number in range(c["num_hidden_layers"]) for name, x in layer.items()}

@@ -549,8 +549,38 @@ GEMMA2 |= {"attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "final_logi
 GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 GEMMA2 |= {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "rms_norm_eps": 1e-06}
 GEMMA2 |= {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000}
+GEMMA3 = {name: value for name, value in GEMMA2.items() if name != "hidden_act"}
+GEMMA3 |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None}
+GEMMA3 |= {"final_logit_softcapping": None, "max_position_embeddings": 32768, "rope_local_base_freq": 10000}
+GEMMA3 |= {"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6}
+GEMMA3 |= {"vocab_size": 262144}
+GEMMA3_12B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14},
+}
+OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
+OLMO3_YARN |= {"attention_factor": 1.2079441541679836, "beta_slow": 1.0}
 
-# With other norms, MLPs and biases than Llama's.
+# With other norms, MLPs, biases and layers than Llama's.
 FORMS = {
     "google/gemma-2b": (
         {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": False, "head_dim": 256}
@@ -560,6 +590,7 @@ FORMS = {
         2_506_172_416,
     ),
     "google/gemma-2-2b": (GEMMA2 | sizes(2304, 9216, 26, 8, 4), 2_614_341_888),
+    "google/gemma-3-1b-pt": (GEMMA3 | sizes(1152, 6912, 26, 4, 1), 999_885_952),
     "allenai/OLMo-7B-hf": (
         {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "attention_bias": False, "clip_qkv": None}
         | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0}
@@ -573,6 +604,48 @@ FORMS = {
         | {"rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 100352}
         | sizes(4096, 11008, 32, 32, 32),
         7_298_617_344,
+    ),
+    "allenai/Olmo-3-1025-7B": (
+        {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "attention_bias": False, "hidden_act": "silu"}
+        | {"attention_dropout": 0.0, "max_position_embeddings": 65536, "rms_norm_eps": 1e-06, "rope_theta": 500000}
+        | {"rope_scaling": OLMO3_YARN, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
+        | sizes(4096, 11008, 32, 32, 32),
+        7_298_011_136,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False, "mlp_bias": False}
+        | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 65536, "max_window_layers": 28}
+        | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
+        | {"pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0}
+        | {"sliding_window": None, "use_sliding_window": False, "vocab_size": 128256}
+        | sizes(2048, 11008, 36, 16, 4),
+        3_075_098_624,
+    ),
+    "CohereForAI/c4ai-command-r7b-12-2024": (
+        {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "attention_bias": False, "head_dim": 128}
+        | {"attention_dropout": 0.0, "hidden_act": "silu", "layer_norm_eps": 1e-05, "logit_scale": 0.25}
+        | {"max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0}
+        | {"sliding_window": 4096, "sliding_window_pattern": 4, "order_of_interleaved_layers": "local_attn_first"}
+        | {"layer_switch": 4, "position_embedding_type": "rope_gptj", "use_embedding_sharing": True}
+        | {"use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True}
+        | {"cache_implementation": "hybrid", "vocab_size": 256000}
+        | sizes(4096, 14336, 32, 32, 8),
+        8_028_033_024,
+    ),
+    "THUDM/GLM-4-9B-0414": (
+        {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "head_dim": 128}
+        | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-05}
+        | {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552}
+        | sizes(4096, 13696, 40, 32, 2),
+        9_400_279_040,
+    ),
+    "ibm-granite/granite-3b-code-base-2k": (
+        LLAMA
+        | sizes(2560, 10240, 32, 32, 32)
+        | {"attention_bias": True, "mlp_bias": True, "vocab_size": 49152, "max_position_embeddings": 2048}
+        | {"tie_word_embeddings": True},
+        3_482_503_680,
     ),
     "bigcode/starcoder2-3b": (
         {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "use_bias": True}
@@ -597,15 +670,15 @@ REFUSED = {
         PHI3 | {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
         r"rope_type='longrope' is not supported; supported: 'default', 'linear', 'llama3', 'yarn'",
     ),
-    "ibm-granite/granite-3.0-2b-base, with biases": (
-        GRANITE | {"attention_bias": True},
-        r"attention_bias=True is not supported; supported: False",
+    "CohereForAI/c4ai-command-r-plus": (
+        {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_act": "silu", "use_qk_norm": True}
+        | {"layer_norm_eps": 1e-05, "logit_scale": 0.8333333333333334, "rope_theta": 75000000.0, "vocab_size": 256000}
+        | sizes(12288, 33792, 64, 96, 8),
+        r"use_qk_norm=True is not supported; supported: null or False",
     ),
-    "ibm-granite/granite-3b-code-base-2k": (
-        LLAMA
-        | sizes(2560, 10240, 32, 32, 32)
-        | {"attention_bias": True, "mlp_bias": True, "vocab_size": 49152, "max_position_embeddings": 2048},
-        "attention_bias=True is not supported; supported: False",
+    "mistralai/Ministral-3-3B, its text": (
+        MISTRAL | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
+        r"'Ministral3ForCausalLM'.*; its queries are times a factor that grows with their place",
     ),
     "Qwen/Qwen2.5-7B-Instruct-1M": (
         qwen2(3584, 18944, 28, 28, 4, 152064, 32768, dual_chunk_attention_config=DUAL_CHUNKS),
