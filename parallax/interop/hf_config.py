@@ -280,24 +280,6 @@ def language_model(content: Mapping[str, Any]) -> tuple[dict[str, Any], Language
     return {**text, **fields.left, **written, "architectures": [part.architecture]}, part
 
 
-def language_model(content: Mapping[str, Any]) -> tuple[dict[str, Any], LanguageModel | None]:
-    """The object of a config.json; of a model that also reads pictures that of its language model, and where this is.
-
-    Raises:
-        ConfigError: such a model has no text_config.
-    """
-    names = content.get("architectures")
-    part = next((about for name, about in LANGUAGE_MODELS.items() if names == [name]), None)
-    if part is None:
-        return dict(content), None
-    fields = Fields("config.json", content)
-    fields.only("model_type", part.model_type)
-    fields.ignore(["architectures", *part.ignored])
-    text = fields.read("text_config", dict)
-    written = {name: value for name, value in text.items() if value is not None}
-    return {**text, **fields.left, **written, "architectures": [part.architecture]}, part
-
-
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
     """Add keys to a model from the fields in `names`, in this order; a default that is a text is the key with it."""
     for name, key in names.items():

@@ -35,7 +35,7 @@ from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
-from parallax.model.mask import Mask
+from parallax.model.mask import Mask, order_in, window_of
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.sharding.zigzag import order_of, own_tokens
@@ -520,6 +520,22 @@ def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
         blocks = shown.reshape(2048 // size, size, -1, size).any(axis=(1, 3)).sum()
         of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8)
         assert attention_flops(kernel, "fwd", **of_one, window=window) == 2 * 2 * 8 * size**2 * blocks
+
+
+@pytest.mark.parametrize("window", [0, 100, 512, 1500])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("kernel", "ranks"), [("splash", 2), ("splash", 4), ("xla", 4)])
+def test_flops_of_context_ranks_are_those_of_the_rank_with_the_most_blocks(kernel, ranks, order, window):
+    places, key = order_of(ranks, 2048, order).reshape(-1, 1), np.arange(2048)[None]
+    shown = (places >= key) & (places - key < (window or 2048))
+    size = {"splash": splash_block_tokens(2048, ranks), "xla": tokens_of_block(2048 // (2 * ranks))}[kernel]
+    blocks = shown.reshape(ranks, -1, size, 2048 // size, size).any(axis=(2, 4)).sum(axis=(1, 2)).max()
+    of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8, ranks=ranks, window=window, order=order)
+    assert attention_flops(kernel, "fwd", **of_one) == 2 * 2 * 8 * size**2 * blocks
+    where = "contiguous/" * (order == "contiguous") + f"window_of_{window}/" * (window > 0)
+    shapes = [(1, 2048 // ranks, 8), (1, 2048, 8), (1, 2048, 8)]
+    if kernel == "splash":
+        assert kernel_flops("splash_mha_fwd_", shapes, window_of(where), order_in(where)) == 32 * size**2 * blocks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from parallax.model.kernels.blockwise import scores_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
 from parallax.model.kernels.splash import splash_block_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
-from parallax.sharding.zigzag import CONTIGUOUS, ZIGZAG
+from parallax.sharding.zigzag import ZIGZAG, order_of
 
 # By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
 # scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
@@ -38,7 +40,7 @@ def attention_flops(
     """FLOPs of the matrix products of an attention kernel in a pass, a key of KERNEL_PRODUCTS, 2 for each multiply-add.
 
     `ranks` context ranks share the queries of `seq` tokens, in an `order`; the FLOPs are those of the rank with the
-    most blocks, in zigzag order without a window of each, and in a `ring` hop by hop. A `window` is as in Mask.
+    most blocks, in a `ring` hop by hop. A `window` is as in Mask.
 
     >>> attention_flops("splash", "fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
@@ -77,15 +79,21 @@ def computed_scores(
         "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
     }[kernel]()
     blocks = chunks * -(-seq // chunks // size)
-    if ranks > 1 and order == CONTIGUOUS:  # the last rank has the most
-        return (_blocks_seen(blocks, size, window) - _blocks_seen(blocks - blocks // ranks, size, window)) * size**2
-    return _blocks_seen(blocks, size, window) // ranks * size**2
+    if ranks == 1:
+        return _blocks_seen(blocks, size, window) * size**2
+    seen = np.minimum(order_of(ranks, blocks, order) + 1, _reach(blocks, size, window))
+    return int(seen.sum(axis=1).max()) * size**2
 
 
 def _blocks_seen(blocks: int, size: int, window: int) -> int:
     """Pairs of blocks of `size` tokens, of a row of `blocks`, in which some query sees some key."""
-    reach = min(blocks, (window + size - 2) // size + 1) if window else blocks  # blocks that one sees, and itself
+    reach = _reach(blocks, size, window)
     return reach * (reach + 1) // 2 + (blocks - reach) * reach
+
+
+def _reach(blocks: int, size: int, window: int) -> int:
+    """The number of blocks that one sees, itself included."""
+    return min(blocks, (window + size - 2) // size + 1) if window else blocks
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int = 0, order: str = ZIGZAG) -> int | None:
