@@ -158,8 +158,7 @@ def kernels_of(segments: Any, scale: float, sliding_window: int = 0, platform: s
         "tpu": {"splash, segments": partial(with_segments, splash_attention)},
     }
     kernels = of_platform.get(platform or platform_traced(), {}) | blocks
-    without = ("cuDNN, causal alone", "Triton, segments") if sliding_window else ()
-    return {name: kernel for name, kernel in kernels.items() if name not in without}
+    return {name: kernel for name, kernel in kernels.items() if not (sliding_window and kernel is causal_alone)}
 
 
 def gradients(attend: Callable, q: Any, k: Any, v: Any, dy: Any) -> Any:

@@ -290,11 +290,5 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
             f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
         )
-    window = min((w for w in model.windows if w), default=seq)
-    if model.kernel == "triton" and window < seq:
-        raise ConfigError(
-            f"data.seq={seq} is longer than a sliding window of {window} tokens, and JAX's kernels of "
-            "model.kernel='triton' have no windows; use kernel='xla' or 'cudnn'."
-        )
     if model.kernel == "cudnn" and seq % 2:
         raise ConfigError(f"data.seq={seq} is odd, which model.kernel='cudnn' does not take; use seq={seq + 1}.")

@@ -177,7 +177,7 @@ def near(segments, window):
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(("kernel", "ranks"), [("splash", 1), ("splash", 2), ("cudnn", 1), ("cudnn", 2)])
+@pytest.mark.parametrize(("kernel", "ranks"), [("splash", 1), ("splash", 2), ("cudnn", 1), ("cudnn", 2), ("triton", 1)])
 @pytest.mark.parametrize("window", [100, 300])
 def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeypatch):
     """The last of three documents is longer than the window, and crosses from rank to rank."""
@@ -207,12 +207,6 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeyp
         assert error(actual, wanted) < 1e-5
     # cuDNN skips what is before a window of its own, which it has of whole rows.
     assert reaches == ({(window - 1, 0) if ranks == 1 else None} if kernel == "cudnn" else set())
-
-
-def test_the_kernel_for_triton_refuses_a_window():
-    (q, k, v), segments = heads(seq=32)
-    with pytest.raises(AssertionError, match="no windows"):
-        attend(q, k, v, Mask(segments, window=4), scale=0.1, kernel="triton")
 
 
 @pytest.mark.fast(2)
@@ -551,6 +545,25 @@ def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ra
     for equation in kernels:
         shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
         assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * 4 * live[0]
+
+
+def test_kernels_for_triton_read_the_blocks_that_a_window_shows_alone():
+    """Of 512 tokens and a window of 40: four blocks of 128 forward, and 16 of 32 backward, of which each sees two more.
+    What is not a number where no block is read does not spread."""
+    (q, k, v), segments = heads(seq=512, rows=1, heads=2, kv_heads=2, d_qk=32, d_v=32)
+    k, v = (x.at[:, :256].set(jnp.nan) for x in (k, v))
+    in_window = functools.partial(attend, mask=Mask(segments, window=40), scale=0.1, kernel="triton")
+
+    def run(q, k, v):
+        y, pull = jax.vjp(in_window, q, k, v)
+        return y, pull(jnp.ones_like(y))[0]
+
+    assert all(np.isfinite(x[:, 384:]).all() and not np.isfinite(x[:, :256]).all() for x in jax.jit(run)(q, k, v))
+    flops = []
+    for equation in filter(is_kernel, equations(run, q, k, v)):
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+        flops.append(kernel_flops(equation.params["name"], shapes, window=40) // (2 * 2 * 32))
+    assert flops == [2 * (1 + 2 + 2 + 2) * 128**2, 7 * (1 + 2 + 14 * 3) * 32**2]
 
 
 def test_flops_of_triton_are_those_of_the_products_in_the_blocks_that_run():

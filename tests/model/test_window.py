@@ -1,6 +1,5 @@
 """Sliding windows of a model and of kinds of its layers: from a config to exports and activations."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from support import user_parts
 from support.exportable_runs import own_run
 from support.hf_folders import config_of, random_tensors, shapes_of, write_folder
-from support.tiny_model import build, make_batch, model_config, params_of, settings_of
+from support.tiny_model import build, make_batch, model_config, params_of
 
 import parallax as px
 from configs.base import get_config
@@ -18,7 +17,6 @@ from parallax.cli.convert import main
 from parallax.config.earlier import of_today
 from parallax.config.settings import load_settings, read_settings, with_code
 from parallax.errors import ConfigError
-from parallax.model.checks import check_kernel_seq
 from parallax.training.resume import is_fixed
 
 MISTRAL = "MistralForCausalLM"
@@ -91,15 +89,6 @@ def test_attention_maps_end_at_the_window_of_their_layer():
     seen = px.look_inside(model, params_of(model), batch).attention.min(axis=(1, 2))
     back = np.arange(9)[:, None] - np.arange(9)[None]
     assert ((seen[0] > 0) == ((back >= 0) & (back < 4))).all() and ((seen[1] > 0) == (back >= 0)).all()
-
-
-def test_triton_has_no_windows():
-    settings = settings_of(layers=2, layers_of="near far", attention="gqa", kinds=KINDS)
-    check_kernel_seq(settings.model, 64, "all_gather", 1)
-    model = dataclasses.replace(settings.model, kernel="triton")
-    check_kernel_seq(dataclasses.replace(model, layers_of="", kinds="", sliding_window=64), 64, "all_gather", 1)
-    with pytest.raises(ConfigError, match="data.seq=64 is longer than a sliding window of 4 tokens, and JAX's kernels"):
-        check_kernel_seq(model, 64, "all_gather", 1)
 
 
 def test_a_window_may_go_when_a_run_goes_on_and_goes_out_with_the_config_that_it_came_in(tmp_path):

@@ -108,7 +108,7 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
         return attention_flops("cudnn", part[1], **sizes)
     if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
         (*rows_and_heads, seq, heads, width), *_ = float_shapes
-        sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width)
+        sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width, window=window)
         return 0 if part[2] else attention_flops("triton", {"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:

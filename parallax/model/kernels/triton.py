@@ -5,11 +5,14 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.tree_util import Partial
 
 from parallax.model.kernels.pallas import pallas_attention
+from parallax.model.kernels.triton_window import Window, attention_in_window
 from parallax.model.mask import Mask
 from parallax.sharding.collectives import vary_alike
 from parallax.sharding.platform import platform_traced
@@ -22,12 +25,11 @@ TRITON_LEAST_WIDTH, TRITON_WIDEST = 16, 256  # head widths that these kernels mu
 
 def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, mask: Mask, *, scale: float) -> Array:
     """`splash_attention` of whole rows by JAX's kernels for Triton, with heads of one width, [B, S, H, J]. No
-    communication. These kernels have no windows.
+    communication. Layers with windows have kernels of this project's, which read the blocks that their windows show.
 
     The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
     are summed over that dim. `S` is a multiple of 32.
     """
-    assert not mask.hides_earlier, "model.kernel='triton' has no windows"
     q_MBSGJ = rearrange(q_BSHJ * scale, "B S (G M) J -> M B S G J", G=k_BSGJ.shape[2])
     out = pallas_attention(_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, mask)))
     return rearrange(out, "M B S G J -> B S (G M) J")
@@ -65,8 +67,20 @@ class TritonKernel(NamedTuple):
         return jax.vmap(attend)(q_MBSGJ)
 
 
-def _kernel_of(q: Array, k: Array, mask: Mask) -> TritonKernel:
-    return TritonKernel(mask.segments_BN)
+def _kernel_of(q: Array, k: Array, mask: Mask) -> TritonKernel | Partial:
+    if not mask.window:
+        return TritonKernel(mask.segments_BN)
+    seq, width = k.shape[1], k.shape[-1]
+    sizes = triton_block_tokens(seq, width), TRITON_BACKWARD_BLOCK
+    form = Window(mask.window, *sizes, interpret=platform_traced() == "cpu")
+    return Partial(functools.partial(_in_window, form), mask.segments_BN)
+
+
+def _in_window(form: Window, segments: Array, q_MBSGJ: Array, k: Array, v: Array) -> Array:
+    width = k.shape[-1]
+    filling = [(0, triton_width(width) - width)]
+    q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + filling) for x in (q_MBSGJ, k, v))
+    return jax.vmap(lambda q: attention_in_window(q, k, v, segments, form))(q)[..., :width]
 
 
 @functools.cache
