@@ -284,22 +284,28 @@ def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bo
     one of theirs."""
     model = settings.model
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
-    layer = ARCHITECTURES[config.architecture].tensor("")
     adapters, tensors = adapters_of(flatten(export.plan_of(settings).rows)), collections.Counter()
     for view in filter(None, views.values()):
         tensors[view.tensor] += 1
     plain = export.plain_names(export.param_shapes(settings), model.layer_kinds).values()
+    of_layer = f"{ARCHITECTURES[config.architecture].tensor('')}."
     pairs = []
     for here in plain:
         view = views.get(here.name)
         if here.name not in adapters or view is None:
             continue
-        if tensors[view.tensor] > 1 or len(view.shape) > 2:
+        if tensors[view.tensor] > 1:
             if in_own_tensors:
-                what = "has several" if len(view.shape) > 2 else "is a part, with an adapter of its own"
                 raise ConfigError(
-                    f"PEFT has one adapter for {view.tensor.removeprefix(f'{layer}.')}, of which {here.name} "
-                    f"{what}; use `to-hf`, which merges them, or model.lora_on without it."
+                    f"PEFT has one adapter for {view.tensor.removeprefix(of_layer)}, of which {here.name} is a "
+                    "part, with an adapter of its own; use `to-hf`, which merges them, or model.lora_on without it."
+                )
+            continue
+        if len(view.shape) > 2:
+            if in_own_tensors:
+                raise ConfigError(
+                    f"PEFT has no adapters of single experts for {view.tensor.removeprefix(of_layer)}, which "
+                    "has all experts of a layer; use `to-hf`, which merges them, or model.lora_on without it."
                 )
             continue
         pairs += [
