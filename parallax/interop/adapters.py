@@ -18,6 +18,7 @@ from parallax.config.settings import Settings, load_json, load_saved, read_setti
 from parallax.errors import CheckpointError, ConfigError, quoted
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
+from parallax.interop.hf_architectures import ARCHITECTURES
 from parallax.interop.hf_weights import WeightView
 from parallax.interop.huggingface import CONFIG, WEIGHT_DTYPES, read_record
 from parallax.interop.merged import Adapter, MergedParams, adapters_of
@@ -236,6 +237,7 @@ def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bo
     for view in filter(None, views.values()):
         tensors[view.tensor] += 1
     plain = export.plain_names(export.param_shapes(settings), model.layer_kinds).values()
+    of_layer = f"{ARCHITECTURES[config.architecture].tensor('')}."
     pairs = []
     for here in plain:
         view = views.get(here.name)
@@ -244,8 +246,15 @@ def _pairs(settings: Settings, config: hf_config.HfConfig, *, in_own_tensors: bo
         if tensors[view.tensor] > 1:
             if in_own_tensors:
                 raise ConfigError(
-                    f"PEFT has one adapter for {view.tensor.removeprefix(hf_weights.LAYER)}, of which {here.name} is a "
+                    f"PEFT has one adapter for {view.tensor.removeprefix(of_layer)}, of which {here.name} is a "
                     "part, with an adapter of its own; use `to-hf`, which merges them, or model.lora_on without it."
+                )
+            continue
+        if len(view.shape) > 2:
+            if in_own_tensors:
+                raise ConfigError(
+                    f"PEFT has no adapters of single experts for {view.tensor.removeprefix(of_layer)}, which "
+                    "has all experts of a layer; use `to-hf`, which merges them, or model.lora_on without it."
                 )
             continue
         pairs += [

@@ -37,24 +37,27 @@ class MergedParams:
         self._params, self._adapters = params, adapters_of(rows)
         self._factor = model.lora_alpha / model.lora_rank
         self._units = {name: beside(name, row.spec.unit) for name, row in rows.items() if row.spec.unit}
+        self._stacked = {name: row.spec.stacked(row.at_rest) for name, row in rows.items()}
         left_out = {name for adapter in self._adapters.values() for name in adapter} | {*self._units.values()}
         self.stored = {name: about for name, about in params.stored.items() if name not in left_out}
 
     def pieces(self, name: str, index: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Consecutive pieces of rows of an array's matrix, as float32 if anything is merged into it."""
+        """Consecutive pieces of rows of an array's matrix, or of the matrices of all experts, as float32 if anything is
+        merged into it."""
         adapter, unit = (entries.get(name) for entries in (self._adapters, self._units))
         a, b, units = (
             np.concatenate([*self._params.pieces(each, index)]).astype(np.float32) if each else None
             for each in (*(adapter or (None, None)), unit)
         )
-        row = 0
+        row, are_several = 0, self._stacked[name] > len(index)
         for piece in self._params.pieces(name, index):
+            here = slice(row, row + len(piece))
             if adapter or unit:
                 piece = piece.astype(np.float32)
             if unit:
-                piece *= units
+                piece *= units[here, None] if are_several else units
             if adapter:
-                piece += self._factor * np.tensordot(a[row : row + len(piece)], b, 1)
+                piece += self._factor * (a[here] @ b[here] if are_several else np.tensordot(a[here], b, 1))
             yield piece
             row += len(piece)
 

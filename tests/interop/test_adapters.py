@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.exportable_runs import OWN, own_run, own_settings
 from support.hf_folders import read_folder
 from support.run_examples import tiny_config, train
 
@@ -53,6 +54,24 @@ def test_a_merged_run_computes_what_its_adapters_do(tuned, tmp_path):
     assert here.keys() == there.keys() and not any("lora" in name for name in here)
     assert all(np.array_equal(here[name], there[name]) for name in here)
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
+
+
+def test_adapters_of_experts_in_one_tensor_are_merged_into_each_and_are_none_of_pefts(corpus, tmp_path, capsys):
+    """As gpt-oss has them; `merge` goes expert by expert, and `to-hf` through whole tensors."""
+    changes, _ = OWN["mixture, biases"]
+    lora = dict(lora_rank=2, lora_on="mlp/experts", lora_base="int8")
+    own_run(tmp_path / "run", own_settings(corpus, tied=False, **changes, **lora))
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    for run in ("run", "merged"):
+        assert main(["to-hf", str(tmp_path / run), str(tmp_path / f"of_{run}"), "--dtype=float32"]) == 0
+    here, there = (read_folder(tmp_path / f"of_{run}") for run in ("run", "merged"))
+    assert here.keys() == there.keys() and "model.layers.0.mlp.experts.down_proj_bias" in here
+    for name in here:
+        np.testing.assert_allclose(here[name], there[name], rtol=1e-6, atol=1e-6)
+    capsys.readouterr()
+    assert main(["to-peft", str(tmp_path / "run"), str(tmp_path / "peft")]) == 2
+    said = capsys.readouterr().err
+    assert "no adapters of single experts for mlp.experts.down_proj" in said and len(said.splitlines()) == 1
 
 
 def test_adapters_go_to_peft_and_back_bitwise(whole_run, tuned, tmp_path, capsys):

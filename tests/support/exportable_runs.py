@@ -128,7 +128,8 @@ def own_run(folder, settings, tokenizer=None):
     for name, about in param_shapes(settings).items():
         around = 1.0 if name.endswith("scale") else 0.0
         size = 0.0 if name.endswith("router.bias") and settings.model.router_score != "sigmoid" else 0.2
-        made[name] = (around + size * draw.normal(size=about.shape)).astype(np.float32)
+        size *= 200 if about.dtype == np.int8 else 1
+        made[name] = (around + size * draw.normal(size=about.shape)).astype(about.dtype)
     with tempfile.TemporaryDirectory() as beside:
         tokenizer.save(pathlib.Path(beside))
         carried = {path.name: path for path in pathlib.Path(beside).iterdir()}
