@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import LAYER_KINDS, LONGROPE, ModelConfig
+from parallax.config.sections import BASE, LAYER_KINDS, LONGROPE, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
@@ -405,7 +405,7 @@ def _read_kinds(
         words = [LOCAL] * ("sliding_window" in settings) + [UNROTATED] * ("rope" in settings)
         names.append("_".join([*([base] * (len({*bases}) > 1)), *words]) if words else base)
         if words:
-            kinds[names[-1]] = ({"base": base} if base != LAYER_KINDS[0] else {}) | settings
+            kinds[names[-1]] = ({BASE: base} if base != LAYER_KINDS[0] else {}) | settings
     return {"layers_of": layers_of(names), "kinds": settings_text(kinds)}
 
 
@@ -476,6 +476,8 @@ def _read_ropes(
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
+    if not (new.left or old.left):
+        old = Fields(old.where, kind.absent.get(ROPE_SCALING, {}))
     if not kind.ropes_by_type:
         scaling = new if new.left else old
         if not scaling.left:

@@ -30,6 +30,7 @@ AT_SCALE = {
     "llama_1b_16": (16, 1.2),
     "llama_1b_128k": (16, 1.2),
     "llama2_7b_64": (64, 6.74),
+    "olmo3_7b_64k": (16, 7.3),
     "deepseek_v2_lite_mla": (16, 2.6),
     "deepseek_v2_lite_16": (16, 15.7),
     "mixtral_8x7b_128": (128, 46.7),

@@ -9,6 +9,7 @@ from support.hf_folders import MIXTURE_KEYS
 from support.published_configs import BILLIONS, FORMS, FP8, GEMMA3_12B, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
+from configs.olmo3_7b_64k import get_config as olmo3_7b_64k
 from parallax.analysis.traced.flops import active_parameters, parameters_by_component
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
@@ -16,6 +17,7 @@ from parallax.interop.export import param_shapes, plain_names, plan_of
 from parallax.interop.hf_config import language_model, read_config, write_config
 from parallax.interop.hf_weights import weight_views
 from parallax.model.checks import check_divides
+from parallax.model.rope import Rope
 
 
 def model_of(config, **more):
@@ -49,6 +51,16 @@ def test_a_published_model_of_another_form_has_its_number_of_parameters(name):
     config, count = FORMS[name]
     settings = read_settings(get_config(), model=read_config(config).model)
     assert sum(math.prod(about.shape) for about in param_shapes(settings).values()) == count
+
+
+def test_the_config_of_olmo_3_is_the_model_that_its_import_is():
+    """So that train.init_from starts from it; the factor on logits is YaRN's default, but for rounding."""
+    settings = read_settings(olmo3_7b_64k())
+    imported = read_config(FORMS["allenai/Olmo-3-1025-7B"][0]).model
+    temperature = imported.pop("rope_temperature")
+    assert Rope(settings.model).temperature() == pytest.approx(temperature, rel=1e-15)
+    assert {key: getattr(settings.model, key) for key in imported} == imported
+    assert settings.model.windows == (4096, 4096, 4096, 0) * 8
 
 
 @pytest.mark.parametrize("name", MIXTURES)

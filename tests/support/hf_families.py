@@ -114,7 +114,9 @@ FAMILIES |= {
     "Phi-3": ("Phi3", GROUPED | dict(pad_token_id=None)),
     "Phi-3, rotated in part": (
         "Phi3",
-        GROUPED | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
+        GROUPED
+        | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75))
+        | dict(sliding_window=CONTEXT),
     ),
     "Phi-3, longrope": (
         "Phi3",
@@ -147,7 +149,7 @@ FAMILIES |= {
     ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
     "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
-    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0, sliding_window=7)),
     "Arcee": ("Arcee", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
     "Nemotron": ("Nemotron", GROUPED | dict(head_dim=16)),
     "GPT-NeoX": ("GPTNeoX", UNGROUPED | dict(rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.5))),
