@@ -38,9 +38,8 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    widths = ["d_ff"] * (model.d_ff in model.dense_widths or not model.dense_widths) * model.has_dense + [
-        "d_expert"
-    ] * ("moe" in model.layer_kinds)
+    has_width = model.has_dense and model.d_ff in (model.dense_widths or (model.d_ff,))
+    widths = ["d_ff"] * has_width + ["d_expert"] * ("moe" in model.layer_kinds)
     for dim in ("heads", *widths, "d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
     for width in {*model.dense_widths} - {model.d_ff}:
@@ -139,7 +138,9 @@ def check_layouts(model: ModelConfig, layouts: Any, shapes: Any, axis_sizes: Map
         for dim, axes, size in zip(layout.names, layout.axes, sizes[name].shape, strict=True):
             if dim == "layers":  # sharded only if each rank has the same number of each kind
                 continue
-            _check_dim(model, dim, axes, axis_sizes, f", which shard{'' if len(axes) > 1 else 's'} {name}", size=size)
+            why = f", which shard{'' if len(axes) > 1 else 's'} {name}"
+            size = size if dim == "d_ff" else model.sizes.get(dim, size)  # of which a model may have several
+            _check_dim(model, dim, axes, axis_sizes, why, size=size)
 
 
 def _check_dim(

@@ -100,10 +100,10 @@ class ModelOnMesh:
         )
         self._check_prefetch()
         self._check_bucket()
-        self._check_table_first()
         self.plan.check_grads()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
+        self._check_table_first()
         checks.check_blocks_of_operands(model, self.plan.rows, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
         # Of each parameter's optimizer states.

@@ -522,7 +522,8 @@ def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
 def test_flops_of_context_ranks_are_those_of_the_rank_with_the_most_blocks(kernel, ranks, order, window):
     places, key = order_of(ranks, 2048, order).reshape(-1, 1), np.arange(2048)[None]
     shown = (places >= key) & (places - key < (window or 2048))
-    size = {"splash": splash_block_tokens(2048, ranks), "xla": tokens_of_block(2048 // (2 * ranks))}[kernel]
+    sizes = {"splash": splash_block_tokens(2048, ranks, window), "xla": tokens_of_block(1024 // ranks, window)}
+    size = sizes[kernel]
     blocks = shown.reshape(ranks, -1, size, 2048 // size, size).any(axis=(2, 4)).sum(axis=(1, 2)).max()
     of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8, ranks=ranks, window=window, order=order)
     assert attention_flops(kernel, "fwd", **of_one) == 2 * 2 * 8 * size**2 * blocks
