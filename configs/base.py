@@ -61,6 +61,7 @@ def get_config() -> ConfigDict:
     # moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)
     config.model.router_groups_chosen = 1
     config.model.router_shift = False  # moe: a trained bias on the router's logits
+    config.model.expert_bias = False  # moe: biases of each expert's gate, up and down
     config.model.shared_gate = False  # moe: each token's output of shared experts is times a sigmoid of its own
     # "swiglu" | "clamped": moe: silu(gate) * up in experts; or (up + 1) * gate * sigmoid(1.702 gate), with gate at most
     # expert_limit and up from -expert_limit to expert_limit
@@ -87,6 +88,8 @@ def get_config() -> ConfigDict:
     config.model.rope_fast_turns = 32.0
     # yarn, llama3: wavelengths of pairs with fewer turns there are multiplied by rope_factor
     config.model.rope_slow_turns = 1.0
+    # yarn: the first and the last pair between which it interpolates are rounded outwards to whole numbers
+    config.model.rope_truncate = True
     # factor on attention's logits; 0: (0.1 ln rope_factor + 1)^2 for yarn, 1 for others
     config.model.rope_temperature = 0.0
     config.model.rope_magnitude = 1.0  # factor on the rotated parts of queries and of keys

@@ -42,7 +42,7 @@ LAYER_KINDS = ("dense", "moe")  # by their MLP
 BASE = "base"  # of a kind of layers: the one of which it is a variant
 # Settings of attention that are data of a layer: layers that differ in them alone have one block.
 OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_factor", "rope_original_seq")
-OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_temperature", "rope_magnitude")
+OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_truncate", "rope_temperature", "rope_magnitude")
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -177,6 +177,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         1, "moe: groups that a token chooses, by their best expert (softmax) or the sum of two best (sigmoid)", least=1
     )
     router_shift: bool = key(False, "moe: a trained bias on the router's logits")
+    expert_bias: bool = key(False, "moe: biases of each expert's gate, up and down")
     shared_gate: bool = key(False, "moe: each token's output of shared experts is times a sigmoid of its own")
     expert_activation: str = key(
         "swiglu",
@@ -210,6 +211,9 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
     rope_slow_turns: float = key(
         1.0, "yarn, llama3: wavelengths of pairs with fewer turns there are multiplied by rope_factor", least=1e-6
+    )
+    rope_truncate: bool = key(
+        True, "yarn: the first and the last pair between which it interpolates are rounded outwards to whole numbers"
     )
     rope_temperature: float = key(
         0.0, "factor on attention's logits; 0: (0.1 ln rope_factor + 1)^2 for yarn, 1 for others"
@@ -380,6 +384,8 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
                 "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
             )
+        if self.rope_scaling != "yarn":
+            self._check_reads_no(("rope_truncate",), f"model.rope_scaling={self.rope_scaling!r}")
 
     def _check_reads_no(self, names: Sequence[str], reader: str) -> None:
         """Raise ConfigError if a key of these differs from its default, which `reader` would not read."""

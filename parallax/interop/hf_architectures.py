@@ -39,7 +39,7 @@ WORDS = {"branches": {False: "sequential", True: "parallel"}}
 # Choices of a block that an architecture has at their defaults, unless its row says otherwise.
 PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
 PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_scale", "shared_gate")
-PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_activation", "expert_limit")
+PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_bias", "expert_activation", "expert_limit")
 PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
 WINDOWED = "windows"  # of `rotated_layers`: those with a window
 # Words of hidden_act, with the activation of each; the first is that of an absent field.
@@ -68,6 +68,7 @@ WEIGHT_NAMES = {
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "attention.out": "self_attn.o_proj",
+    "attention.sink_logits": "self_attn.sinks",  # a whole name
     # Of latent attention: keys' and values' latent with the rotated key, both up-projections, and the queries' parts.
     "attention.down": "self_attn.kv_a_proj_with_mqa",
     "attention.norm": "self_attn.kv_a_layernorm",
@@ -113,6 +114,12 @@ NEOX_NAMES = {
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
 }
+GPT_OSS_NAMES = {
+    "mlp.router": "mlp.router",
+    "mlp.experts.gate": "mlp.experts.gate_up_proj",
+    "mlp.experts.up": "mlp.experts.gate_up_proj",
+    "mlp.experts.down": "mlp.experts.down_proj",
+}
 HUNYUAN_NAMES = {
     f"attention.{name}_norm": f"self_attn.{word}_layernorm" for name, word in (("q", "query"), ("k", "key"))
 }
@@ -143,6 +150,7 @@ class Architecture(NamedTuple):
     rotated_layers: str = ""  # which layers are rotated: WINDOWED, or the field with a 0 or 1 for each; "": all
     ropes_by_type: bool = False  # whether layers with a window may be rotated by other angles than those without
     further_layers: bool = False  # whether transformers takes an absent num_nextn_predict_layers for 1
+    columns_in_turn: bool = False  # whether experts' tensors are [experts, in, out], gate and up in turn in `out`
     mixture: "Mixture | None" = None
 
     def tensor(self, module: str) -> str:
@@ -241,6 +249,15 @@ OLMOE = QWEN3_MOE._replace(
     absent={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
     dense="",
 )
+GPT_OSS = Mixture(
+    MIXTRAL.fields | {"swiglu_limit": "expert_limit"},
+    {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0},
+    MIXTRAL.keys | {"router_shift": True, "expert_bias": True, "expert_activation": "clamped"},
+    {"swiglu_alpha": 1.702},
+    other_name="num_experts",
+)
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 GRANITE_MOE = MIXTRAL._replace(only={})
 GRANITE_FACTORS = {
     "attention_multiplier": "attention_scale",
@@ -540,6 +557,20 @@ ARCHITECTURES = {
         full_layers=4,
         rotated_layers=WINDOWED,
         equal_heads=True,
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        131_072,
+        {"attention": "gqa", "qk_norm": False, "sinks": True},
+        GQA_FIELDS | {"attention_bias": "qkv_bias out_bias"},
+        {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
+        | {"attention_bias": True, "sliding_window": 128, "rope_scaling": GPT_OSS_ROPE},
+        names=GPT_OSS_NAMES,
+        ignored=("initial_context_length", "experts_per_token"),  # of the code that came with the weights
+        windows="some",
+        full_layers=2,
+        columns_in_turn=True,
+        mixture=GPT_OSS,
     ),
     "Qwen2MoeForCausalLM": Architecture(
         "qwen2_moe",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parallax.config.sections import LAYER_KINDS, ModelConfig
+from parallax.config.sections import BASE, LAYER_KINDS, ModelConfig
 from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
@@ -45,6 +45,7 @@ ROPE_FIELDS = {
     "llama3": ORIGINAL_CONTEXT | {"high_freq_factor": "rope_fast_turns", "low_freq_factor": "rope_slow_turns"},
     "yarn": ORIGINAL_CONTEXT | {"beta_fast": "rope_fast_turns", "beta_slow": "rope_slow_turns"},
 }
+ROPE_SCALING = "rope_scaling"  # the field
 YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -97,6 +98,8 @@ DEFAULT_THETA = 10_000.0  # if it is absent
 OTHER_QUANTIZATION = ("compression_config", "quantization")
 HARMLESS_QUANTIZATION = "activation_scheme modules_to_not_convert ignored_layers scale_fmt dequantize run_compressed"
 SUPPORTED_WEIGHTS = "'fp8' in blocks, or weights in float32, bfloat16 or float16: use the model before quantization"
+
+MXFP4 = "mxfp4"  # of experts alone, as gpt-oss is published
 
 ScaleBlock = tuple[int, int]  # rows and columns of a float8 matrix that share a scale
 
@@ -194,6 +197,7 @@ class HfConfig(NamedTuple):
     context: int  # tokens
     interleaved: bool  # whether rotated pairs are neighbours in the weights' rows
     block: ScaleBlock | None  # of float8 weights
+    mxfp4: bool  # whether experts' kernels are in that format
     further_layers: int  # after the model's own, for multi-token prediction
     notes: tuple[str, ...]  # for the user
     part: LanguageModel | None = None  # where it is, if it is a part of a model
@@ -219,7 +223,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     for theirs, usual in kind.renamed.items():
         if theirs in fields.left:
             fields.left[usual] = fields.take(theirs)
-    block = _read_quantization(fields)
+    block, mxfp4 = _read_quantization(fields, kind)
     model = {**kind.keys, "sliding_window": 0, "rope": True, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
     absent |= {name: TYPES[key](0) for name, key in NULL_IS_ZERO.items() if name in fields.left}
@@ -251,8 +255,8 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
     fields.end()
-    notes = (*fields.notes, *_notes(model, block, further))
-    return HfConfig(names[0], model, context, interleaved, block, further, notes)
+    notes = (*fields.notes, *_notes(model, block, mxfp4, further))
+    return HfConfig(names[0], model, context, interleaved, block, mxfp4, further, notes)
 
 
 def language_model(content: Mapping[str, Any]) -> tuple[dict[str, Any], LanguageModel | None]:
@@ -398,7 +402,7 @@ def _read_kinds(
         words = [LOCAL] * ("sliding_window" in settings) + [UNROTATED] * ("rope" in settings)
         names.append("_".join([*([base] * (len({*bases}) > 1)), *words]) if words else base)
         if words:
-            kinds[names[-1]] = ({"base": base} if base != LAYER_KINDS[0] else {}) | settings
+            kinds[names[-1]] = ({BASE: base} if base != LAYER_KINDS[0] else {}) | settings
     return {"layers_of": layers_of(names), "kinds": settings_text(kinds)}
 
 
@@ -443,13 +447,15 @@ def _read_windows(fields: Fields, kind: Architecture, count: int, rotated: Seque
     return [window * (not rotated[layer] if rotated else layer >= full) for layer in range(count)]
 
 
-def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> Iterator[str]:
+def _notes(model: Mapping[str, Any], block: ScaleBlock | None, mxfp4: bool, further: int) -> Iterator[str]:
     if model["sliding_window"]:
         yield f"sliding_window={model['sliding_window']}: a token attends to so many, the last ones, in every layer"
     elif model["kinds"]:
         yield f"layers differ: model.layers_of={model['layers_of']!r}, model.kinds={model['kinds']!r}"
     if block:
         yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
+    if mxfp4:
+        yield "MXFP4 weights become bfloat16, which has all their values; to-hf writes these, not MXFP4"
     if further:
         yield f"{further} layer{'s' * (further > 1)} for multi-token prediction, after the model's, left out"
 
@@ -467,6 +473,8 @@ def _read_ropes(
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
+    if not (new.left or old.left):
+        old = Fields(old.where, kind.absent.get(ROPE_SCALING, {}))
     if not kind.ropes_by_type:
         return both(fields, new if new.left else old, theta=theta), {}
     if new.left.keys() - {FULL, SLIDING}:
@@ -495,10 +503,10 @@ def _read_rope(
     Both forms are read: rope_theta beside rope_scaling, or all in rope_parameters; `scaling` are the fields of either.
     """
     theta = scaling.read("rope_theta", float, fields.read("rope_theta", float, theta))
-    kind = scaling.take("rope_type", scaling.take("type", "default"))
-    if kind not in tuple(ROPE_FIELDS):
-        scaling.refuse("rope_type", kind, ", ".join(map(repr, ROPE_FIELDS)))
-    keys = {"rope_theta": theta, "rope_scaling": "none" if kind == "default" else kind}
+    form = scaling.take("rope_type", scaling.take("type", "default"))
+    if form not in tuple(ROPE_FIELDS):
+        scaling.refuse("rope_type", form, ", ".join(map(repr, ROPE_FIELDS)))
+    keys = {"rope_theta": theta, "rope_scaling": "none" if form == "default" else form}
     if rotated is None:
         for each in (fields, scaling):
             each.only("partial_rotary_factor", 1)
@@ -506,23 +514,23 @@ def _read_rope(
         part = fields.read("partial_rotary_factor", float, rotated)
         keys["rope_fraction"] = scaling.read("partial_rotary_factor", float, part)
     absent = YARN_TURNS | dict.fromkeys(ORIGINAL_CONTEXT, context)
-    _read_keys(scaling, ROPE_FIELDS[kind], keys, absent)
+    _read_keys(scaling, ROPE_FIELDS[form], keys, absent)
     keys = ROPE_DEFAULTS | {"rope_original_seq": context} | keys
-    if kind != "default":
+    if form != "default":
         extended = max(context / keys["rope_original_seq"], 1.0)
-        keys["rope_factor"] = scaling.read("factor", float, extended if kind == "yarn" else NEEDED)
+        keys["rope_factor"] = scaling.read("factor", float, extended if form == "yarn" else NEEDED)
         if keys["rope_factor"] < 1:
             scaling.refuse("factor", keys["rope_factor"], "1 or more")
-    if kind == "linear":
+    if form == "linear":
         scaling.ignore(ORIGINAL_CONTEXT)
-    if kind == "yarn":
+    if form == "yarn":
         keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
     scaling.end()
     return keys
 
 
 def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[str, float]:
-    """The keys rope_temperature and rope_magnitude."""
+    """The keys rope_truncate, rope_temperature and rope_magnitude."""
     given = scaling.read("attention_factor", float, 0.0)
     of_rotated, all_dims = (scaling.read(name, float, 0.0, least=0) for name in ("mscale", "mscale_all_dim"))
 
@@ -530,15 +538,16 @@ def _read_yarn_strength(scaling: Fields, factor: float, attention: str) -> dict[
         return 0.1 * weight * math.log(factor) + 1
 
     magnitude = given or (scale(of_rotated) / scale(all_dims) if of_rotated and all_dims else scale(1.0))
-    scaling.only("truncate", True)
+    truncate = {"rope_truncate": scaling.read("truncate", bool, True)}
     scaling.ignore(["finetuned"])
     misspelt = scaling.take("attn_factor", None)
     if misspelt is not None:
         why = "transformers reads attention_factor, and ignores this field"
         scaling.notes.append(f"{scaling.where}: attn_factor={misspelt!r:.100} is ignored: {why}")
     if attention == "mla":  # only a part of a head is rotated: the magnitude is for it, the temperature for the head
-        return {"rope_temperature": scale(all_dims) ** 2 if all_dims else 1.0, "rope_magnitude": magnitude}
-    return {"rope_temperature": magnitude**2}
+        temperature = scale(all_dims) ** 2 if all_dims else 1.0
+        return truncate | {"rope_temperature": temperature, "rope_magnitude": magnitude}
+    return truncate | {"rope_temperature": magnitude**2}
 
 
 def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
@@ -550,7 +559,7 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
     """
     kind = ARCHITECTURES[architecture]
     full, local = _of_types(model)
-    content = _rope_json(full, kind.rotated)
+    content = _rope_json(full, kind)
     if LOCAL_THETA in kind.absent and local.rope_scaling == "none":
         return content | {LOCAL_THETA: local.rope_theta}
     if not kind.ropes_by_type or (local.rope_scaling, local.rope_theta, full.rope_theta) == (
@@ -558,7 +567,7 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
         *[kind.absent.get("rope_theta", DEFAULT_THETA)] * 2,
     ):
         return content
-    by_type = {FULL: content, SLIDING: _rope_json(local, kind.rotated)}
+    by_type = {FULL: content, SLIDING: _rope_json(local, kind)}
     return {
         "rope_parameters": {
             name: {"rope_type": "default", "rope_theta": each["rope_theta"], **(each["rope_scaling"] or {})}
@@ -575,20 +584,21 @@ def _of_types(model: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
     return full, next((settings for settings in each if settings.sliding_window), each[0])
 
 
-def _rope_json(model: ModelConfig, rotated: float | None) -> dict[str, Any]:
+def _rope_json(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     kind, temperature = model.rope_scaling, Rope(model).temperature()
     if kind != "yarn" and (temperature != 1 or model.rope_magnitude != 1):
         raise ConfigError(
             f"model.rope_temperature={model.rope_temperature:g} and rope_magnitude={model.rope_magnitude:g} have no "
             f"place in a config.json with model.rope_scaling={kind!r}; use 0 and 1.0, or rope_scaling='yarn'"
         )
-    part = {"partial_rotary_factor": model.rope_fraction} if rotated else {}
+    part = {"partial_rotary_factor": model.rope_fraction} if architecture.rotated else {}
     if kind == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None} | part
+        none = {"rope_type": "default"} if ROPE_SCALING in architecture.absent else None
+        return {"rope_theta": model.rope_theta, ROPE_SCALING: none} | part
     scaling = {"rope_type": kind, "factor": model.rope_factor}
     scaling |= {name: getattr(model, key) for name, key in ROPE_FIELDS[kind].items()}
     if kind == "yarn":
-        scaling["attention_factor"] = model.rope_magnitude
+        scaling |= {"attention_factor": model.rope_magnitude} | ({} if model.rope_truncate else {"truncate": False})
         if model.attention == "gqa":
             scaling["attention_factor"] *= math.sqrt(temperature)
         elif temperature != 1:
@@ -611,18 +621,23 @@ def context_of(model: ModelConfig, known: int) -> int:
 # ---- quantized weights
 
 
-def _read_quantization(fields: Fields) -> ScaleBlock | None:
-    """The blocks of float8 weights, None if weights are not quantized; ConfigError for another quantization."""
+def _read_quantization(fields: Fields, kind: Architecture) -> tuple[ScaleBlock | None, bool]:
+    """The blocks of float8 weights, None if there are none, and whether experts are in MXFP4; ConfigError for another
+    quantization."""
     for name in OTHER_QUANTIZATION:
         if other := fields.within(name).left:
             fields.refuse(name, other, SUPPORTED_WEIGHTS)
     inner = fields.within("quantization_config")
     if not inner.left:
-        return None
+        return None, False
     bitsandbytes = inner.left.get("load_in_4bit") or inner.left.get("load_in_8bit")
     method = inner.take("quant_method", "bitsandbytes" if bitsandbytes else None)
+    if method == MXFP4 and kind.columns_in_turn:
+        inner.ignore(HARMLESS_QUANTIZATION.split())
+        inner.end()
+        return None, True
     if method != "fp8":
-        inner.refuse("quant_method", method, SUPPORTED_WEIGHTS)
+        inner.refuse("quant_method", method, f"{MXFP4!r}" if kind.columns_in_turn else SUPPORTED_WEIGHTS)
     inner.only("fmt", "e4m3")
     block = inner.take("weight_block_size", None)
     sizes = block if isinstance(block, list) else []
@@ -630,7 +645,7 @@ def _read_quantization(fields: Fields) -> ScaleBlock | None:
         inner.refuse("weight_block_size", block, "two whole numbers, as [128, 128]")
     inner.ignore(HARMLESS_QUANTIZATION.split())
     inner.end()
-    return sizes[0], sizes[1]
+    return (sizes[0], sizes[1]), False
 
 
 # ---- write

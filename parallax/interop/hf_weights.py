@@ -3,8 +3,8 @@
 Their kernels are `[out, in]`, with heads concatenated in `out`; ours have named dims. Each is a view of the other
 except for rotated pairs: ours are (i, i + width/2), as in Llama; DeepSeek's are neighbours, (2i, 2i + 1).
 
-Weights in float8 with a scale for each block, as in DeepSeek-V3, are read as float32. If all experts of a layer are in
-one tensor, each kernel is read from its part of it.
+Weights in float8 with a scale for each block, as in DeepSeek-V3, are read as float32, and experts in MXFP4, as in
+gpt-oss, as bfloat16. If all experts of a layer are in one tensor, each kernel is read from its part of it.
 """
 
 import math
@@ -20,6 +20,7 @@ from parallax.config.sections import UNSCALED, ModelConfig
 from parallax.interop.export import TensorSource, stack_names
 from parallax.interop.hf_architectures import ARCHITECTURES, EXPERT, Architecture, LanguageModel
 from parallax.interop.hf_config import ScaleBlock
+from parallax.interop.mxfp4 import Mxfp4Tensor
 from parallax.interop.safetensors import Tensor
 
 # Names after the layer, in files that have all experts of a layer in one tensor.
@@ -34,7 +35,8 @@ class WeightView(NamedTuple):
     """One of our arrays (of one layer and one expert if they are stacked) as a view of their tensor.
 
     `view` turns the tensor of this `shape` into a view with the array's shape; `order` then reorders its last dim.
-    Without both the array equals the tensor.
+    Without both the array equals the tensor. With `by_rows` it does so with any of the tensor's rows, which are rows of
+    the array, too.
     """
 
     tensor: str  # its name, with {layer} if layers are stacked, and {expert} if experts are
@@ -42,6 +44,7 @@ class WeightView(NamedTuple):
     view: Callable[[np.ndarray], np.ndarray] | None = None
     order: np.ndarray | None = None
     experts: int = 0  # experts of a layer, if they are stacked
+    by_rows: bool = False
 
     def tensors(self, here: TensorSource) -> Iterator[tuple[tuple[int, ...], str]]:
         """The tensors of this part of the array: the index in it, and the name of each."""
@@ -87,6 +90,8 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
         "attention.out.kernel": _kernel_view(kind, "attention.out", back, d_model, heads * width, heads=heads),
         **(_mla(kind, model, interleaved) if model.attention == "mla" else _gqa(kind, model, interleaved)),
     }
+    if model.sinks:
+        layer["attention.sink_logits.logits"] = WeightView(kind.tensor("attention.sink_logits"), (heads,))
     for of_stack, stack in stack_names(model.layer_kinds).items():
         mlp = _mixture(kind, model) if of_stack == "moe" else _dense_mlp(kind, model)
         views |= {f"{stack}{name}": view for name, view in (layer | mlp).items()}
@@ -136,7 +141,11 @@ def _mixture(kind: Architecture, model: ModelConfig) -> dict[str, WeightView | N
     others = _mlp(kind, "mlp.shared", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
     if model.shared_gate:
         others["mlp.shared_gate"] = _kernel_view(kind, "mlp.shared_gate", "gates d_model -> d_model gates", 1, d_model)
-    if EXPERT not in kind.tensor(gate):
+    if model.router_shift:
+        others["mlp.router.shift"] = WeightView(f"{kind.tensor('mlp.router')}.bias", (count,))
+    if kind.columns_in_turn:
+        kernels = _in_turn(kind, model)
+    elif EXPERT not in kind.tensor(gate):
         both, downs = (f"{kind.tensor(module)}.weight" for module in (gate, down))
         kernels = {
             gate: WeightView(both, (count, 2 * d_expert, d_model), lambda tensor: tensor[:, :d_expert].swapaxes(1, 2)),
@@ -155,6 +164,27 @@ def _mixture(kind: Architecture, model: ModelConfig) -> dict[str, WeightView | N
         **kernels,
         **others,
     }
+
+
+def _in_turn(kind: Architecture, model: ModelConfig) -> dict[str, WeightView]:
+    """Experts' kernels and biases in tensors [experts, in, out] and [experts, out]; every other column is of gate, and
+    those between them of up."""
+    count, widths = model.experts, {"gate": model.d_expert, "up": model.d_expert, "down": model.d_model}
+    views = {}
+    for place, (name, width) in enumerate(widths.items()):
+        module = f"mlp.experts.{name}"
+        tensor, is_down = kind.tensor(module), name == "down"
+        view = None if is_down else partial(_every_other, place)
+        columns, inputs = (width, model.d_expert) if is_down else (2 * width, model.d_model)
+        views[module] = WeightView(tensor, (count, inputs, columns), view, by_rows=True)
+        bias = "mlp.down_bias" if is_down else f"{module}_bias"
+        if model.expert_bias:
+            views[bias] = WeightView(f"{tensor}_bias", (count, columns), view, by_rows=True)
+    return views
+
+
+def _every_other(first: int, tensor: np.ndarray) -> np.ndarray:
+    return tensor[..., first::2]
 
 
 def _scale_view(kind: Architecture, module: str, size: int) -> WeightView:
@@ -295,7 +325,7 @@ class ScaledTensor(NamedTuple):
         return values
 
 
-Weight = Tensor | ScaledTensor
+Weight = Tensor | ScaledTensor | Mxfp4Tensor
 
 
 def dequantized(values_RC: np.ndarray, scales: np.ndarray, block: ScaleBlock, first_row: int) -> np.ndarray:
@@ -349,6 +379,8 @@ def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTenso
     """The tensors of mixtures by name, as `transformers` 5 holds them in memory and saves them with
     save_original_format=False: two for all experts of a layer; the first has the gate of each before its up."""
     fused = {}
+    if EXPERT not in ARCHITECTURES[architecture].tensor("mlp.experts.gate"):
+        return fused
     for layer, of_layer in enumerate(model.layer_kinds):
         if of_layer == "moe":
             fused |= _fused_layer(model, ARCHITECTURES[architecture], layer)

@@ -23,6 +23,7 @@ from parallax.interop.hf_architectures import ARCHITECTURES
 from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.merged import MergedParams
+from parallax.interop.mxfp4 import with_exponents
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.sharding.parameter import Role
 from parallax.storage import files
@@ -146,7 +147,9 @@ def _our_parts(
 def _our_rows(view: WeightView, weight: Weight, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
     """Rows of an array in its dtype: from the file if they are the tensor's rows, otherwise from the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
-    if view.view:
+    if view.by_rows:
+        pieces = map(view.ours, weight.pieces(limit))
+    elif view.view:
         pieces = in_pieces(view.ours(weight.whole()), limit)
     else:
         padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
@@ -192,6 +195,8 @@ def _tensors_of_model(
     }
     if config.block:
         tensors = hf_weights.with_scales(tensors, config.block)
+    if config.mxfp4:
+        tensors = with_exponents(tensors)
     of_head, of_table = (f"{kind.tensor(module)}.weight" for module in ("head", "embedding"))
     head, table = tensors.get(of_head), tensors.get(of_table)
     if head and table and of_head not in shapes and _same(head, table):

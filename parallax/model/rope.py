@@ -72,7 +72,9 @@ class Rope(NamedTuple):
 
     def _stretched_by_dim(self, plain: np.ndarray) -> np.ndarray:
         low, high = map(self._dim_that_turns, (self.model.rope_fast_turns, self.model.rope_slow_turns))
-        low, high = max(math.floor(low), 0), min(math.ceil(high), self.width - 1)
+        if self.model.rope_truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.width - 1)
         return np.clip((np.arange(len(plain)) - low) / max(high - low, 1e-3), 0, 1)
 
     def _stretched_by_turns(self, plain: np.ndarray) -> np.ndarray:

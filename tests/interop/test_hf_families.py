@@ -8,6 +8,8 @@ import json
 import tempfile
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 from support.exportable_runs import OWN, own_run, own_settings
 from test_convert import params_of
@@ -17,6 +19,7 @@ import parallax as px
 from parallax.cli.convert import main
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.inference.generate import encode
+from parallax.interop.mxfp4 import of_mxfp4
 
 EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.txt'
 torch = pytest.importorskip("torch", reason=EXTRA)
@@ -50,6 +53,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
 LOGITS_ERROR = 1e-4
@@ -99,7 +103,7 @@ def test_a_config_that_is_written_for_our_own_run_means_the_same_there(name):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERTS if name != "Granite-MoE"])  # which has one form
+@pytest.mark.parametrize("name", [name for name in EXPERTS if name not in ("Granite-MoE", "gpt-oss")])  # of one form
 def test_experts_are_imported_from_each_of_the_formats_that_they_are_saved_in(pair_of, tmp_path, name):
     """One tensor for each expert and kernel, as published, or all experts of a layer in one, as in memory."""
     theirs = pair_of(name).theirs
@@ -211,6 +215,16 @@ def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
     assert logits_difference(second, *ours_on(second, (1, 1, 1))) < LOGITS_ERROR
 
 
+def test_mxfp4_is_read_bitwise_as_they_read_it():
+    """But for exponents whose numbers bfloat16 has only in part, where they round twice."""
+    draw = np.random.default_rng(0)
+    blocks = draw.integers(0, 256, (3, 40, 4, 16), np.uint8)
+    exponents = draw.integers(2, 253, (3, 40, 4)).astype(np.uint8)
+    theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(exponents))
+    ours = of_mxfp4(blocks, exponents).astype(ml_dtypes.bfloat16)
+    assert theirs.contiguous().view(torch.int16).numpy().tobytes() == ours.tobytes()
+
+
 MATTERS = [
     ("Llama 2", dict(norm_eps=1e-2)),
     ("Llama 2, linear", dict(rope_factor=3.5)),
@@ -244,6 +258,8 @@ MATTERS = [
     ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),
     ("DeepSeek-V3, groups of experts", dict(router_groups_chosen=3)),
     ("DeepSeek-V3, one group", dict(router_score="softmax")),
+    ("gpt-oss", dict(rope_truncate=True)),
+    ("gpt-oss", dict(expert_limit=7.0)),
 ]
 
 

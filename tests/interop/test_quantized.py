@@ -1,4 +1,5 @@
-"""Weights in float8 by blocks, and layers for further tokens, as DeepSeek-V3 is published: what comes in of them."""
+"""Weights in float8 by blocks, and layers for further tokens, as DeepSeek-V3 is published, and in MXFP4, as gpt-oss is:
+what comes in of them."""
 
 import json
 import subprocess
@@ -191,3 +192,73 @@ def test_float8_takes_the_memory_of_a_few_pieces_too(tmp_path):
     grown = int(ended.stdout.split("grew ")[1])
     print(f"{grown >> 20} MiB")
     assert grown < 350 << 20
+
+
+# ---- MXFP4
+
+GPT_OSS, MXFP4 = "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+
+
+def in_mxfp4(tensors):
+    """Random bits in the place of experts' kernels, each exponent with all numbers in bfloat16, beside what
+    they stand for by the format's definition, entry by entry."""
+    draw, stored, meant = np.random.default_rng(0), {}, {}
+    for name, array in tensors.items():
+        stored[name] = meant[name] = array.astype(KINDS["BF16"])
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, into, out = array.shape
+            del stored[name]
+            blocks = draw.integers(0, 256, (experts, out, into // 32, 16), np.uint8)
+            exponents = draw.integers(3, 252, (experts, out, into // 32)).astype(np.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+            values = np.zeros(array.shape, np.float64)
+            for (e, o, block, byte), bits in np.ndenumerate(blocks):
+                for half, four in enumerate((int(bits) % 16, int(bits) // 16)):
+                    sign, exponent, mantissa = four // 8, four // 2 % 4, four % 2
+                    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+                    size *= 2.0 ** (int(exponents[e, o, block]) - 127)
+                    values[e, 32 * block + 2 * byte + half, o] = -size if sign else size
+            meant[name] = values.astype(KINDS["BF16"])
+            assert (meant[name].astype(np.float64) == values).all()
+    return stored, meant
+
+
+def test_mxfp4_comes_in_as_what_it_stands_for_and_goes_out_as_that(tmp_path, capsys):
+    """Bitwise: gate and up, in turn in their tensor, and down; and what goes out comes in as the same."""
+    config = config_of(GPT_OSS)
+    stored, meant = in_mxfp4(random_tensors(shapes_of(config)))
+    assert imported(tmp_path, config | MXFP4, stored, shards=2) == 0
+    assert "MXFP4 weights become bfloat16" in capsys.readouterr().out
+    ours, prefix = params_of(tmp_path / "run", 0), "model.layers.1.mlp.experts"
+    experts = {name.removeprefix("blocks.mlp."): x[1] for name, x in ours.items() if name.startswith("blocks.mlp.")}
+    for first, name in enumerate(("gate", "up")):
+        assert (experts[f"experts.{name}"] == meant[f"{prefix}.gate_up_proj"][..., first::2]).all()
+        assert (experts[f"experts.{name}_bias"] == meant[f"{prefix}.gate_up_proj_bias"][..., first::2]).all()
+    assert (experts["experts.down"] == meant[f"{prefix}.down_proj"]).all()
+    assert (experts["down_bias"] == meant[f"{prefix}.down_proj_bias"]).all()
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    found = read_folder(tmp_path / "out")
+    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in meant.items()}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    back = params_of(tmp_path / "back", 0)
+    assert all((back[name] == x).all() for name, x in ours.items())
+
+
+BLOCKS_OF_ONE = "model.layers.0.mlp.experts.down_proj_blocks"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (config_of(GPT_OSS), {}, "down_proj is missing"),
+        (config_of(GPT_OSS) | MXFP4, {BLOCKS_OF_ONE: np.zeros((3, 32, 2, 8), np.uint8)}, "down_proj is missing"),
+        (config_of(QWEN3) | MXFP4, {}, "quantization_config: quant_method='mxfp4' is not supported"),
+    ],
+    ids=["no config says it", "half a block", "another architecture"],
+)
+def test_mxfp4_that_is_not_as_gpt_oss_has_it_is_refused(tmp_path, capsys, config, change, message):
+    stored, _ = in_mxfp4(random_tensors(shapes_of(config_of(GPT_OSS))))
+    assert imported(tmp_path, config, stored | change) in (2, 3)
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1

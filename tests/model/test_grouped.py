@@ -126,8 +126,9 @@ def test_what_is_computed_grows_with_rows_not_with_groups(rows):
     assert count * rows_of_block(rows, groups) <= 1.25 * rows + 8 * groups
 
 
+@pytest.mark.parametrize("with_biases", [False, True], ids=["no biases", "biases"])
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["passes", "kernels"])
-def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, monkeypatch):
+def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, with_biases, monkeypatch):
     """On rows that divide into blocks; Pallas interprets the kernels. Those after the last group are undefined."""
     monkeypatch.setattr(experts_module, "has_kernel", lambda x: by_kernels)
     monkeypatch.setattr(grouped_kernel, "WIDEST_BLOCK", 128)
@@ -135,7 +136,9 @@ def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, 
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, dy, weights = array(384, into), array(384, into), array(384, 1)
     kernels = [array(4, *dims) / 10 for dims in ((into, wide), (into, wide), (wide, into))]
-    experts, used = HeldExperts(*map(ExpertKernels, kernels)), sum(sizes)
+    biases, used = [array(4, wide) for _ in range(2)], sum(sizes)
+    held = [{"bias": bias} for bias in biases] if with_biases else [{}, {}]
+    experts = HeldExperts(*(ExpertKernels(kernel, **more) for kernel, more in zip(kernels, [*held, {}])))
 
     @jax.jit
     def found(x, dy, weights, sizes):
@@ -144,15 +147,15 @@ def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, 
         return gate, up, hidden, d_gate, d_up, d_weights, again, sum(experts.input_gradients(d_gate, d_up, sizes))
 
     @jax.jit
-    def plain(x, dy, weights, gate, up, down):
-        products, pull_x = jax.vjp(lambda x: (x @ gate, x @ up), x)
+    def plain(x, dy, weights, gate, up, down, of_gate, of_up):
+        products, pull_x = jax.vjp(lambda x: (x @ gate + of_gate[None], x @ up + of_up[None]), x)
         hidden, pull = jax.vjp(lambda gate, up, weights: jax.nn.silu(gate) * up * weights, *products, weights)
         grads = pull(dy @ down.T)
         return *products, hidden, *grads, hidden, *pull_x(grads[:2])
 
-    ends = np.cumsum([0, *sizes])
+    ends, added = np.cumsum([0, *sizes]), [bias * with_biases for bias in biases]
     groups = [
-        plain(*(one[a:b] for one in (x, dy, weights)), *(kernel[at] for kernel in kernels))
+        plain(*(one[a:b] for one in (x, dy, weights)), *(each[at] for each in (*kernels, *added)))
         for at, (a, b) in enumerate(itertools.pairwise(ends))
     ]
     for a, *parts in zip(found(x, dy, weights, jnp.asarray(sizes, jnp.int32)), *groups, strict=True):
@@ -215,10 +218,15 @@ devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]
 device = jax.sharding.SingleDeviceSharding(devices[0])
 array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 sizes, weights = array(8, dtype="int32"), array(4096, 1, dtype="float32")
-for x, wide in ((2048, 1408), (4096, 14336)):
+
+def biased(x, gate, up, weights, sizes, *biases):
+    return gated_by_group(x, gate, up, weights, sizes, grouped_kernel.Activation(7.0), biases)
+
+for x, wide in ((2048, 1408), (4096, 14336), (2880, 2880)):
     rows, into = array(4096, wide), array(8, x, wide)
     for kernel, args in (
         (gated_by_group, (array(4096, x), into, into, weights, sizes)),
+        (biased, (array(4096, x), into, into, weights, sizes, array(8, wide), array(8, wide))),
         (input_gradient_by_group, (rows, rows, into, into, sizes)),
     ):
         print(len(re.findall(r"%gmm_[\w.-]* = .*custom-call", jax.jit(kernel).lower(*args).compile().as_text())))
@@ -229,9 +237,9 @@ for x, wide in ((2048, 1408), (4096, 14336)):
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_for_gated_experts_compile_for_tpu(topology):
-    """With the widths of DeepSeek-V2-Lite and of Mixtral, in the memory of a core."""
+    """With the widths of DeepSeek-V2-Lite, Mixtral and gpt-oss, in the memory of a core."""
     tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
     done = subprocess.run([sys.executable, "-c", GATED, topology], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == 2 * ["2", "1"]
+    assert done.stdout.split() == 3 * ["2", "2", "1"]

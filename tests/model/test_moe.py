@@ -49,6 +49,7 @@ ROUTERS = {
     "sigmoid, groups": dict(router_score="sigmoid", router_groups=2, router_groups_chosen=1, experts_per_token=3),
     "shared": dict(shared_experts=2),
     "all experts": dict(experts_per_token=EXPERTS),
+    "biases": dict(shared_experts=1, expert_bias=True, router_scale=2.5),
 }
 MESHES = [
     dict(ep=2), dict(ep=4), dict(tp=2), dict(cp=2), dict(dp=2), dict(ep=2, tp=2), dict(ep=2, cp=2), dict(ep=2, dp=2),
@@ -131,9 +132,9 @@ def naive_ids(params, x, model):
     return np.array([[naive_choice(token, model) for token in row] for row in scores])
 
 
-def gated(x, gate, up, down):
-    hidden = x @ gate
-    return (hidden / (1 + jnp.exp(-hidden)) * (x @ up)) @ down
+def gated(x, gate, up, down, of_gate=0, of_up=0, of_down=0):
+    hidden = x @ gate + of_gate
+    return (hidden / (1 + jnp.exp(-hidden)) * (x @ up + of_up)) @ down + of_down
 
 
 def naive(params, x, model, ids):
@@ -145,7 +146,9 @@ def naive(params, x, model, ids):
     y = 0
     for expert in range(EXPERTS):
         kernels = [params["experts"][name][expert] for name in ("gate", "up", "down")]
-        y += model.router_scale * weights[..., expert, None] * gated(x, *kernels)
+        biases = [params["experts"][f"{name}_bias"] for name in ("gate", "up") if model.expert_bias]
+        biases = [bias[expert][None, None] for bias in (*biases, *([params["down_bias"]] * model.expert_bias))]
+        y += model.router_scale * weights[..., expert, None] * gated(x, *kernels, *biases)
     if model.shared_experts:
         y += gated(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
     return y
@@ -394,11 +397,12 @@ def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_siz
 @pytest.mark.parametrize("mesh", [dict(ep=4), dict(ep=2, tp=2)], ids=str)
 @pytest.mark.parametrize("exchange", EXCHANGE_FORMS)
 def test_an_exchange_has_the_values_and_gradients_of_the_plain_one(exchange, mesh, monkeypatch):
-    """With what accelerators send, in two rounds and further ones: all tokens choose an expert of the first rank."""
+    """With what accelerators send, in two rounds and further ones: all tokens choose an expert of the first rank. With
+    biases, which each round adds, and whose gradients all rounds do."""
     monkeypatch.setattr(ragged, "platform_traced", lambda: "tpu")
     monkeypatch.setattr(ragged, "LEAST_UNITS", 1)
     monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
-    layer = mixture(model=ROUTERS["shared"])
+    layer = mixture(model=ROUTERS["biases"])
     layouts, params = declared(layer)
     params["router"]["bias"][0] = 100
 

@@ -28,6 +28,7 @@ CHOICES = {
     "router_shift": dict(layers_of="moe*4", router_shift=True),
     "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
     "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
+    "expert_bias": dict(layers_of="moe*4", expert_bias=True),
 }
 EXPERTS = dict(experts=4, experts_per_token=2, d_expert=16)
 ALL = {key: value for choice in CHOICES.values() for key, value in choice.items()} | dict(rope_fraction=0.5)
@@ -81,7 +82,7 @@ SWITCHES = {
     "logits": ["", "logit_scale", "logit_cap"],
     "rope": ["", "rope_fraction", "no positions"],
     "norm": ["", "norm over heads", "norm after rope", "norm of one plus", "norm over heads after rope"],
-    "mixture": ["", "router_shift", "shared_gate", "clamped"],
+    "mixture": ["", "router_shift", "shared_gate", "clamped", "expert_bias"],
     "axis": [*AXES],
 }
 

@@ -3,6 +3,7 @@ compute all tokens."""
 
 import functools
 import itertools
+import math
 import pathlib
 import random
 import subprocess
@@ -55,6 +56,11 @@ MODELS |= {
     "steered": STEERED | dict(router_score="sigmoid"),
     "twins": STEERED | dict(experts_per_token=1, router_normalized=False),
 }
+# As gpt-oss: windows in turn, sinks, biases everywhere, clamped experts, yarn that rounds nothing.
+MODELS["gpt-oss"] = dict(layers_of="(local moe)*2", layers=4, kinds="local=(base='moe', sliding_window=5)", tied=False)
+MODELS["gpt-oss"] |= dict(attention="gqa", sinks=True, qkv_bias=True, out_bias=True, router_shift=True)
+MODELS["gpt-oss"] |= dict(expert_bias=True, expert_activation="clamped", expert_limit=0.5, rope_scaling="yarn")
+MODELS["gpt-oss"] |= dict(rope_factor=4.0, rope_original_seq=8, rope_truncate=False)
 # pp dp tp replica cp ep: experts in a pipeline, and there beside each other axis.
 FEW = [(2, 1, 1, 1, 1, 4), (2, 1, 2, 1, 1, 2), (2, 2, 1, 1, 1, 2), (2, 1, 1, 2, 1, 2), (2, 1, 1, 1, 2, 2)]
 MESHES = [
@@ -260,15 +266,28 @@ def test_initial_values_are_bitwise_the_same_on_every_mesh(name):
         jax.tree.map(np.testing.assert_array_equal, mixture(mesh, name).init(0), whole)
 
 
+def test_a_model_like_gpt_oss_is_the_same_over_context_expert_and_tensor_ranks(record_property):
+    case = dict(mesh=(1, 1, 2, 1, 2, 2), model="gpt-oss", schedule="gpipe", context="ring", exchange="ragged")
+    check_case(case, record_property)
+
+
 @pytest.mark.slow
-def test_six_axes_of_32_devices_give_the_plain_models_gradients():
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(mesh=(2, 2, 2, 1, 2, 2), model="late", schedule="one_f_one_b", context="ring", exchange="ragged"),
+        dict(mesh=(2, 2, 2, 1, 2, 2), model="gpt-oss", schedule="zero_bubble", context="ring", exchange="ragged"),
+        dict(mesh=(2, 2, 2, 2, 2, 2), model="gpt-oss", schedule="one_f_one_b", context="all_gather", exchange="gather"),
+    ],
+    ids=["late", "gpt-oss", "gpt-oss, replicas"],
+)
+def test_six_axes_give_the_plain_models_gradients(case):
     """In a process of its own, for this one has eight devices."""
-    case = dict(mesh=(2, 2, 2, 1, 2, 2), model="late", schedule="one_f_one_b", context="ring", exchange="ragged")
     program = f"""
 import sys
 sys.path[:0] = {[str(folder) for folder in (pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[1])]}
 from parallax.hardware.devices import simulate_devices
-simulate_devices(32)
+simulate_devices({math.prod(case["mesh"])})
 from test_experts import check_case
 check_case({case}, print)
 """

@@ -14,6 +14,7 @@ from parallax.sharding.layout import named_leaves
 
 SMALL = dict(layers=4, microbatches=2, lora_rank=4)
 MIXED = SMALL | dict(attention="gqa", layers_of="(dense moe)*2", experts=4, shared_experts=1, d_expert=16)
+MIXED |= dict(expert_bias=True)
 MLA = SMALL | dict(attention="mla", d_latent_q=8)
 SEQ_CUT = "batch/dp seq/tp d_model"
 FEW = SMALL | dict(layers=2, microbatches=1, attention="gqa")

@@ -58,6 +58,12 @@ OWN = {
         dict(attention="gqa", layers_of="dense moe", experts=4, d_expert=12, router_score="sigmoid", shared_experts=1),
         "Glm4MoeForCausalLM",
     ),
+    "mixture, biases": (
+        dict(attention="gqa", layers_of="local moe", kinds="local=(base='moe', sliding_window=8)", experts=4)
+        | dict(d_expert=12, qkv_bias=True, out_bias=True, sinks=True, router_shift=True, expert_bias=True)
+        | dict(expert_activation="clamped", expert_limit=0.5),
+        "GptOssForCausalLM",
+    ),
     "norms without parameters": (
         dict(attention="gqa", norm="layer", norm_scale="none", norm_eps=1e-5),
         "OlmoForCausalLM",

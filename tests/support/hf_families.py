@@ -185,6 +185,12 @@ MIXTURES |= {
         | SHARED
         | dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, mlp_only_layers=[3], qkv_bias=False),
     ),
+    "gpt-oss": (
+        "GptOss",
+        GROUPED
+        | scaled("yarn", truncate=False)
+        | dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, sliding_window=5, swiglu_limit=0.7),
+    ),
     "GLM-4.5": (
         "Glm4Moe",
         GROUPED
@@ -343,7 +349,9 @@ def their_losses(name: str) -> list[float]:
 def adamw_losses(model: torch.nn.Module) -> list[float]:
     """Of ten steps of PyTorch's AdamW; decay on matrices alone, and a gradient as long as it may be at most."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, rest = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
+    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}  # experts' have two dims
+    matrices = [p for p in trained if p.ndim > 1 and id(p) not in biases]
+    rest = [p for p in trained if p.ndim == 1 or id(p) in biases]
     groups = [dict(params=matrices, weight_decay=ADAMW["weight_decay"]), dict(params=rest, weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, lr=ADAMW["learning_rate"], betas=(ADAMW["b1"], ADAMW["b2"]), eps=ADAMW["eps"])
     losses = []

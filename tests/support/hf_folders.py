@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 KINDS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-KINDS["F8_E4M3"] = np.dtype(ml_dtypes.float8_e4m3fn)
+KINDS |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 SIZES = {
     "vocab_size": 260,
     "hidden_size": 16,
@@ -67,6 +67,22 @@ CONFIGS = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 8,
         "norm_topk_prob": True,
+    },
+    "GptOssForCausalLM": {
+        "model_type": "gpt_oss",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        | {"original_max_position_embeddings": 16},
     },
 }
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -219,6 +235,14 @@ def mixture_shapes(c, d):
         e, width, at = c["num_local_experts"], c["intermediate_size"], "block_sparse_moe"
         fused = {"input_linear": (e, 2 * width, d), "output_linear": (e, d, width), "router.layer": (e, d)}
         return {f"{at}.{name}.weight": shape for name, shape in fused.items()}
+    if c["model_type"] == "gpt_oss":
+        e, width = c["num_local_experts"], c["intermediate_size"]
+        fused = {"experts.gate_up_proj": (e, d, 2 * width), "experts.down_proj": (e, width, d)}
+        fused |= {f"{name}_bias": (e, columns) for name, (_, _, columns) in fused.items()}
+        return {f"{at}.{name}": shape for name, shape in fused.items()} | {
+            f"{at}.router.weight": (e, d),
+            f"{at}.router.bias": (e,),
+        }
     if c["model_type"] == "olmoe":
         width = c["intermediate_size"]
     if c["model_type"] == "mixtral":
@@ -244,6 +268,8 @@ def grouped_shapes(c, d, h, architecture):
         return of_phi3(shapes, c)
     if c.get("qkv_bias", architecture == "Qwen2ForCausalLM") or c.get("attention_bias"):
         shapes |= {f"{name}_proj.bias": (rows,) for name, rows in wide.items()}
+    if architecture.startswith("GptOss"):
+        shapes |= {"o_proj.bias": (d,), "sinks": (h,)}
     if architecture.startswith("Qwen3") or c.get("use_qk_norm"):
         shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
     if architecture.startswith("HunYuan"):

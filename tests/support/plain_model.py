@@ -47,10 +47,11 @@ class PlainMixture(nn.Module):
         if m.router_normalized:
             weights_BSE /= weights_BSE.sum(axis=-1, keepdims=True)
         limit = m.expert_limit if m.expert_activation == "clamped" else None
-        kernels = (params["experts"][name] for name in ("gate", "up", "down"))
+        experts = params["experts"] | {"down_bias": params["down_bias"]} if m.expert_bias else params["experts"]
+        names = [name + bias for bias in ["", *["_bias"] * m.expert_bias] for name in ("gate", "up", "down")]
         y = m.router_scale * sum(
-            weights_BSE[..., expert, None] * plain_mlp(x, *own, limit)
-            for expert, own in enumerate(zip(*kernels, strict=True))
+            weights_BSE[..., expert, None] * plain_mlp(x, *own[:3], limit, own[3:])
+            for expert, own in enumerate(zip(*(experts[name] for name in names), strict=True))
         )
         if m.shared_experts:
             gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
@@ -87,11 +88,13 @@ def best(scores, count):
     return (rank < count) * jnp.float32(1), margins.min(initial=jnp.inf)
 
 
-def plain_mlp(x, gate, up, down, limit=None):
+def plain_mlp(x, gate, up, down, limit=None, biases=()):
+    of_gate, of_up, of_down = (bias[None, None] for bias in biases) if biases else (0, 0, 0)
+    gated, wide = x @ gate + of_gate, x @ up + of_up
     if limit:
-        gated, wide = jnp.minimum(x @ gate, limit), jnp.clip(x @ up, -limit, limit)
-        return (gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)) @ down
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        gated, wide = jnp.minimum(gated, limit), jnp.clip(wide, -limit, limit)
+        return (gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)) @ down + of_down
+    return (jax.nn.silu(gated) * wide) @ down + of_down
 
 
 class PlainBlock(Block):

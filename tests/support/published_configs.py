@@ -496,7 +496,47 @@ QWEN3_MOE = QWEN3 | {
     "router_aux_loss_coef": 0.001,
     "vocab_size": 151936,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    | {"rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+WINDOWS_IN_TURN = ["sliding_attention", "full_attention"]
 MIXTURES = {
+    "openai/gpt-oss-20b": (
+        GPT_OSS | sizes(2880, 2880, 24, 64, 8) | {"num_local_experts": 32, "layer_types": 12 * WINDOWS_IN_TURN},
+        20_914_757_184,
+    ),
+    "openai/gpt-oss-120b": (
+        GPT_OSS | sizes(2880, 2880, 36, 64, 8) | {"num_local_experts": 128, "layer_types": 18 * WINDOWS_IN_TURN},
+        116_829_156_672,
+    ),
     "Qwen/Qwen1.5-MoE-A2.7B": (
         QWEN2
         | sizes(2048, 5632, 24, 16, 16)
@@ -530,6 +570,8 @@ MIXTURES = {
 # Billions of parameters by their authors, all and those that a token meets, rounded or cut. DeepSeek's active ones do
 # without the embedding, the others' have it.
 BILLIONS = {
+    "openai/gpt-oss-20b": ("20.9", "3.6"),
+    "openai/gpt-oss-120b": ("116.8", "5.1"),
     "Qwen/Qwen1.5-MoE-A2.7B": ("14.3", "2.7"),
     "mistralai/Mixtral-8x7B-v0.1": ("46.7", "12.9"),
     "mistralai/Mixtral-8x22B-v0.1": ("141", "39"),

@@ -26,7 +26,7 @@ from parallax.training.run import train
 
 ROWS, SEQ = 8, 16
 MODEL = dict(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, attention="gqa")
-EXPERTS = dict(layers_of="dense moe", experts=4, d_expert=16, experts_per_token=2)
+EXPERTS = dict(layers_of="dense moe", experts=4, d_expert=16, experts_per_token=2, expert_bias=True)
 MESH = dict(pp=1, dp=1, tp=1)
 CASES = {
     "a table and kernels": ("embedding blocks/*/kernel", {}),

@@ -41,7 +41,10 @@ def plain_exchange(
     x, weights, ids = _gathered("d_model", x), _gathered("entries", weights), _gathered("entries", ids)
     gate, up, down = (held.kernels for held in experts)
     weights_BSE = jnp.where(ids[..., None] == experts.ids()[None, None, None], weights[..., None], 0).sum(axis=2)
-    hidden = experts.activation(*(jnp.einsum("BSD,EDU->BSEU", x, kernels) for kernels in (gate, up)))
+    wide = [jnp.einsum("BSD,EDU->BSEU", x, kernels) for kernels in (gate, up)]
+    if experts.gate.bias is not None:
+        wide = [products + held.bias[None, None] for products, held in zip(wide, experts)]
+    hidden = experts.activation(*wide)
     y = jnp.einsum("BSEU,EUD,BSE->BSD", hidden, down, weights_BSE)
     return _with_shared(_scattered(y, residual), shared_experts)
 

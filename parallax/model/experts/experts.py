@@ -23,7 +23,7 @@ from parallax.config.sections import (
     ModelConfig,
 )
 from parallax.model.experts.exchange_costs import usual_rows
-from parallax.model.experts.grouped import grouped_dot, grouped_sums
+from parallax.model.experts.grouped import grouped_dot, grouped_rows, grouped_sums, sums_of_groups
 from parallax.model.experts.grouped_kernel import (
     SWIGLU,
     Activation,
@@ -63,11 +63,11 @@ INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
 class Experts(nn.Module):
-    """The kernels of this rank's experts, in the model's dtype, and their adapters if the model has them there.
-    `matmul` is the form of their products: see parallax/model/products.py. All experts of a layer share their scales.
-    In place of current scales each row has one of its own: the number of rows depends on the load, and they come in
-    rounds, of which the first would wait for the last one's maximum. The sum of rows for a kernel's gradient is never
-    in 8 bits.
+    """The kernels of this rank's experts, in the model's dtype, with the biases of gate and up and with adapters if the
+    model has them there; the bias of down is MoE's. `matmul` is the form of their products: see
+    parallax/model/products.py. All experts of a layer share their scales. In place of current scales each row has one
+    of its own: the number of rows depends on the load, and they come in rounds, of which the first would wait for the
+    last one's maximum. The sum of rows for a kernel's gradient is never in 8 bits.
 
     Communication:
         forward   nothing
@@ -86,6 +86,7 @@ class Experts(nn.Module):
         self.units = {name: self._units(name) for name in HeldExperts._fields if self.model.stored_base}
         adapted = [name for name in HeldExperts._fields if adapts(self.model, (*self.path, name))]
         self.adapters = {name: self._adapter(name) for name in adapted}
+        self.biases = {name: self._bias(name) for name in ("gate", "up") if self.model.expert_bias}
         if self._is_delayed:
             self.gate_amax, self.up_amax, self.down_amax = map(self._amax, HeldExperts._fields)
 
@@ -97,12 +98,13 @@ class Experts(nn.Module):
         if self.units:
             kernels = (kernels.astype(jnp.float32) * self.units[name][:, None]).astype(self.model.dtype)
         activation = Activation(self.model.expert_limit if self.model.expert_activation == "clamped" else 0.0)
-        adapter = self.adapters.get(name)
+        adapter, bias = self.adapters.get(name), self.biases.get(name)
+        bias = None if bias is None else bias.astype(self.model.dtype)
         if self.matmul == COMPUTE:
-            return ExpertKernels(kernels, adapter=adapter, activation=activation)
+            return ExpertKernels(kernels, adapter=adapter, bias=bias, activation=activation)
         rounded = self.get_variable(ROUNDED, name) if self.has_variable(ROUNDED, name) else None
         amax = product_of(self.matmul).amax(getattr(self, _scales_of(name)) if self._is_delayed else None)
-        return ExpertKernels(kernels, amax, rounded, adapter, self.matmul, layout, activation)
+        return ExpertKernels(kernels, amax, rounded, adapter, bias, self.matmul, layout, activation)
 
     @property
     def _is_delayed(self) -> bool:
@@ -120,6 +122,11 @@ class Experts(nn.Module):
             init, what = normal_in_units(deviation, stored)[0], what | dict(stored=stored, unit=f"{name}_{KERNEL_UNIT}")
         # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {inputs}", **what)
+
+    def _bias(self, name: str) -> Array:
+        experts, _, columns = _layout_of(name).split()
+        zeros, what = nn.initializers.zeros, dict(role="bias", part=EXPERTS)
+        return parameter(self, f"{name}_bias", f"{experts} {columns}", self.model.sizes, zeros, **what)
 
     def _units(self, name: str) -> Array:
         """The values of one unit of the 8-bit numbers of each kernel's columns."""
@@ -177,14 +184,16 @@ class ExpertAdapter(struct.PyTreeNode):
 
 
 class KernelSums(NamedTuple):
-    """Gradients of kernels, and of their adapter if they have one."""
+    """Gradients of kernels, and of their adapter and bias if they have one."""
 
     kernels: Array
     adapter: ExpertAdapter | None
+    bias: Array | None
 
 
 class ExpertKernels(struct.PyTreeNode):
-    """A kernel of each expert, [E, I, O], of this layout, with the form of its products. For 8 bits, `amax` has the
+    """A kernel of each expert, [E, I, O], of this layout, with the form of its products, and a bias [E, O] if it has
+    one. For 8 bits, `amax` has the
     largest magnitudes [3] of input, kernels and gradient if these are known before, and `rounded` the kernels in 8 bits
     if they were rounded before.
 
@@ -198,6 +207,7 @@ class ExpertKernels(struct.PyTreeNode):
     amax: Array | None = None
     rounded: Array | Operand | None = None
     adapter: ExpertAdapter | None = None
+    bias: Array | None = None
     form: str = struct.field(pytree_node=False, default=COMPUTE)
     layout: str = struct.field(pytree_node=False, default=INTO)
     activation: Activation = struct.field(pytree_node=False, default=SWIGLU)  # behind the products of gate and up
@@ -211,20 +221,21 @@ class ExpertKernels(struct.PyTreeNode):
         return self._operand(dy, self._product.gradient, GRADIENT)
 
     def times(self, x: Operand, sizes_E: Array, *, transposed: bool = False) -> Array:
-        """Each row times its expert's kernel, or times the transposed kernel."""
+        """Each row times its expert's kernel, plus its bias; or times the transposed kernel."""
         weight, dtype = self._weight(transposed), self.kernels.dtype
         if self._product.scales in WIDEST_BLOCKS:
             x, weight = x.unrounded(dtype), weight.unrounded(dtype)
         y = grouped_dot(x, weight, sizes_E, transposed=transposed, dtype=dtype)
-        if self.adapter is None:
-            return y
-        return y + self.adapter.times(x.unrounded(dtype).values, sizes_E, transposed=transposed)
+        if self.adapter is not None:
+            y += self.adapter.times(x.unrounded(dtype).values, sizes_E, transposed=transposed)
+        return y if self.bias is None or transposed else y + grouped_rows(self.bias, sizes_E, len(y))
 
     def sums(self, x: Array, dy: Array, sizes_E: Array, others: KernelSums | None = None) -> KernelSums:
         """Their gradients from rows and their results' gradients, added to others."""
-        kernels, of_adapter = others or (None, None)
+        kernels, of_adapter, of_bias = others or (None, None, None)
         adapter = self.adapter and self.adapter.sums(x, dy, sizes_E, of_adapter)
-        return KernelSums(grouped_sums(x, dy, sizes_E, kernels), adapter)
+        bias = None if self.bias is None else sums_of_groups(dy, sizes_E, of_bias)
+        return KernelSums(grouped_sums(x, dy, sizes_E, kernels), adapter, bias)
 
     def most(self, x: Array, sizes_E: Array | None = None) -> Array | None:
         """The largest magnitude; with `sizes_E`, of the rows in use. None but for delayed scales."""
@@ -234,7 +245,7 @@ class ExpertKernels(struct.PyTreeNode):
 
     def with_gradient(self, sums: KernelSums, of_input: Array | None, of_gradient: Array | None) -> "ExpertKernels":
         """The gradients; that of `amax` has the largest magnitudes, with 0 for kernels that were rounded before."""
-        given = self.replace(kernels=sums.kernels, adapter=sums.adapter, amax=None, rounded=None)
+        given = self.replace(kernels=sums.kernels, adapter=sums.adapter, bias=sums.bias, amax=None, rounded=None)
         if of_input is None:
             return given
         of_kernels = largest(self.kernels) if self.rounded is None else jnp.zeros_like(of_input)
@@ -306,7 +317,9 @@ class HeldExperts(NamedTuple):
     def gated(self, x: Operand, weights_R1: Array, sizes_E: Array) -> tuple[Array, Array, Array]:
         """Gate and up products of each row and `gated` of them, the input of down, all [R, U]."""
         if has_kernel(x) and self.gate.adapter is None is self.up.adapter:
-            return gated_by_group(x.values, self.gate.kernels, self.up.kernels, weights_R1, sizes_E, self.activation)
+            kernels = self.gate.kernels, self.up.kernels
+            biases = [] if self.gate.bias is None else [self.gate.bias, self.up.bias]
+            return gated_by_group(x.values, *kernels, weights_R1, sizes_E, self.activation, biases)
         gate, up = (kernels.times(x, sizes_E) for kernels in (self.gate, self.up))
         return gate, up, gated(gate, up, weights_R1, self.activation).astype(gate.dtype)
 

@@ -2,7 +2,8 @@
 
 What goes in: rows, sorted by group; a matrix of each group; the number of rows of each group, which may leave over rows
 at the end. What comes out: each row times its group's matrix (`grouped_dot`), or each group's sum of outer
-products (`grouped_sums`), which is the gradient of its matrix. No expert computes rows of another.
+products (`grouped_sums`), which is the gradient of its matrix. No expert computes rows of another. A vector of each
+group, as a bias, is given to its rows by `grouped_rows`.
 
 "blocks", in this file, is a loop over blocks of rows in plain JAX, for CPUs and GPUs; "ragged_dot" is XLA's product and
 kernels for TPUs: parallax/model/experts/grouped_kernel.py. Tests hold both to products of each group alone.
@@ -65,6 +66,33 @@ def grouped_sums(
     arrays = vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32), others_EIO))
     sums = _sums_in_blocks if _is_in_blocks(form) else ragged_sums
     return sums(*arrays).astype(x_NI.dtype)
+
+
+def grouped_rows(b_EO: Array, sizes_E: Array, rows: int) -> Array:
+    """The vector of each row's group, [N, O]; 0 for rows after the last group. No communication.
+
+    >>> grouped_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, 2]), 4).tolist()
+    [[1.0], [2.0], [2.0], [0.0]]
+    """
+    b_EO, sizes_E = vary_alike((b_EO, sizes_E))
+    return jnp.einsum("NE,EO->NO", _is_of_group(sizes_E, rows).astype(b_EO.dtype), b_EO)
+
+
+def sums_of_groups(y_NO: Array, sizes_E: Array, others_EO: Array | None = None) -> Array:
+    """The sum of each group's rows, [E, O] in y's dtype: the gradient of `grouped_rows`' vectors. They are added to the
+    `others`. Sums are float32. No communication."""
+    y_NO, sizes_E, others_EO = vary_alike((y_NO, sizes_E, others_EO))
+    in_use_NO = jnp.where((jnp.arange(len(y_NO)) < sizes_E.sum())[:, None], y_NO, 0)  # others may be undefined
+    is_of_group = _is_of_group(sizes_E, len(y_NO)).astype(y_NO.dtype)
+    sums_EO = jnp.einsum("NE,NO->EO", is_of_group, in_use_NO, preferred_element_type=jnp.float32)
+    return (sums_EO if others_EO is None else sums_EO + others_EO).astype(y_NO.dtype)
+
+
+def _is_of_group(sizes_E: Array, rows: int) -> Array:
+    """Whether each row is one of each group, [N, E]: as a factor of a product, which every device computes fast and in
+    one order."""
+    ends_E, row = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
+    return (row >= (ends_E - sizes_E)[None]) & (row < ends_E[None])
 
 
 def _is_in_blocks(form: str | None) -> bool:

@@ -105,21 +105,33 @@ def gated(gate_RU: Array, up_RU: Array, weight_R1: Array, activation: Activation
 
 
 def gated_by_group(
-    x_ND: Array, gate_EDU: Array, up_EDU: Array, weight_N1: Array, sizes_E: Array, activation: Activation = SWIGLU
+    x_ND: Array,
+    gate_EDU: Array,
+    up_EDU: Array,
+    weight_N1: Array,
+    sizes_E: Array,
+    activation: Activation = SWIGLU,
+    biases_EU: Sequence[Array] = (),
 ) -> tuple[Array, Array, Array]:
-    """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype.
+    """Rows times their group's gate and up matrices, and `gated` of both, all [N, U] in x's dtype. `biases_EU` are of
+    gate and up if they have some.
 
     XLA lets a kernel write one of its results straight into the slot where that is kept, and copies others. So there
     are two kernels, and the first writes gate twice: to be kept, and for the second.
     """
     result = jax.ShapeDtypeStruct((len(x_ND), gate_EDU.shape[2]), x_ND.dtype)
-    gate, read = _fused("gmm_gate", lambda gate: (gate, gate), 2 * [result], sizes_E, [x_ND], [gate_EDU], [])
+    of_gate, of_up = ([bias[:, None]] for bias in biases_EU) if biases_EU else ([], [])
 
-    def end(up: Array, gate: Array, weight: Array) -> tuple[Array, ...]:
-        up = up.astype(x_ND.dtype)
+    def twice(gate: Array, *bias: Array) -> tuple[Array, ...]:
+        gate = sum(bias, gate)
+        return gate, gate
+
+    def end(up: Array, gate: Array, weight: Array, *bias: Array) -> tuple[Array, ...]:
+        up = sum(bias, up).astype(x_ND.dtype)
         return up, gated(gate, up, weight, activation)
 
-    up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1])
+    gate, read = _fused("gmm_gate", twice, 2 * [result], sizes_E, [x_ND], [gate_EDU], of_gate)
+    up, hidden = _fused("gmm_gated", end, 2 * [result], sizes_E, [x_ND], [up_EDU], [read, weight_N1, *of_up])
     return gate, up, hidden
 
 
@@ -142,7 +154,7 @@ def _fused(
     transposed: bool = False,
 ) -> Sequence[Array]:
     """Results of `end`, [N, O], on blocks of the sum of products in float32 and on the same rows of `others`, [N, 1] or
-    [N, O]. Each matrix is multiplied with its own left side."""
+    [N, O], or the rows of their group, [E, 1, O]. Each matrix is multiplied with its own left side."""
     (rows, inner), outer = lefts[0].shape, matrices[0].shape[1 if transposed else 2]
     size, block, width = _rows_of_block(rows), width_of_block(inner), width_of_block(outer)
     blocks = -(-inner // block)
@@ -164,6 +176,7 @@ def _fused(
         left = pl.BlockSpec((size, block), lambda n, visit, k, starts, groups, tiles: (tiles[visit], k))
         narrow = pl.BlockSpec((size, 1), lambda n, visit, k, starts, groups, tiles: (tiles[visit], 0))
         by_column = pl.BlockSpec((size, width), lambda n, visit, k, starts, groups, tiles: (tiles[visit], n))
+        of_group = pl.BlockSpec((None, 1, width), lambda n, visit, k, starts, groups, tiles: (groups[visit], 0, n))
         matrix = pl.BlockSpec(
             (None, *in_order(block, width)), lambda n, visit, k, starts, groups, tiles: (groups[visit], *in_order(k, n))
         )
@@ -176,7 +189,7 @@ def _fused(
                 num_scalar_prefetch=3,
                 in_specs=[left] * len(lefts)
                 + [matrix] * len(matrices)
-                + [narrow if x.shape[1] == 1 else by_column for x in others],
+                + [of_group if x.ndim == 3 else narrow if x.shape[1] == 1 else by_column for x in others],
                 out_specs=[by_column] * len(results),
                 grid=(-(-outer // width), active, blocks),
                 scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)],

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import EXPERTS, ModelConfig
 from parallax.model.dense import Dense
 from parallax.model.experts.exchange import EXCHANGE_FORMS, SharedExperts
 from parallax.model.experts.experts import Experts, HeldExperts
@@ -18,7 +19,7 @@ from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import bound_axis_sizes, reshard
-from parallax.sharding.einsum import einsum
+from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
@@ -32,7 +33,9 @@ class MoE(nn.Module):
     sent to them: see parallax/model/experts/exchange.py. With `chunk_tokens`, at most that many of a device's tokens
     (or one position of each of its rows) are sent at once. Then the backward pass repeats the exchange and the products
     of each chunk, whatever `pipeline.remat` says, and B computes the gradients of experts together with the input's,
-    not W. With `model.shared_gate` the shared experts' output is times a sigmoid of the token (Qwen2-MoE).
+    not W. With `model.shared_gate` the shared experts' output is times a sigmoid of the token (Qwen2-MoE). With
+    `model.expert_bias` experts have biases; those of their results are added up behind the exchange: the sum of a
+    token's experts' results, each with its weight, is that of the results without biases plus that of the biases.
     `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, omits the additional gradients of
     Router. Besides the communication of its router, its exchange and its shared experts:
 
@@ -57,6 +60,10 @@ class MoE(nn.Module):
         model = self.model
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
+        if model.expert_bias:
+            self.down_bias = parameter(
+                self, "down_bias", self._bias_layout, model.sizes, nn.initializers.zeros, role="bias", part=EXPERTS
+            )
         if model.shared_experts:
             if model.shared_gate:
                 initial = nn.initializers.normal(model.d_model**-0.5)
@@ -88,7 +95,22 @@ class MoE(nn.Module):
         # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
         if self.is_initializing():
             return x + shared(None) if shared_experts else x
-        return self._in_chunks(experts, shared_experts, whole, weights, ids)
+        y = self._in_chunks(experts, shared_experts, whole, weights, ids)
+        return y + self._biases(weights, ids) if self.model.expert_bias else y
+
+    @property
+    def _bias_layout(self) -> str:
+        return " ".join(["experts", "/".join(("d_model", *Layout.parse(self.residual).cut_of("d_model")))])
+
+    def _biases(self, weights: Array, ids: Array) -> Array:
+        """For each token the sum of its experts' biases of down times their weights, in the residual's layout."""
+        is_chosen_BSKE = ids[..., None] == jnp.arange(self.model.experts)[None, None, None]
+        weights_BSE = jnp.where(is_chosen_BSKE, weights[..., None], 0).sum(axis=2)
+        given, bias = map(Layout.parse, (activation("experts"), self._bias_layout))
+        sums = einsum_layout([given, bias], Layout.parse(self.residual).names)
+        product, dtype = f"{given}, {bias} -> {sums}", self.model.dtype
+        y = einsum(product, weights_BSE.astype(dtype), self.down_bias.astype(dtype))
+        return reshard(f"{sums} -> {self.residual}", y)
 
     def _gate(self, whole: Array) -> Array:
         """The factor of each token on its shared experts' output, [B, S, 1]."""
