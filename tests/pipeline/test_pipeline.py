@@ -179,19 +179,27 @@ def test_b_and_w_do_the_work_of_the_backward_pass_once():
     assert products(lambda saved, dy: whole.backward(one, context, saved, dy), all_saved, dy) == 4
 
 
+class Factor(NamedTuple):
+    """A context that has one array."""
+
+    factor: jax.Array
+    key: None = None
+
+
 def test_a_layer_saves_neither_weights_nor_context():
     class TimesContext(ToyLayer):
         def apply(self, weights, x, context):
-            return super().apply(weights, x, None) * context
+            return super().apply(weights, x, None) * context.factor
 
     weights, x, dy = toy()
-    one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
+    one, factor = {"params": jax.tree.map(lambda w: w[0], weights)}, jnp.full((2, WIDTH), 3.0)
+    context = Factor(factor)
     given = dict(weights=one, x=x, context=context, plan=ToyModel(LAYERS, 0), stack="blocks")
     passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, **given)
     assert isinstance(passes, SaveAll)
     _, saved = passes.forward(one, x, context)
-    assert not any(leaf is known for leaf in saved["FB"] for known in (*one["params"].values(), context))
-    expected = jax.vjp(lambda w, x: ToyLayer().apply(w, x, None) * context, one, x)[1](dy)
+    assert not any(leaf is known for leaf in saved["FB"] for known in (*one["params"].values(), factor))
+    expected = jax.vjp(lambda w, x: ToyLayer().apply(w, x, None) * factor, one, x)[1](dy)
     dx, dw, _ = passes.backward(one, context, saved, dy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ({"params": dw}, dx), expected)
 
