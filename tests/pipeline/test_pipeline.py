@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
