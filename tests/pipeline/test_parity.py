@@ -198,6 +198,7 @@ LAYERS_OF_KINDS = [
     dict(mesh=(2, 2, 2), attention="gqa", schedule="interleaved", virtual=2, remat="stage", residual=SEQ_CUT),
     dict(mesh=(1, 2, 1, 1, 4), context="ulysses", attention="gqa", kv_heads=1, remat="layer", policy="zero1"),
     dict(mesh=(1, 1, 2, 1, 4), context="all_gather", attention="gqa", remat="elementwise", residual=SEQ_CUT),
+    dict(mesh=(1, 2, 1, 1, 4), context="all_gather", attention="gqa", remat="layer"),
     dict(mesh=(1, 1, 2, 1, 4), context="all_gather", order="contiguous", attention="mla", remat="none"),
     dict(mesh=(2, 1, 1, 1, 4), context="ring", order="contiguous", attention="gqa", schedule="zero_bubble"),
     dict(mesh=(2, 1, 2, 1, 2), context="all_gather", attention="gqa", kernel="splash", seq=512, remat="attention"),
