@@ -103,9 +103,9 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
-    of_layers = RoundedWeights if model.rounds_kernels else LayerWeights
-    of_layers = of_layers.of_step(model, [weights[stack] for stack in model.orders], trains=use == "train")
-    layers = Layers(model, passes, of_layers, numbers, kinds)
+    resident = [weights[stack] for stack in model.orders]
+    kernels = RoundedWeights if model.rounds_kernels else LayerWeights
+    layers = Layers(model, passes, kernels.of_step(model, resident, trains=use == "train"), numbers, kinds)
     if use != "train":
         saves = SaveObservations() if use == "observe" else SaveNothing()
         return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
