@@ -99,6 +99,7 @@ def get_config() -> ConfigDict:
     # "head" | "projection": qk_norm: over d_head, with one scale for all heads; or over all heads of a projection, with
     # a scale for each
     config.model.qk_norm_over = "head"
+    config.model.qk_norm_scale = "direct"  # "direct" | "one_plus" | "none": qk_norm: the norms' factor, as norm_scale
     config.model.qk_norm_after_rope = False  # qk_norm: after rotation
     config.model.sliding_window = 0  # the last tokens that a query attends to, including itself; 0: all
     config.model.norm_eps = 1e-06  # added to the mean square in norms

@@ -59,8 +59,9 @@ ATTENTION_ARGS += ("kv", "qk_norm", "dense", *OF_PRODUCTS)
 DENSE_ARGS = ("weight", "x", "y", "sizes", "dtype", "bias", "scale", "at_rest", "part", *OF_PRODUCTS)
 BLOCK_ARGS = ("model", "residual", "family", "kv", "kind", "loss", "exchange", "expert_chunk_tokens", "measures")
 # Keys that attention of a user's own is not told; attention_scale is a factor of its `temperature`.
-ATTENTION_CHOICES = ("score_cap", "sinks", "qk_norm_over", "qk_norm_after_rope", "out_bias")
-OF_GQA = ("rope_fraction", "qk_norm_over", "qk_norm_after_rope")
+OF_QK_NORM = ("qk_norm_over", "qk_norm_scale", "qk_norm_after_rope")
+ATTENTION_CHOICES = ("score_cap", "sinks", *OF_QK_NORM, "out_bias")
+OF_GQA = ("rope_fraction", *OF_QK_NORM)
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]\w*)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]\w*))(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -226,6 +227,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         "qk_norm: over d_head, with one scale for all heads; or over all heads of a projection, with a scale for each",
         choices=("head", "projection"),
     )
+    qk_norm_scale: str = key(DIRECT, "qk_norm: the norms' factor, as norm_scale", choices=NORM_SCALES)
     qk_norm_after_rope: bool = key(False, "qk_norm: after rotation")
     sliding_window: int = key(0, "the last tokens that a query attends to, including itself; 0: all")
     norm_eps: float = key(1e-6, "added to the mean square in norms", least=LEAST_FLOAT, below=1)
@@ -325,7 +327,7 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
             raise ConfigError(f"model.{written}{part} must be even: RoPE rotates its dims in pairs.")
         if not self.qk_norm:
-            self._check_reads_no(("qk_norm_over", "qk_norm_after_rope"), "model.qk_norm=False")
+            self._check_reads_no(OF_QK_NORM, "model.qk_norm=False")
         if self.attention == "mla" and self.qk_norm:
             raise ConfigError(
                 "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "

@@ -28,14 +28,18 @@ MLA_FIELDS = FIELDS | {
 }
 ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
-# Fields that are keys of a section in another way: those of 1 / the key, and of the key times another one.
-INVERSE, TIMES_D_EXPERT = ("1 / logit_scale",), ("shared_experts * d_expert",)
+# Fields that are keys of a section in another way: 1 / a power of a key, with the field's type; the key times another.
+INVERSE = {"1 / logit_scale": ("logit_scale", 1, float), "1 / attention_scale ** 2": ("attention_scale", 2, int)}
+TIMES_D_EXPERT = ("shared_experts * d_expert",)
+# Fields in which null stands for a key of 0, and not for an absent field.
+NULL_IS_ZERO = {"q_lora_rank": "d_latent_q"}
+NULL_IS_ZERO |= {"attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"}
 # Values of keys that are words here and truth values there.
 WORDS = {"branches": {False: "sequential", True: "parallel"}}
 # Choices of a block that an architecture has at their defaults, unless its row says otherwise.
 PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
-PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_after_rope", "shared_gate")
-PLAIN_CHOICES += ("router_shift", "expert_bias", "expert_activation", "expert_limit")
+PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_scale", "shared_gate")
+PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_bias", "expert_activation", "expert_limit")
 PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
 WINDOWED = "windows"  # of `rotated_layers`: those with a window
 # Words of hidden_act, with the activation of each; the first is that of an absent field.
@@ -281,6 +285,13 @@ COHERE2_ONLY = dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "
 COHERE2_ONLY |= {"layer_switch": (None, 4), "rotary_pct": (None, 1), "position_embedding_type": (None, "rope_gptj")}
 COHERE2_ONLY |= {"order_of_interleaved_layers": (None, "local_attn_first")}
 BIASED_NORMS = {"norm": "layer", "norm_bias": True}
+GEMMA2_FIELDS = GQA_FIELDS | {
+    "query_pre_attn_scalar": "1 / attention_scale ** 2",
+    "attn_logit_softcapping": "score_cap",
+    "final_logit_softcapping": "logit_cap",
+}
+GEMMA2_ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256.0}
+GEMMA2_ABSENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, NO_NORM, BIASED, ALL_HEADS | UNBIASED),
@@ -300,6 +311,38 @@ ARCHITECTURES = {
         | {"use_bidirectional_attention": (None, False), "hidden_activation": (None, "gelu_pytorch_tanh")},
         activations=GEMMA_GELU,
         root_scaled=True,
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2",
+        8192,
+        GQA_KEYS | {"norm_scale": "one_plus", "norm_place": "both"},
+        GEMMA2_FIELDS,
+        GEMMA2_ABSENT,
+        no("attention_bias") | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 2)},
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+        renamed={"hidden_activation": "hidden_act"},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        root_scaled=True,
+        windows="some",
+        full_layers=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        131_072,
+        QWEN3_KEYS | {"norm_scale": "one_plus", "norm_place": "both", "qk_norm_scale": "one_plus"},
+        GEMMA2_FIELDS,
+        GEMMA2_ABSENT
+        | {"vocab_size": 262_208, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        no("attention_bias") | {"use_bidirectional_attention": (None, False)},
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+        ignored=("_sliding_window_pattern",),
+        renamed={"hidden_activation": "hidden_act"},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        root_scaled=True,
+        windows="some",
+        full_layers=6,
+        ropes_by_type=True,
     ),
     "OlmoForCausalLM": Architecture(
         "olmo",
@@ -538,6 +581,28 @@ ARCHITECTURES = {
         names=QWEN2_MOE_NAMES,
         windows="some, if used",
         mixture=QWEN2_MOE,
+    ),
+}
+
+
+class LanguageModel(NamedTuple):
+    """A language model within a model that also reads pictures."""
+
+    model_type: str  # of the whole
+    architecture: str  # of the language model alone
+    names: Mapping[str, str]  # beginnings of its tensors' names there, and alone
+    others: tuple[str, ...]  # beginnings of names of the rest
+    ignored: tuple[str, ...]  # fields about the rest
+
+
+LANGUAGE_MODELS = {
+    "Gemma3ForConditionalGeneration": LanguageModel(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {"language_model.": "", "model.language_model.": "model."},
+        tuple(f"{start}{part}." for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+        ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+        + ("boi_token_id", "eoi_token_id", "image_token_id"),
     ),
 }
 

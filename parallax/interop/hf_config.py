@@ -19,11 +19,14 @@ from parallax.interop.hf_architectures import (
     ARCHITECTURES,
     DIFFERING,
     INVERSE,
+    LANGUAGE_MODELS,
+    NULL_IS_ZERO,
     PLAIN_CHOICES,
     TIMES_D_EXPERT,
     WINDOWED,
     WORDS,
     Architecture,
+    LanguageModel,
     Mixture,
 )
 from parallax.model.rope import Rope
@@ -47,6 +50,7 @@ YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # if they are absent
 DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers if they are absent
 FULL, SLIDING = "full_attention", "sliding_attention"
 PERIOD = "sliding_window_pattern"  # every layer of this number has no window
+LOCAL_THETA = "rope_local_base_freq"  # rope_theta of layers with a window, of architectures with a default of it
 # Words for kinds of layers: with a window, if others have none; without rotation, if others have it.
 LOCAL, UNROTATED = "local", "nope"
 # Keys that say all of a rotary embedding whose context is not extended.
@@ -196,6 +200,7 @@ class HfConfig(NamedTuple):
     mxfp4: bool  # whether experts' kernels are in that format
     further_layers: int  # after the model's own, for multi-token prediction
     notes: tuple[str, ...]  # for the user
+    part: LanguageModel | None = None  # where it is, if it is a part of a model
 
 
 # ---- read
@@ -221,8 +226,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     block, mxfp4 = _read_quantization(fields, kind)
     model = {**kind.keys, "sliding_window": 0, "rope": True, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
-    if "q_lora_rank" in fields.left:  # null is none
-        absent |= {"q_lora_rank": 0}
+    absent |= {name: TYPES[key](0) for name, key in NULL_IS_ZERO.items() if name in fields.left}
     _read_keys(fields, kind.fields, model, absent)
     if kind.whole_heads:
         model |= {"kv_heads": model["heads"], "d_head": model["d_model"] // model["heads"]}
@@ -255,6 +259,24 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     return HfConfig(names[0], model, context, interleaved, block, mxfp4, further, notes)
 
 
+def language_model(content: Mapping[str, Any]) -> tuple[dict[str, Any], LanguageModel | None]:
+    """The object of a config.json; of a model that also reads pictures that of its language model, and where this is.
+
+    Raises:
+        ConfigError: such a model has no text_config.
+    """
+    names = content.get("architectures")
+    part = next((about for name, about in LANGUAGE_MODELS.items() if names == [name]), None)
+    if part is None:
+        return dict(content), None
+    fields = Fields("config.json", content)
+    fields.only("model_type", part.model_type)
+    fields.ignore(["architectures", *part.ignored])
+    text = fields.read("text_config", dict)
+    written = {name: value for name, value in text.items() if value is not None}
+    return {**text, **fields.left, **written, "architectures": [part.architecture]}, part
+
+
 def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], absent: Mapping[str, Any]) -> None:
     """Add keys to a model from the fields in `names`, in this order; a default that is a text is the key with it."""
     for name, key in names.items():
@@ -263,7 +285,8 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
             default = model["d_model"] // model["heads"]
         default = model[default] if isinstance(default, str) else default
         if key in INVERSE:
-            model[key.removeprefix("1 / ")] = 1 / fields.read(name, float, default)
+            plain, power, _ = INVERSE[key]
+            model[plain] = 1 / fields.read(name, float, default) ** (1 / power)
             continue
         first, *more = key.split()
         value = fields.read(name, bool if first in WORDS else TYPES[first], default)
@@ -404,7 +427,9 @@ def _read_windows(fields: Fields, kind: Architecture, count: int, rotated: Seque
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
-    every = fields.read(PERIOD, int, kind.full_layers) if kind.full_layers else 0
+    every = kind.full_layers
+    if every and PERIOD not in kind.only:
+        every = fields.read(PERIOD, int, every)
     types = fields.take("layer_types", [])
     known = (FULL, SLIDING) if window else (FULL,)
     if not isinstance(types, list) or set(map(str, types)) - {*known}:
@@ -454,12 +479,15 @@ def _read_ropes(
         return both(fields, new if new.left else old, theta=theta), {}
     if new.left.keys() - {FULL, SLIDING}:
         fields.refuse("rope_parameters", new.left, f"an object for each of {FULL!r} and {SLIDING!r}")
+    default = kind.absent.get(LOCAL_THETA)
+    of_local = fields.read(LOCAL_THETA, float, default) if default else theta
     if new.left:
-        full, local = (both(each, each, theta=theta) for each in map(new.within, (FULL, SLIDING)))
+        both_types = zip(map(new.within, (FULL, SLIDING)), (theta, of_local))
+        full, local = (both(each, each, theta=its_theta) for each, its_theta in both_types)
     else:
         none = Fields(fields.where, {})
-        full, local = both(fields, old, theta=theta), both(none, none, theta=theta)
-        if full["rope_theta"] != theta:
+        full, local = both(fields, old, theta=theta), both(none, none, theta=of_local)
+        if full["rope_theta"] != theta and not default:
             what = f"{theta:g}, which layers with a window have; write rope_parameters of each type"
             fields.refuse("rope_theta", full["rope_theta"], what)
     names = PLAIN_ROPE if local["rope_scaling"] == "none" else tuple(local)
@@ -532,6 +560,8 @@ def rope_json(model: ModelConfig, architecture: str) -> dict[str, Any]:
     kind = ARCHITECTURES[architecture]
     full, local = _of_types(model)
     content = _rope_json(full, kind)
+    if LOCAL_THETA in kind.absent and local.rope_scaling == "none":
+        return content | {LOCAL_THETA: local.rope_theta}
     if not kind.ropes_by_type or (local.rope_scaling, local.rope_theta, full.rope_theta) == (
         "none",
         *[kind.absent.get("rope_theta", DEFAULT_THETA)] * 2,
@@ -680,6 +710,9 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     for first, *more in map(str.split, kind.fields.values()):
         keys |= {key: getattr(model, first) for key in more if key.isidentifier() and first.isidentifier()}
     yield from (f"model.{key}={value!r}" for key, value in keys.items() if getattr(model, key) != value)
+    for key in kind.fields.values():
+        if key in INVERSE and not math.isclose(_inverse(key, model), _value_of(key, model)):
+            yield f"a whole number of {key}"
     if model.activation not in kind.activations.values():
         yield f"model.activation={next(iter(kind.activations.values()))!r}"
     if "moe" in kinds:
@@ -694,12 +727,19 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
 def _value_of(key: str, model: ModelConfig) -> Any:
     """The value of a field that stands for a key."""
     if key in INVERSE:
-        return 1 / getattr(model, key.removeprefix("1 / "))
+        return round(_inverse(key, model)) if INVERSE[key][-1] is int else _inverse(key, model)
     if key == "attention_scale":  # they have no default that depends on the width
         return model.attention_scale or model.d_head**-0.5
+    if key in NULL_IS_ZERO.values():
+        return getattr(model, key) or None
     if key in WORDS:
         return next(theirs for theirs, word in WORDS[key].items() if word == getattr(model, key))
     return model.sizes["d_shared"] if key in TIMES_D_EXPERT else getattr(model, key.split()[0])
+
+
+def _inverse(key: str, model: ModelConfig) -> float:
+    plain, power, _ = INVERSE[key]
+    return 1 / _value_of(plain, model) ** power
 
 
 def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, Any]:
@@ -749,7 +789,8 @@ def _layer_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
         return written
     types = {"layer_types": [SLIDING if each else FULL for each in windows]}
     if not kind.windows.endswith("if used"):
-        return written | {"sliding_window": window or None} | (types if of_some_there else {})
+        unused = DEFAULT_WINDOW if kind.full_layers else None  # transformers makes the mask of no layer, too
+        return written | {"sliding_window": window or unused} | (types if of_some_there else {})
     written["use_sliding_window"] = bool(window)
     if window:
         written |= {"sliding_window": window, "max_window_layers": windows.index(window)}

@@ -18,7 +18,7 @@ from einops import rearrange
 
 from parallax.config.sections import UNSCALED, ModelConfig
 from parallax.interop.export import TensorSource, stack_names
-from parallax.interop.hf_architectures import ARCHITECTURES, EXPERT, Architecture
+from parallax.interop.hf_architectures import ARCHITECTURES, EXPERT, Architecture, LanguageModel
 from parallax.interop.hf_config import ScaleBlock
 from parallax.interop.mxfp4 import Mxfp4Tensor
 from parallax.interop.safetensors import Tensor
@@ -222,7 +222,7 @@ def _gqa(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str,
         by_head = "(heads d_head) -> heads d_head"
         if model.qkv_bias:
             views[f"{module}.bias"] = WeightView(f"{tensor}.bias", (size,), partial(rows, pattern=by_head), order)
-        if model.qk_norm and name != "v":
+        if model.qk_norm and name != "v" and model.qk_norm_scale != UNSCALED:
             scales = f"{kind.tensor(f'{module}_norm')}.weight"
             if model.qk_norm_over == "projection":
                 view = partial(rearrange, pattern=by_head, heads=heads)
@@ -279,6 +279,19 @@ def _mla(kind: Architecture, model: ModelConfig, interleaved: bool) -> dict[str,
         f"{norm}.scale": _scale_view(kind, norm, narrow),
         f"{last}.kernel": _kernel_view(kind, last, HEADS, out, narrow, order=order, heads=heads),
     }
+
+
+def of_language_model(tensors: Mapping[str, Tensor], part: LanguageModel | None) -> dict[str, Tensor]:
+    """The tensors of a language model by the names that they have alone; `part` says where they are, None: they are
+    all."""
+    if part is None:
+        return dict(tensors)
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(part.others):
+            start = next((start for start in part.names if name.startswith(start)), "")
+            renamed[part.names.get(start, "") + name.removeprefix(start)] = tensor
+    return renamed
 
 
 # ---- scales of float8

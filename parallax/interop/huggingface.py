@@ -63,8 +63,13 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
             f"{source} has no {CONFIG}; name a folder with {CONFIG}, {TOKENIZER_FILE} and "
             f"safetensors, as `hf download NAME --local-dir FOLDER` makes one"
         )
-    content = load_json(source / CONFIG)
+    content, part = hf_config.language_model(load_json(source / CONFIG))
     config = hf_config.read_config(content)
+    if part:
+        said = (
+            f"of a {part.model_type} its language model alone, a {config.architecture}: what reads pictures is left out"
+        )
+        config = config._replace(part=part, notes=(*config.notes, said))
     # Read like a written config, whose checks limit sizes.
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | config.model})
@@ -182,7 +187,7 @@ def _tensors_of_model(
     kind = ARCHITECTURES[config.architecture]
     layers = (model.layers + number for number in range(config.further_layers))
     further = tuple(f"{kind.tensor('').format(layer=layer)}." for layer in layers)
-    there = read_model(source)
+    there = hf_weights.of_language_model(read_model(source), config.part)
     tensors = {
         name: tensor
         for name, tensor in there.items()
@@ -382,7 +387,7 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
             return content
     else:
         known = round(model.rope_original_seq * model.rope_factor)
-    old = ("rope_parameters", "rope_scaling", "rope_theta")
+    old = ("rope_parameters", "rope_scaling", "rope_theta", hf_config.LOCAL_THETA)
     content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(
         model, config.architecture
     )

@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import ATTENTION
+from parallax.config.sections import ATTENTION, DIRECT
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
@@ -212,6 +212,7 @@ class GQA(nn.Module):
     score_cap: float = 0.0
     sinks: bool = False
     qk_norm_over: str = "head"  # or "projection"
+    qk_norm_scale: str = DIRECT  # see `scaling` of RMSNorm
     qk_norm_after_rope: bool = False
     out_bias: bool = False  # of the output projection
 
@@ -227,7 +228,7 @@ class GQA(nn.Module):
         back = self.family.back("heads/tp d_head")
         self.out = dense(back, out, self.residual, bias=self.out_bias, scale=self.out_scale)
         norm_of = HeadsNorm if self.qk_norm_over == "projection" else RMSNorm
-        norm = partial(norm_of, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION)
+        norm = partial(norm_of, sizes=self.sizes, eps=self.norm_eps, part=ATTENTION, scaling=self.qk_norm_scale)
         self.q_norm, self.k_norm = (norm(out), norm(wide)) if self.qk_norm else (as_it_is, as_it_is)
         # Without a norm the backward pass does not read them, since rotation is linear.
         self.rotations = (rotate, as_it_is) if self.qk_norm_after_rope else (as_it_is, rotate)  # around the norms

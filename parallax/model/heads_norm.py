@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.config.sections import DIRECT, ONE_PLUS, UNSCALED
 from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
@@ -13,7 +14,7 @@ from parallax.sharding.parameter import parameter
 
 class HeadsNorm(nn.Module):
     """`x / rms(x) * scale`, computed in float32; the mean square is over heads and d_head, and each head has a scale of
-    its own.
+    its own, which `scaling` makes a factor, as in RMSNorm.
 
     Communication:
         forward   all_reduce of one number a token over tp if heads are cut over tp
@@ -24,6 +25,7 @@ class HeadsNorm(nn.Module):
     sizes: Mapping[str, int]
     eps: float
     part: str = ""  # of the model: see ParameterSpec
+    scaling: str = DIRECT
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -31,10 +33,14 @@ class HeadsNorm(nn.Module):
         tokens = Layout(layout.names[:-2], layout.axes[:-2])
         heads, width = layout.names[-2:]
         cut = "/".join((heads, *layout.cut_of(heads)))
-        ones = nn.initializers.ones
-        scale_HK = parameter(self, "scale", f"{cut} {width}", self.sizes, ones, role="norm", part=self.part)
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=(-2, -1))
         squares = all_reduce(f"{tokens.with_partial(*layout.cut_of(heads))} -> {tokens}", squares)
         inverse = lax.rsqrt(squares / (self.sizes[heads] * self.sizes[width]) + self.eps)
-        return (wide * inverse[..., None, None] * scale_HK[None, None]).astype(x.dtype)
+        y = wide * inverse[..., None, None]
+        if self.scaling != UNSCALED:
+            first = nn.initializers.zeros if self.scaling == ONE_PLUS else nn.initializers.ones
+            scale_HK = parameter(self, "scale", f"{cut} {width}", self.sizes, first, role="norm", part=self.part)
+            scale = scale_HK[None, None]
+            y = y * (1 + scale if self.scaling == ONE_PLUS else scale)
+        return y.astype(x.dtype)

@@ -18,7 +18,7 @@ TPUS = [name.split()[1] for name, chip in CHIPS.items() if chip.torus_dims]
 # What docs/plan.md and docs/measured/plan.md show.
 PLANNED = [("llama_1b_16", "v5e"), ("llama2_7b_64", "v5p"), ("deepseek_v2_lite_mla", "v5p")]
 # Those for v5p and v7x, whose chips have three to six times the memory of these.
-LARGE = "deepseek_v2_lite_16", "deepseek_v2_lite_mla", "llama2_7b_64", "mixtral_8x7b_128"
+LARGE = "deepseek_v2_lite_16", "deepseek_v2_lite_mla", "gemma3_12b", "llama2_7b_64", "mixtral_8x7b_128"
 TOO_LARGE = {(name, chip) for name in LARGE for chip in TPUS if CHIPS[f"TPU {chip}"].usable_bytes < 40 * 2**30}
 
 needs_compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the TPU compiler; make test-all has it")

@@ -34,6 +34,7 @@ AT_SCALE = {
     "deepseek_v2_lite_mla": (16, 2.6),
     "deepseek_v2_lite_16": (16, 15.7),
     "mixtral_8x7b_128": (128, 46.7),
+    "gemma3_12b": (16, 11.77),
 }
 
 

@@ -52,6 +52,7 @@ MODELS |= {
     "choices": EXPERTS
     | {"attention": "gqa", "kv_heads": 2, "layers_of": "(dense moe)*2", "score_cap": 2.0, "sinks": True}
     | {"qk_norm": True, "qk_norm_over": "projection", "qk_norm_after_rope": True, "rope_fraction": 0.5}
+    | {"qk_norm_scale": "one_plus"}
     | {"residual_scale": 0.7, "embedding_scale": 3.0, "logit_scale": 1.5, "logit_cap": 2.0, "attention_scale": 0.9}
     | {"router_shift": True, "shared_gate": True, "expert_activation": "clamped", "expert_bias": True},
 }

@@ -45,7 +45,14 @@ from support.hf_families import (
 from support.hf_families import MIXTURES as EXPERTS
 from support.hf_folders import in_blocks, read_folder, write_folder
 from support.published_configs import MIXTURES, TAKEN, V3
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
@@ -174,6 +181,25 @@ def test_a_window_hides_nothing_of_as_many_tokens_and_something_of_one_more(tmp_
     assert torch.equal(whole, same) and (whole - less).abs().max() > 20 * LOGITS_ERROR
 
 
+def test_the_language_model_of_one_that_reads_pictures_is_theirs_and_goes_out_alone(tmp_path):
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=28, patch_size=14)
+    _, fields = FAMILIES["Gemma 3"]
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=fields, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
+    )
+    alone = random_model("Gemma 3")
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    whole.save_pretrained(tmp_path / "theirs")
+    assert any("vision_tower" in name for name in read_folder(tmp_path / "theirs"))
+    pair = import_pair(alone, tmp_path)
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), LENGTHS[:2]) < LOGITS_ERROR
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(written) is type(alone)
+    assert all(torch.equal(x, alone.state_dict()[name]) for name, x in written.state_dict().items())
+
+
 def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
     """DeepSeek-V3's config.json with all layers dense; transformers has the values, and we the blocks."""
     config = V3 | SMALL | LATENTS | {"first_k_dense_replace": 2}
@@ -216,6 +242,9 @@ MATTERS = [
     ("GLM", dict(rope_fraction=1.0)),
     ("Hunyuan", dict(qk_norm_after_rope=False)),
     ("Gemma", dict(embedding_scale=1.0)),
+    ("Gemma 2", dict(logit_cap=0.0)),
+    ("Gemma 3", dict(qk_norm_scale="direct")),
+    ("Gemma 3", dict(kinds="local=(sliding_window=20)")),
     ("StarCoder2", dict(activation="silu")),
     ("GPT-NeoX", dict(branches="sequential")),
     ("Llama, biases", dict(attention_scale=0.2)),

@@ -1,10 +1,12 @@
 """The config.json of published models is read as it stands, and what is not computed is refused by its field."""
 
+import dataclasses
+import importlib
 import math
 
 import pytest
 from support.hf_folders import MIXTURE_KEYS
-from support.published_configs import BILLIONS, FORMS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
+from support.published_configs import BILLIONS, FORMS, FP8, GEMMA3_12B, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
 from configs.olmo3_7b_64k import get_config as olmo3_7b_64k
@@ -12,7 +14,7 @@ from parallax.analysis.traced.flops import active_parameters, parameters_by_comp
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
 from parallax.interop.export import param_shapes, plain_names, plan_of
-from parallax.interop.hf_config import read_config, write_config
+from parallax.interop.hf_config import language_model, read_config, write_config
 from parallax.interop.hf_weights import weight_views
 from parallax.model.checks import check_divides
 from parallax.model.rope import Rope
@@ -225,17 +227,79 @@ def test_a_window_of_qwen_is_that_of_the_layers_that_use_it():
         MISTRAL,
         *(QWEN2 | dict(use_sliding_window=True, max_window_layers=layers) for layers in (0, 5)),
         QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"] * 14),
+        FORMS["google/gemma-2-2b"][0],
+        FORMS["google/gemma-3-1b-pt"][0],
+        FORMS["google/gemma-2-2b"][0] | dict(layer_types=["full_attention"] * 26),
     ],
 )
 def test_a_model_with_windows_is_written_with_them(config):
     model = model_of(config)
     written = write_config(model, 64)
-    assert any(model.windows) and written["architectures"] == config["architectures"]
+    assert written["architectures"] == config["architectures"]
     assert model_of(written).windows == model.windows
     assert read_config(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
     with pytest.raises(ConfigError, match="V3ForCausalLM has no window; "):
         write_config(model_of(latents, sliding_window=64), 64)
+
+
+def test_caps_of_gemma_are_those_of_its_file_and_null_is_none():
+    gemma = FORMS["google/gemma-2-2b"][0]
+    model = model_of(gemma)
+    assert (model.score_cap, model.logit_cap, model.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert model.windows == (4096, 0) * 13
+    without = gemma | dict(attn_logit_softcapping=None, query_pre_attn_scalar=168)
+    assert model_of(without).score_cap == 0
+    written = write_config(model_of(without), 64)
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "hidden_activation")
+    assert [written[name] for name in names] == [None, 30.0, 168, "gelu_pytorch_tanh"]
+    assert isinstance(written["query_pre_attn_scalar"], int) and "hidden_act" not in written
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM has a whole number of 1 / attention_scale "):
+        write_config(model_of(gemma, attention_scale=0.1234), 64)
+    absent = {name: value for name, value in gemma.items() if name not in (*names, "hidden_act", "sliding_window")}
+    assert model_of(absent) == model
+    for field, value in dict(hidden_activation="relu", sliding_window=None, sliding_window_pattern=3).items():
+        with pytest.raises(ConfigError, match=f"{'hidden_act' if 'hidden' in field else field}=.* is not supported"):
+            model_of(gemma | {field: value})
+
+
+def test_layers_of_gemma_3_rotate_by_what_their_type_says():
+    gemma, _ = FORMS["google/gemma-3-1b-pt"]
+    model = model_of(gemma)
+    assert model.windows == ((512,) * 5 + (0,)) * 4 + (512,) * 2
+    assert {(each.sliding_window, each.rope_theta) for each in model.settings_of_layers.settings} == {
+        (0, 1e6),
+        (512, 1e4),
+    }
+    stretched = {"rope_type": "linear", "factor": 8.0}
+    old = model_of(gemma | {"rope_scaling": stretched})
+    assert {(each.rope_theta, each.rope_factor) for each in old.settings_of_layers.settings} == {(1e6, 8), (1e4, 1)}
+    plain = {name: value for name, value in gemma.items() if not name.startswith("rope_")}
+    of_types = {"full_attention": stretched, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert model_of(plain | {"rope_parameters": of_types}) == old == model_of(plain | {"rope_scaling": stretched})
+    written = write_config(old, old.rope_original_seq)
+    assert written["architectures"] == ["Gemma3ForCausalLM"] and written["rope_local_base_freq"] == 1e4
+    assert model_of(written) == old
+    both = {name: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5} for name in of_types}
+    again = write_config(model_of(plain | {"rope_parameters": both}), 32768)
+    assert again["rope_parameters"] == both and "rope_theta" not in again
+
+
+def test_of_gemma_3_with_pictures_the_language_model_is_read_as_the_shipped_config_has_it():
+    content, part = language_model(GEMMA3_12B)
+    found = read_config(content)
+    assert part.architecture == found.architecture == "Gemma3ForCausalLM" and found.context == 131072
+    model = read_settings(get_config(), model=found.model).model
+    ours = read_settings(importlib.import_module("configs.gemma3_12b").get_config()).model
+    stretched = {"kinds": ours.kinds, "rope_scaling": "none", "rope_factor": 1.0, "dtype": ours.dtype}
+    stretched |= {"rope_original_seq": ours.rope_original_seq, "layers_of": ours.layers_of}
+    stretched |= {"attention_scale": ours.attention_scale}
+    assert dataclasses.replace(model, **stretched) == ours and model.windows == ours.windows
+    assert model.score_factor == ours.score_factor == 1
+    with pytest.raises(ConfigError, match="config.json has no text_config"):
+        language_model({name: value for name, value in GEMMA3_12B.items() if name != "text_config"})
+    with pytest.raises(ConfigError, match="twist=2 is not supported because its meaning is unknown"):
+        read_config(language_model(GEMMA3_12B | {"twist": 2})[0])
 
 
 # ---- quantization

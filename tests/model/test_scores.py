@@ -12,8 +12,10 @@ from parallax.config.settings import read_settings, with_code
 from parallax.errors import ConfigError
 from parallax.model.attention import attend
 from parallax.model.checks import check_kernel_on
+from parallax.model.heads_norm import HeadsNorm
 from parallax.model.logits import LogitForm
 from parallax.model.mask import Mask
+from parallax.model.norm import RMSNorm
 from parallax.step.resolve import with_kernel_on
 
 ROWS, SEQ, HEADS, GROUPS, WIDTH, SCALE = 2, 128, 4, 2, 8, 0.5
@@ -60,6 +62,22 @@ def test_each_kernel_has_caps_and_sinks_as_the_plain_form_has(form, cap, with_si
         assert np.abs(actual - wanted).max() < ERROR * max(1, np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("norm", [RMSNorm, HeadsNorm])
+def test_heads_are_normed_with_a_factor_of_one_plus_the_parameter_or_with_none(norm):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, HEADS, WIDTH), (HEADS, WIDTH)))
+    w = w if norm is HeadsNorm else w[0]
+    axes = (-2, -1) if norm is HeadsNorm else -1
+    unit = x / np.sqrt(np.square(x).mean(axes, keepdims=True) + 1e-6)
+    for scaling, factor in {"direct": w, "one_plus": 1 + w, "none": np.ones_like(w)}.items():
+        layer = norm("batch seq heads d_head", {"heads": HEADS, "d_head": WIDTH}, 1e-6, scaling=scaling)
+        params = layer.init(jax.random.key(0), x).get("params", {})
+        first = {"direct": [1], "one_plus": [0], "none": []}[scaling]
+        assert [float(leaf.value.mean()) for leaf in params.values()] == first
+        y = layer.apply({"params": {name: w for name in params}}, x)
+        np.testing.assert_allclose(y, unit * factor, rtol=1e-5, atol=1e-6)
+
+
 def test_logits_have_a_scale_and_then_a_cap():
     logits = np.linspace(-9, 9, 7, dtype=np.float32)
     np.testing.assert_allclose(LogitForm(0.5, 2.0)(logits), 2 * np.tanh(0.5 * logits / 2), rtol=1e-6)
@@ -94,6 +112,10 @@ NOTHING = {
     "after nothing": (
         dict(attention="gqa", qk_norm_after_rope=True),
         "qk_norm_after_rope=True does nothing with",
+    ),
+    "a factor of nothing": (
+        dict(attention="gqa", qk_norm_scale="one_plus"),
+        "qk_norm_scale='one_plus' does nothing with",
     ),
     "nothing shared": (
         dict(layers_of="moe*8", shared_gate=True),

@@ -22,7 +22,9 @@ CHOICES = {
     "no positions": dict(rope=False),
     "norm over heads": NORMED | dict(qk_norm_over="projection"),
     "norm after rope": NORMED | dict(qk_norm_after_rope=True),
-    "norm over heads after rope": NORMED | dict(qk_norm_over="projection", qk_norm_after_rope=True),
+    "norm of one plus": NORMED | dict(qk_norm_scale="one_plus"),
+    "norm over heads after rope": NORMED
+    | dict(qk_norm_over="projection", qk_norm_after_rope=True, qk_norm_scale="one_plus"),
     "router_shift": dict(layers_of="moe*4", router_shift=True),
     "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
     "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
@@ -79,7 +81,7 @@ SWITCHES = {
     "factor": ["", "attention_scale", "residual_scale", "embedding_scale"],
     "logits": ["", "logit_scale", "logit_cap"],
     "rope": ["", "rope_fraction", "no positions"],
-    "norm": ["", "norm over heads", "norm after rope", "norm over heads after rope"],
+    "norm": ["", "norm over heads", "norm after rope", "norm of one plus", "norm over heads after rope"],
     "mixture": ["", "router_shift", "shared_gate", "clamped", "expert_bias"],
     "axis": [*AXES],
 }

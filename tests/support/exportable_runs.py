@@ -15,6 +15,7 @@ V2 = "DeepseekV2ForCausalLM"
 GROUPS = dict(experts=8, router_groups=4, router_groups_chosen=2, experts_per_token=3, d_expert=12, shared_experts=2)
 BIASED_NORMS = dict(norm="layer", norm_bias=True, mlp="plain")
 BIASES = BIASED_NORMS | dict(out_bias=True, mlp_bias=True)
+GEMMA = dict(norm_scale="one_plus", activation="gelu_tanh", embedding_scale=32**0.5)
 LOCAL = dict(layers_of="dense local", kinds="local=(sliding_window=4)")
 COHERE = dict(norm="layer", branches="parallel_one_norm", logit_scale=2.0)
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
@@ -72,8 +73,18 @@ OWN = {
         "Olmo2ForCausalLM",
     ),
     "one plus": (
-        dict(attention="gqa", norm_scale="one_plus", activation="gelu_tanh", embedding_scale=32**0.5),
+        dict(attention="gqa", **GEMMA),
         "GemmaForCausalLM",
+    ),
+    "norms before and after": (
+        dict(attention="gqa", norm_place="both", score_cap=20.0, logit_cap=30.0, **GEMMA)
+        | dict(layers_of="dense local", kinds="local=(sliding_window=8)", attention_scale=24**-0.5),
+        "Gemma2ForCausalLM",
+    ),
+    "norms before and after, of heads": (
+        dict(attention="gqa", norm_place="both", qk_norm=True, qk_norm_scale="one_plus", **GEMMA)
+        | dict(layers_of="local dense", kinds="local=(sliding_window=8, rope_theta=100.0)", rope_theta=1e6),
+        "Gemma3ForCausalLM",
     ),
     "norms after, windows": (
         dict(attention="gqa", norm_place="after", qk_norm=True, qk_norm_over="projection", **LOCAL)

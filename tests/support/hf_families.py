@@ -121,9 +121,26 @@ FAMILIES |= {
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
     "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
 }
+OF_TYPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1000.0, factor=FACTOR),
+    "sliding_attention": dict(rope_type="default", rope_theta=100.0),
+}
 UNGROUPED = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads"}
 FAMILIES |= {
     "Gemma": ("Gemma", GROUPED | dict(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
+    "Gemma 2": (
+        "Gemma2",
+        GROUPED
+        | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "Gemma 3": (
+        "Gemma3",
+        GROUPED
+        | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
+        | dict(max_position_embeddings=int(CONTEXT * FACTOR), rope_parameters=OF_TYPES)
+        | dict(layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]),
+    ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
     "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
     "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0, sliding_window=7)),
@@ -210,7 +227,7 @@ def make_pair(name: str, folder: Path) -> Pair:
 def published_pair(config: dict, folder: Path) -> Pair:
     """The same of a config.json, which stands in the folder as it is given."""
     kind = config["architectures"][0].removesuffix("ForCausalLM")
-    theirs = filled(kind, getattr(transformers, f"{kind}Config").from_dict(config))
+    theirs = filled(kind, config_class(kind).from_dict(config))
     theirs.save_pretrained(folder / "theirs")
     (folder / "theirs" / "config.json").write_text(json.dumps(config))
     return import_pair(theirs, folder)
@@ -229,7 +246,12 @@ def import_pair(theirs: transformers.PreTrainedModel, folder: Path) -> Pair:
 def random_model(name: str) -> transformers.PreTrainedModel:
     """In float32, logits of size 1; the same for the same name."""
     kind, fields = FAMILIES[name]
-    return filled(kind, getattr(transformers, f"{kind}Config")(**fields))
+    return filled(kind, config_class(kind)(**fields))
+
+
+def config_class(kind: str) -> type[transformers.PretrainedConfig]:
+    """That of a model class; of a language model within another one not the class of the whole."""
+    return getattr(transformers, f"{kind}ForCausalLM").config_class
 
 
 def filled(kind: str, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
@@ -385,10 +407,10 @@ def written_anew(name: str) -> tuple[ModelConfig, ModelConfig]:
     """The model of a family's config.json, and of the one that is written for a run of our own with it, after
     `transformers` has read that."""
     kind, fields = FAMILIES[name]
-    ours = read_config(_in_full(getattr(transformers, f"{kind}Config")(**fields), f"{kind}ForCausalLM"))
+    ours = read_config(_in_full(config_class(kind)(**fields), f"{kind}ForCausalLM"))
     written = write_config(ModelConfig(**ours.model), ours.context)
     (architecture,) = written["architectures"]
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config")).from_dict(written)
+    config = config_class(architecture.removesuffix("ForCausalLM")).from_dict(written)
     return ModelConfig(**ours.model), ModelConfig(**read_config(_in_full(config, architecture)).model)
 
 

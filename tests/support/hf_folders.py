@@ -147,7 +147,20 @@ def shapes_of(config):
     return {**table, **layers, "model.norm.weight": (d,), **head}
 
 
-FORMS = ["Gemma", "Olmo", "Olmo2", "Olmo3", "Arcee", "Starcoder2", "Nemotron", "GPTNeoX", "Ministral", "SmolLM3"]
+FORMS = [
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Olmo",
+    "Olmo2",
+    "Olmo3",
+    "Arcee",
+    "Starcoder2",
+    "Nemotron",
+    "GPTNeoX",
+    "Ministral",
+    "SmolLM3",
+]
 FORMS = [f"{family}ForCausalLM" for family in (*FORMS, "Cohere", "Cohere2", "Glm4")]
 USUAL = ("model.embed_tokens", "model.layers", "model.norm", "lm_head", "self_attn.o_proj")
 OF_NEOX = ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out", "attention.dense")
@@ -169,6 +182,7 @@ def form_shapes(c):
     norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if normed else norms
     norms = norms[:1] if kind.startswith("cohere") else norms
     norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if kind in ("gemma2", "gemma3_text") else []
     heads = {"q": h * width, "k": kv_heads * width, "v": kv_heads * width}
     attention = {f"self_attn.{name}_proj": (rows, d) for name, rows in heads.items()}
     attention = {"attention.query_key_value": (3 * d, d)} if is_neox else attention
@@ -183,6 +197,7 @@ def form_shapes(c):
         f"{x}.weight": (d,) for x in norms
     }
     layer |= {f"self_attn.{name}_norm.weight": (heads[name],) for name in "qk"[: 2 * normed]}
+    layer |= {f"self_attn.{name}_norm.weight": (width,) for name in "qk"[: 2 * (kind == "gemma3_text")]}
     layer |= {f"{name}.bias": shape[:1] for part in biased for name, shape in part.items()}
     layer |= {f"{out}.weight": (d, h * width)}
     ends = ["weight", "bias"] if kind in ("gpt_neox", "starcoder2", "nemotron") else ["weight"][: kind != "olmo"]

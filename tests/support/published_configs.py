@@ -586,6 +586,39 @@ GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "
 BITSANDBYTES = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
+GEMMA2 |= {"attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+GEMMA2 |= {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "rms_norm_eps": 1e-06}
+GEMMA2 |= {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000}
+GEMMA3 = {name: value for name, value in GEMMA2.items() if name != "hidden_act"}
+GEMMA3 |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None}
+GEMMA3 |= {"final_logit_softcapping": None, "max_position_embeddings": 32768, "rope_local_base_freq": 10000}
+GEMMA3 |= {"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6}
+GEMMA3 |= {"vocab_size": 262144}
+GEMMA3_12B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14},
+}
 OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
 OLMO3_YARN |= {"attention_factor": 1.2079441541679836, "beta_slow": 1.0}
 
@@ -598,6 +631,8 @@ FORMS = {
         | sizes(2048, 16384, 18, 8, 1),
         2_506_172_416,
     ),
+    "google/gemma-2-2b": (GEMMA2 | sizes(2304, 9216, 26, 8, 4), 2_614_341_888),
+    "google/gemma-3-1b-pt": (GEMMA3 | sizes(1152, 6912, 26, 4, 1), 999_885_952),
     "allenai/OLMo-7B-hf": (
         {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "attention_bias": False, "clip_qkv": None}
         | {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0}
@@ -686,10 +721,6 @@ REFUSED = {
     "mistralai/Ministral-3-3B, its text": (
         MISTRAL | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
         r"'Ministral3ForCausalLM'.*; its queries are times a factor that grows with their place",
-    ),
-    "google/gemma-2-2b": (
-        LLAMA | {"architectures": ["Gemma2ForCausalLM"]},
-        r"architectures=\['Gemma2ForCausalLM'\] is not supported",
     ),
     "Qwen/Qwen2.5-7B-Instruct-1M": (
         qwen2(3584, 18944, 28, 28, 4, 152064, 32768, dual_chunk_attention_config=DUAL_CHUNKS),
