@@ -413,10 +413,10 @@ def written_anew(name: str) -> tuple[ModelConfig, ModelConfig]:
     """The model of a family's config.json, and of the one that is written for a run of our own with it, after
     `transformers` has read that."""
     kind, fields = FAMILIES[name]
-    ours = read_config(_in_full(getattr(transformers, f"{kind}Config")(**fields), f"{kind}ForCausalLM"))
+    ours = read_config(_in_full(config_class(kind)(**fields), f"{kind}ForCausalLM"))
     written = write_config(ModelConfig(**ours.model), ours.context)
     (architecture,) = written["architectures"]
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config")).from_dict(written)
+    config = config_class(architecture.removesuffix("ForCausalLM")).from_dict(written)
     return ModelConfig(**ours.model), ModelConfig(**read_config(_in_full(config, architecture)).model)
 
 
