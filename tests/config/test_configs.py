@@ -35,6 +35,7 @@ AT_SCALE = {
     "deepseek_v2_lite_16": (16, 15.7),
     "mixtral_8x7b_128": (128, 46.7),
     "gemma3_12b": (16, 11.77),
+    "gpt_oss_20b": (8, 20.9),
 }
 
 
@@ -73,7 +74,7 @@ def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chi
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.plan.rows)
     data = settings.data
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
-    chip = 16e9 if name.startswith("llama_1b") else 95e9
+    chip = 16e9 if name.startswith("llama_1b") else 80 * 2**30 if name.startswith("gpt_oss") else 95e9
     assert sum(plan) < chip
 
 

@@ -449,7 +449,12 @@ REFUSED = {
     ),
     "no factor": (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
     "a field of rope": (LLAMA, {"rope_scaling": LINEAR | {"bent": 1}}, "rope_scaling: bent=1 is not supported"),
-    "untruncated": (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "truncate=False is not supported"),
+    "truncated by a number": (LLAMA, {"rope_scaling": YARN | {"truncate": 0}}, "truncate=0 is not supported"),
+    "another slope": (
+        "GptOssForCausalLM",
+        {"swiglu_alpha": 1.0},
+        "swiglu_alpha=1.0 is not supported; supported: 1.702",
+    ),
     "two ropes": (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, "has rope_parameters and rope_scaling"),
     "a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     "some layers of experts": (V3, {**SOME, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
