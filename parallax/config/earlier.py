@@ -21,8 +21,8 @@ ADDED = {
     "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
     "matmul_residuals matmul_scales matmul_ranges matmul_weight_gradients mlp norm dense kinds init_out rope "
     "attention_scale score_cap sinks embedding_scale residual_scale logit_scale logit_cap rope_fraction qk_norm_over "
-    "qk_norm_after_rope qk_norm_scale shared_gate router_shift expert_activation expert_limit expert_bias "
-    "rope_truncate "
+    "qk_norm_after_rope qk_norm_scale shared_gate router_shift expert_activation expert_limit "
+    "expert_bias rope_truncate "
     "norm_scale norm_bias norm_place branches activation mlp_bias out_bias "
     "lora_rank lora_alpha lora_on lora_base",
     "layout": "context exchange expert_chunk_tokens",

@@ -25,6 +25,7 @@ from support.hf_folders import (
     without,
     write_folder,
 )
+from support.published_configs import GEMMA3, GEMMA3_12B
 from support.run_examples import first_state, tiny_config
 from test_convert import params_of
 
@@ -108,6 +109,27 @@ def test_a_mixture_that_nothing_touched_goes_out_as_it_came(tmp_path, name, kind
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == 0
     assert main(["import", str(tmp_path / "plain"), str(tmp_path / "back")]) == 0
     same_bytes(params_of(tmp_path / "run", 0), params_of(tmp_path / "back", 0))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("start", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_reads_pictures_the_language_model_comes_in_and_goes_out_alone(tmp_path, capsys, start):
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    text = (
+        GEMMA3 | sizes | dict(num_key_value_heads=2, vocab_size=260, tie_word_embeddings=True, sliding_window_pattern=2)
+    )
+    tensors = random_tensors(shapes_of(text))
+    whole = {start + name.removeprefix("model."): x for name, x in tensors.items()}
+    whole[f"{start.partition('language_model.')[0]}vision_tower.embeddings.weight"] = np.ones(3, np.float32)
+    text = without(text, "architectures")
+    config = without(GEMMA3_12B, "text_config") | {"text_config": text}
+    assert imported(tmp_path, config, whole)[1] == 0
+    said = "of a gemma3 its language model alone, a Gemma3ForCausalLM: what reads pictures is left out"
+    assert said in capsys.readouterr().out
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in written
 
 
 def test_experts_are_stacked_in_the_layers_that_have_them(tmp_path):

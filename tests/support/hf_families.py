@@ -136,7 +136,7 @@ FAMILIES |= {
     "Gemma 3": (
         "Gemma3",
         GROUPED
-        | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20, pad_token_id=0)
+        | dict(head_dim=16, query_pre_attn_scalar=144, sliding_window=20, pad_token_id=0)
         | dict(max_position_embeddings=int(CONTEXT * FACTOR), rope_parameters=OF_TYPES)
         | dict(layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]),
     ),
