@@ -114,14 +114,13 @@ FAMILIES |= {
     "Phi-3": ("Phi3", GROUPED | dict(pad_token_id=None)),
     "Phi-3, rotated in part": (
         "Phi3",
-        GROUPED
-        | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75))
-        | dict(sliding_window=CONTEXT),
+        GROUPED | dict(pad_token_id=None, rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.75)),
     ),
     "Phi-3, longrope": (
         "Phi3",
         GROUPED | dict(pad_token_id=None, original_max_position_embeddings=8, rope_parameters=LONGROPE),
     ),
+    "Phi-3, a window": ("Phi3", GROUPED | dict(pad_token_id=None, sliding_window=CONTEXT)),
     "GLM": ("Glm", GROUPED | dict(head_dim=16, pad_token_id=None)),
     "Ernie 4.5": ("Ernie4_5", GROUPED | dict(head_dim=16)),
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
@@ -149,7 +148,8 @@ FAMILIES |= {
     ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
     "OLMo 2": ("Olmo2", GROUPED | dict(pad_token_id=0)),
-    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0, sliding_window=7)),
+    "StarCoder2": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
+    "StarCoder2, a window": ("Starcoder2", GROUPED | dict(bos_token_id=0, eos_token_id=0, sliding_window=7)),
     "Arcee": ("Arcee", GROUPED | dict(bos_token_id=0, eos_token_id=0)),
     "Nemotron": ("Nemotron", GROUPED | dict(head_dim=16)),
     "GPT-NeoX": ("GPTNeoX", UNGROUPED | dict(rope_parameters=dict(rope_theta=1000.0, partial_rotary_factor=0.5))),
