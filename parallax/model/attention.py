@@ -158,8 +158,8 @@ def update_kv_cache(cache_BT: Array, new_BS: Array, mask: Mask) -> Array:
 def through_cache(
     cache: dict[str, Array], new: dict[str, Array], mask: Mask
 ) -> tuple[dict[str, Array], Mask, dict[str, Array]]:
-    """The entries that new tokens attend to, their mask, and the cache with the new tokens. Without a
-    cursor the cache is empty, and the new tokens attend to each other.
+    """The entries that new tokens attend to, their mask, and the cache with the new tokens. Without a cursor the cache
+    is empty, and the new tokens attend to each other.
 
     A ring has a layer's window of tokens. A new token takes the slot of one that it does not see; of several, each may
     see what the next overwrites, so they attend to the ring as it was, and to each other.

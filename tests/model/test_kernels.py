@@ -22,7 +22,7 @@ from support.traced_equations import equations, inside
 
 from configs.base import get_config
 from parallax.analysis.planned.topology import read_topology
-from parallax.analysis.traced.flops import KERNEL_CALLS
+from parallax.analysis.traced.flops import KERNEL_CALLS, flops_breakdown
 from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
@@ -546,6 +546,35 @@ def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ra
     for equation in kernels:
         shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
         assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * 4 * live[0]
+
+
+def test_layers_of_one_stack_may_have_a_window_in_triton_or_none():
+    (q, k, v), segments = heads(seq=64, rows=1, heads=2, kv_heads=1, d_qk=16, d_v=16)
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def run(which, kernel):
+        mask = Mask(segments, windows=(40, 0), which=which)
+        return value_and_pulled(functools.partial(attend, mask=mask, scale=0.1, kernel=kernel), (q, k, v))
+
+    for which in range(2):
+        for actual, wanted in zip(run(which, "triton"), run(which, "xla"), strict=True):
+            assert error(actual, wanted) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, width", [("xla", 8), ("splash", 64), ("triton", 16), ("cudnn", 16)])
+def test_a_step_computes_of_a_window_what_its_closed_form_says(kernel, width):
+    """So that what is left of the traced step, as padding, is the same with a window and without."""
+    left = []
+    for kinds in ("near=(rope_theta=100.0) far=(rope=False)", "near=(sliding_window=100) far=(rope=False)"):
+        changes = dict(layers_of="near far", kinds=kinds, attention="gqa", d_head=width, heads=4, kv_heads=2)
+        model = build((1, 1, 1), kernel="xla" if kernel == "cudnn" else kernel, **settings(**changes))
+        if kernel == "cudnn":
+            model = model.replace(mesh=abstract_mesh(model.axis_sizes))
+            model = model.replace(model=dataclasses.replace(model.config, kernel=kernel, dtype="bfloat16"))
+        flops = flops_breakdown(model, 4, 1024)
+        left.append((flops.padding, flops.repeated))
+    assert left[0] == left[1]
 
 
 def test_kernels_for_triton_read_the_blocks_that_a_window_shows_alone():

@@ -25,13 +25,13 @@ TRITON_LEAST_WIDTH, TRITON_WIDEST = 16, 256  # head widths that these kernels mu
 
 def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, mask: Mask, *, scale: float) -> Array:
     """`splash_attention` of whole rows by JAX's kernels for Triton, with heads of one width, [B, S, H, J]. No
-    communication. Layers with windows have kernels of this project's, which read the blocks that their windows show.
+    communication. Models with windows have kernels of this project's, which read the blocks that a window shows.
 
     The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
     are summed over that dim. `S` is a multiple of 32.
     """
     q_MBSGJ = rearrange(q_BSHJ * scale, "B S (G M) J -> M B S G J", G=k_BSGJ.shape[2])
-    out = pallas_attention(_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, mask)))
+    out = pallas_attention(TritonKernelOf(mask.hides_earlier), *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, mask)))
     return rearrange(out, "M B S G J -> B S (G M) J")
 
 
@@ -67,13 +67,19 @@ class TritonKernel(NamedTuple):
         return jax.vmap(attend)(q_MBSGJ)
 
 
-def _kernel_of(q: Array, k: Array, mask: Mask) -> TritonKernel | Partial:
-    if not mask.window:
-        return TritonKernel(mask.segments_BN)
-    seq, width = k.shape[1], k.shape[-1]
-    sizes = triton_block_tokens(seq, width), TRITON_BACKWARD_BLOCK
-    form = Window(mask.window, *sizes, interpret=platform_traced() == "cpu")
-    return Partial(functools.partial(_in_window, form), mask.segments_BN)
+class TritonKernelOf(NamedTuple):
+    """Makes the kernel for queries [M, B, S, G, J]; with windows also for layers without one, so that layers of one
+    stack save the same."""
+
+    windows: bool
+
+    def __call__(self, q: Array, k: Array, mask: Mask) -> TritonKernel | Partial:
+        if not self.windows:
+            return TritonKernel(mask.segments_BN)
+        seq, width = k.shape[1], k.shape[-1]
+        sizes = triton_block_tokens(seq, width), TRITON_BACKWARD_BLOCK
+        form = Window(mask.window or seq, *sizes, interpret=platform_traced() == "cpu")
+        return Partial(functools.partial(_in_window, form), mask.segments_BN)
 
 
 def _in_window(form: Window, segments: Array, q_MBSGJ: Array, k: Array, v: Array) -> Array:
