@@ -52,8 +52,8 @@ PEFT_HARMLESS = [
     "runtime_config",
     "qalora_group_size",
 ]
-KEYS = ("lora_rank", "lora_alpha", "lora_on", "lora_dropout", "lora_base")
-NO_ADAPTERS = {key: getattr(ModelConfig, key) for key in KEYS}
+ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_on", "lora_dropout", "lora_base")
+NO_ADAPTERS = {key: getattr(ModelConfig, key) for key in ADAPTER_KEYS}
 
 
 def merge(workdir: Path, new: Path, *, step: int | None) -> int:
