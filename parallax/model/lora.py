@@ -28,8 +28,8 @@ from parallax.sharding.zigzag import ZIGZAG
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of parameters
 RANK = "rank"  # the dim that the second of them contracts
-# A collection beside parameters, and its variables: see `noise_of`.
-DROPOUT_NOISE, NOISE_ROWS, NOISE_KEY = "noise", "rows", "key"
+ADAPTER_NOISE = "noise"  # a collection beside parameters: see `noise_of`
+_ROWS, _KEY = "rows", "key"  # its variables
 
 
 class LoRA(Dense):
@@ -81,9 +81,9 @@ class LoRA(Dense):
 
     def _dropped(self, x: Array) -> Array:
         layer = self.scope.root
-        if not layer.has_variable(DROPOUT_NOISE, NOISE_KEY):
+        if not layer.has_variable(ADAPTER_NOISE, _KEY):
             return x
-        return self.drop(x, layer.get_variable(DROPOUT_NOISE, NOISE_ROWS), layer.get_variable(DROPOUT_NOISE, NOISE_KEY))
+        return self.drop(x, layer.get_variable(ADAPTER_NOISE, _ROWS), layer.get_variable(ADAPTER_NOISE, _KEY))
 
     def _added(self, x: Array, zeros_after: int) -> Array:
         y, into = Layout.parse(self.y), Layout.parse(self.into)
@@ -103,7 +103,7 @@ class LoRA(Dense):
 
 def noise_of(context: Context) -> dict[str, Any]:
     """Collections for the call of a layer, with which its adapters drop entries; none if nothing is dropped."""
-    return {} if context.key is None else {DROPOUT_NOISE: {NOISE_ROWS: context.rows_B, NOISE_KEY: context.key}}
+    return {} if context.key is None else {ADAPTER_NOISE: {_ROWS: context.rows_B, _KEY: context.key}}
 
 
 def lora_of(model: ModelConfig, order: str) -> Callable[..., Dense] | None:
