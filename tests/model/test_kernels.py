@@ -177,9 +177,20 @@ def near(segments, window):
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(("kernel", "ranks"), [("splash", 1), ("splash", 2), ("cudnn", 1), ("cudnn", 2), ("triton", 1)])
+@pytest.mark.parametrize(
+    ("kernel", "ranks", "order"),
+    [
+        ("splash", 1, "zigzag"),
+        ("splash", 2, "zigzag"),
+        ("splash", 2, "contiguous"),
+        ("cudnn", 1, "zigzag"),
+        ("cudnn", 2, "zigzag"),
+        ("cudnn", 2, "contiguous"),
+        ("triton", 1, "zigzag"),
+    ],
+)
 @pytest.mark.parametrize("window", [100, 300])
-def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeypatch):
+def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, order, window, monkeypatch):
     """The last of three documents is longer than the window, and crosses from rank to rank."""
     (q, k, v), _ = heads(seq=512, rows=1, heads=2, kv_heads=1)
     segments = jnp.asarray(np.searchsorted([40, 90], np.arange(512), side="right")[None].astype(np.int32))
@@ -197,11 +208,12 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, window, monkeyp
         return jnp.einsum("BHST,BTGK->BSHK", jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1), v)
 
     def these(q, k, v, segments):
-        return attend(own_tokens(q, axis=1), k, v, Mask(segments, window=window), scale=0.1, kernel=kernel)
+        mask = Mask(segments, window=window, order=order)
+        return attend(own_tokens(q, 1, order), k, v, mask, scale=0.1, kernel=kernel)
 
     mesh = mesh_of(1, 1, 1, cp=ranks)
     mapped = jax.shard_map(these, mesh=mesh, in_specs=P(), out_specs=P(None, "cp" if ranks > 1 else None))
-    both = lambda q, k, v: own_order(mapped(q, k, v, segments), ranks)  # noqa: E731
+    both = lambda q, k, v: own_order(mapped(q, k, v, segments), ranks, order)  # noqa: E731
     found, expected = (jax.jit(functools.partial(value_and_pulled, f))((q, k, v)) for f in (both, plain))
     for actual, wanted in zip(found, expected, strict=True):
         assert error(actual, wanted) < 1e-5
@@ -224,9 +236,9 @@ def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls
     assert not squares
 
 
-def own_order(x, ranks):
+def own_order(x, ranks, order="zigzag"):
     """In the order of the text, of rows as context ranks hold them."""
-    return x if ranks == 1 else x[:, np.argsort(order_of(ranks, x.shape[1]).reshape(-1))]
+    return x if ranks == 1 else x[:, np.argsort(order_of(ranks, x.shape[1], order).reshape(-1))]
 
 
 @pytest.mark.slow
