@@ -354,6 +354,26 @@ def test_experts_in_8_bits_are_the_same_on_meshes(form, mesh, exchange):
     check_in_8_bits(form, found, leave_out=AMAXES)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8 row compute", "float8 row compute"])
+def test_experts_in_8_bits_add_their_biases_to_products_of_rounded_operands(form):
+    """Beside those in float32: a bias is not rounded, and its gradient sums those of products, which are not either."""
+    model = ROUTERS["biases"]
+    _, params = declared(mixture(model=model, matmul_of_experts=form))
+
+    def passes(**how):
+        layer = mixture(model=model, **how)
+        function = lambda params, x: layer.apply({"params": params}, x, jnp.float32(1 / ROWS))  # noqa: E731
+        return with_gradients(function, params, *arrays())
+
+    (y, grads, _), (expected, wanted, _) = passes(matmul_of_experts=form), passes()
+    norm = np.linalg.norm
+    assert 0 < norm(y - expected) <= 0.1 * norm(expected)
+    pairs = [(tree["experts"]["gate_bias"], tree["experts"]["up_bias"], tree["down_bias"]) for tree in (grads, wanted)]
+    for found, other in zip(*pairs, strict=True):
+        assert norm(found - other) <= 0.1 * norm(other)
+
+
 # ---- where tokens go
 
 
