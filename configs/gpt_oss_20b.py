@@ -9,7 +9,7 @@ Numbers:  the published configuration of gpt-oss-20b (OpenAI 2025, "gpt-oss-120b
 Command:  python train.py --config=configs/gpt_oss_20b.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: eight NVIDIA H100 of 80 GB.
 Memory:   68.3 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
-          --topology=H100:1x8). JAX reserves 60 by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92.
+          --topology=H100:1x8). JAX reserves 60 by default: set XLA_CLIENT_MEM_FRACTION=0.92.
 Time:     not yet run. As compiled with kernels at 70 % of peak 5.6 s a step (MFU 13 %); as planned 2.4 s, a lower
           bound: grouped products of GPUs are loops over blocks of rows, far from what the chip can do
           (docs/measured/ep.md). Attention is "xla", which has sinks; cuDNN's has none.

@@ -125,7 +125,9 @@ def test_a_run_of_our_own_computes_there_what_it_computes_here(corpus, tmp_path,
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert type(theirs).__name__ == architecture
     pair = Pair(theirs.eval(), tmp_path / "run")
-    assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), LENGTHS[:2]) < LOGITS_ERROR
+    # With longrope transformers goes by the longest document of a batch, and a run by its rows: not beyond the context.
+    lengths = [2, 16] if "rope_long_factors" in changes else LENGTHS[:2]
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), lengths) < LOGITS_ERROR
 
 
 # Published config.jsons with all their flags, at sizes that keep how many query heads share a key head. A vocab of 321
