@@ -57,7 +57,8 @@ LOCAL_THETA = "rope_local_base_freq"  # rope_theta of layers with a window, of a
 # Words for kinds of layers: with a window, if others have none; without rotation, if others have it.
 LOCAL, UNROTATED = "local", "nope"
 # Keys that say all of a rotary embedding whose context is not extended.
-PLAIN_ROPE = ("rope_theta", "rope_scaling", "rope_factor", "rope_temperature", "rope_magnitude")
+PLAIN_ROPE = ("rope_theta", "rope_scaling", "rope_factor", "rope_truncate", "rope_temperature", "rope_magnitude")
+PLAIN_ROPE += tuple(FACTORS.values())
 # Fields about the file itself, text generation, training, initial values, caches, kernels, and how other programs run
 # the model.
 HARMLESS = (
@@ -477,12 +478,9 @@ def _read_ropes(
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
     if not (new.left or old.left):
-        old = Fields(old.where, kind.absent.get(ROPE_SCALING, {}))
+        old = Fields(f"{fields.where}: {ROPE_SCALING}", kind.absent.get(ROPE_SCALING, {}))
     if not kind.ropes_by_type:
-        scaling = new if new.left else old
-        if not scaling.left:
-            scaling = Fields(f"{fields.where}: {ROPE_SCALING}", kind.absent.get(ROPE_SCALING, {}))
-        return both(fields, scaling, theta=theta), {}
+        return both(fields, new if new.left else old, theta=theta), {}
     if new.left.keys() - {FULL, SLIDING}:
         fields.refuse("rope_parameters", new.left, f"an object for each of {FULL!r} and {SLIDING!r}")
     default = kind.absent.get(LOCAL_THETA)

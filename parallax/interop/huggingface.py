@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, flatten
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
@@ -385,7 +385,7 @@ def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq
     if hf_config.same_rope(config, model):
         if known >= seq or model.rope_scaling == "yarn":
             return content
-    else:
+    elif model.rope_scaling != LONGROPE:
         known = round(model.rope_original_seq * model.rope_factor)
     old = ("rope_parameters", "rope_scaling", "rope_theta", hf_config.LOCAL_THETA)
     content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(

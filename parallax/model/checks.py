@@ -260,12 +260,6 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"model.kernel='triton' takes heads of at most {TRITON_WIDEST} entries, and these are {width} wide; "
             "use kernel='xla'."
         )
-    version = cudnn_version() if model.kernel == "cudnn" and any(model.windows) else ()
-    if version and version < WINDOWS_SINCE:
-        raise ConfigError(
-            f"model.kernel='cudnn' has windows since cuDNN {'.'.join(map(str, WINDOWS_SINCE))}, and "
-            f"{'.'.join(map(str, version))} is installed; install a newer one, or use kernel='xla'."
-        )
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
             f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
@@ -290,6 +284,14 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
         raise ConfigError(
             f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
+        )
+    # Context ranks that share the queries of a row have the window in a bias.
+    has_window = chunks == 1 and any(0 < window < seq for window in model.windows)
+    version = cudnn_version() if model.kernel == "cudnn" and has_window else ()
+    if version and version < WINDOWS_SINCE:
+        raise ConfigError(
+            f"model.kernel='cudnn' has windows since cuDNN {'.'.join(map(str, WINDOWS_SINCE))}, and "
+            f"{'.'.join(map(str, version))} is installed; install a newer one, or use kernel='xla'."
         )
     if model.kernel == "cudnn" and seq % 2:
         raise ConfigError(f"data.seq={seq} is odd, which model.kernel='cudnn' does not take; use seq={seq + 1}.")

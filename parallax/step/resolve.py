@@ -46,8 +46,8 @@ def resolve(
 ) -> Settings:
     """The settings with a number for the vocab and, on `devices`, for each mesh axis, and with an attention kernel.
 
-    This is the only place where a config's open values are filled in. `tokenizer` is that of the data; without it,
-    model.vocab 0 becomes what a run would probably have, and no text is read. `run` is the run's folder, whose
+    Nothing else replaces settings, but `for_inference` those of a trained run. `tokenizer` is that of the data; without
+    it, model.vocab 0 becomes what a run would probably have, and no text is read. `run` is the run's folder, whose
     checkpoints go before those of the run from which the weights come.
 
     Without devices, mesh axes of -1 and the kernel "auto" stay. So they do in a run's config.json, since its next start

@@ -278,6 +278,12 @@ def test_in_contiguous_order_context_ranks_have_the_plain_forms_values(form, win
     check(with_gradients(run, *arrays("gqa", 640)), exact("gqa", 640, np.asarray(segments), window=window), ERROR)
 
 
+def test_in_a_ring_whose_window_ends_within_a_rank_hops_have_different_numbers_of_blocks(monkeypatch):
+    monkeypatch.setitem(LONGEST_SIDE, "cpu", 16)
+    run, segments = over_context("ring", "gqa", 8, 512, window=140, order="contiguous")
+    check(with_gradients(run, *arrays("gqa", 512)), exact("gqa", 512, np.asarray(segments), window=140), ERROR)
+
+
 @pytest.mark.parametrize(("window", "moves"), [(1, []), (16, [1, 6]), (18, [1, 1, 4, 1]), (40, [1, 1, 1, 2, 1, 1])])
 def test_a_ring_leaves_out_ranks_of_which_no_token_sees_any(window, moves):
     """Rank r has chunks r and 15 - r of 16 tokens: the chunk before is that of a neighbour, on either side."""

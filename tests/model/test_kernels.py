@@ -670,10 +670,12 @@ def test_a_window_needs_a_cudnn_that_has_it_beside_a_bias(monkeypatch):
     windowed = model_config(kernel="cudnn", dtype="bfloat16", sliding_window=4, attention="gqa")
     for version in ((), (9, 10, 2), (9, 28, 0)):
         monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda version=version: version)
-        check_kernel_on(windowed, "gpu", "NVIDIA H100")
+        check_kernel_seq(windowed, 8, "all_gather", 1)
     monkeypatch.setattr("parallax.model.checks.cudnn_version", lambda: (9, 8, 0))
-    check_kernel_on(dataclasses.replace(windowed, sliding_window=0), "gpu", "NVIDIA H100")
-    assert refused(check_kernel_on, windowed, "gpu", "NVIDIA H100") == (
+    check_kernel_seq(dataclasses.replace(windowed, sliding_window=0), 8, "all_gather", 1)
+    check_kernel_seq(windowed, 4, "all_gather", 1)  # which hides nothing
+    check_kernel_seq(windowed, 8, "all_gather", 2)  # in a bias
+    assert refused(check_kernel_seq, windowed, 8, "ulysses", 2) == (
         "model.kernel='cudnn' has windows since cuDNN 9.10.2, and 9.8.0 is installed; install a newer one, or use "
         "kernel='xla'."
     )

@@ -85,7 +85,7 @@ def test_a_model_in_the_manner_of_gemma_is_the_same_on_all_six_axes_at_once(cut)
     program = f"""
 import sys
 sys.path[:0] = {[str(folder) for folder in (pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[1])]}
-import environment
+import support.environment
 from parallax.hardware.devices import simulate_devices
 simulate_devices(64)
 from test_parity import check_parity

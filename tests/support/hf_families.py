@@ -126,7 +126,7 @@ FAMILIES |= {
     "Helium": ("Helium", GROUPED | dict(head_dim=8)),
     "Hunyuan": ("HunYuanDenseV1", GROUPED | dict(head_dim=16)),
 }
-OF_TYPES = {
+LINEAR_IN_FULL = {
     "full_attention": dict(rope_type="linear", rope_theta=1000.0, factor=FACTOR),
     "sliding_attention": dict(rope_type="default", rope_theta=100.0),
 }
@@ -143,7 +143,7 @@ FAMILIES |= {
         "Gemma3",
         GROUPED
         | dict(head_dim=16, query_pre_attn_scalar=144, sliding_window=20, pad_token_id=0)
-        | dict(max_position_embeddings=int(CONTEXT * FACTOR), rope_parameters=OF_TYPES)
+        | dict(max_position_embeddings=int(CONTEXT * FACTOR), rope_parameters=LINEAR_IN_FULL)
         | dict(layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]),
     ),
     "OLMo": ("Olmo", GROUPED | dict(pad_token_id=0, tie_word_embeddings=True)),
@@ -159,8 +159,10 @@ IDS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=None)
 # Six heads, of a width of their own, and a vocab that nothing divides; windows shorter than a row, as long, and longer.
 ODD = GROUPED | IDS | dict(num_attention_heads=6, head_dim=16, vocab_size=321)
 BIASED = dict(attention_bias=True, mlp_bias=True)
-OF_TYPES = dict(
-    full_attention=dict(rope_type="yarn", rope_theta=1000.0, factor=FACTOR, original_max_position_embeddings=CONTEXT),
+YARN_IN_FULL = dict(
+    full_attention=dict(
+        rope_type="yarn", rope_theta=1000.0, factor=FACTOR, original_max_position_embeddings=CONTEXT, truncate=False
+    ),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
 LONGER = dict(max_position_embeddings=int(CONTEXT * FACTOR))
@@ -169,7 +171,10 @@ FAMILIES |= {
     "Granite, biases": ("Granite", GROUPED | FACTORS | BIASED),
     "GLM-4": ("Glm4", ODD),
     "OLMo 3": ("Olmo3", ODD | dict(sliding_window=CONTEXT)),
-    "OLMo 3, yarn in some layers": ("Olmo3", GROUPED | IDS | LONGER | dict(sliding_window=7, rope_parameters=OF_TYPES)),
+    "OLMo 3, yarn in some layers": (
+        "Olmo3",
+        GROUPED | IDS | LONGER | dict(sliding_window=7, rope_parameters=YARN_IN_FULL),
+    ),
     "Ministral": ("Ministral", ODD | dict(sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2)),
     "SmolLM3": ("SmolLM3", ODD | dict(no_rope_layers=[1, 0, 1, 1])),
     "SmolLM3, windows and biases": (

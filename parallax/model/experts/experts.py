@@ -193,9 +193,8 @@ class KernelSums(NamedTuple):
 
 class ExpertKernels(struct.PyTreeNode):
     """A kernel of each expert, [E, I, O], of this layout, with the form of its products, and a bias [E, O] if it has
-    one. For 8 bits, `amax` has the
-    largest magnitudes [3] of input, kernels and gradient if these are known before, and `rounded` the kernels in 8 bits
-    if they were rounded before.
+    one. For 8 bits, `amax` has the largest magnitudes [3] of input, kernels and gradient if these are known before, and
+    `rounded` the kernels in 8 bits if they were rounded before.
 
     Communication:
         forward   all_reduce of the rows' maxima over tp if scales are of rows and tp cuts them; of kernels that were

@@ -267,7 +267,7 @@ def _run_hops(pairs: Mapping[int, np.ndarray], step: Callable, state: Any, kv: A
     moves = np.diff([*distances, len(pairs[0])]).tolist()  # the last one is the way back
     sent = send(kv, moves[0])
     state, sums = hop(state, kv, tables[0][rank])
-    if distances != [*range(len(distances))]:
+    if distances != [*range(len(distances))] or len({table.shape for table in tables[1:last]}) > 1:
         for turn in range(1, last + 1):
             kv, arrived = sent, send(sums, moves[turn - 1])
             sent = send(kv, moves[turn]) if turn < last else None
