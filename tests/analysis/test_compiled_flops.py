@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from parallax.analysis.compiled.program import Share, read_hlo_text
+from parallax.analysis.compiled.program import Share, read_hlo_text, shares_of_windows
 from parallax.config.sections import MeshConfig
 from parallax.sharding.mesh import make_mesh
 
@@ -75,6 +75,16 @@ def test_a_branch_counts_as_often_as_the_schedule_takes_it():
     text = BRANCH.replace("NAME", 'metadata={op_name="jit(step)/while/body/F/cond"}')
     assert compiled_flops(text).passes == 2 * 8**3
     assert compiled_flops(text, {"F": Share(average=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
+
+
+def test_a_side_of_attention_with_a_window_counts_for_the_layers_that_have_it():
+    near = 'metadata={op_name="jit(step)/while/body/window_of_8/cond/branch_0_fun/dot"}'
+    idle = "ROOT %x.1 = f32[8,8]{1,0} parameter(0)"
+    text = BRANCH.replace("NAME", "").replace("rhs_contracting_dims={0}", "rhs_contracting_dims={0}, " + near)
+    for windows, share in (([8, 8, 8, 0], 0.75), ([8], 1)):
+        assert compiled_flops(text, shares_of_windows(windows)).passes == share * 2 * 8**3
+    other = text.replace(idle, f"{idle}, {near}")  # both sides have this window: the dearer one
+    assert compiled_flops(other, shares_of_windows([8, 0])).passes == 2 * 8**3
 
 
 CONVOLUTION = """

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from parallax.hardware.chips import Chip, chip
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
-from parallax.model.mask import order_in, window_of
+from parallax.model.mask import WINDOW, order_in, window_of
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
@@ -89,6 +89,16 @@ def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
         taken[f"{name}/end"] = at_end.sum() / acts[scope].sum(), slowest_at_end.sum() / slowest
     taken["exit"] = ((schedule.exit_microbatch >= 0).sum() / turns["F"],) * 2
     return {name: Share(*map(float, shares)) for name, shares in taken.items()}
+
+
+def shares_of_windows(windows: Sequence[int]) -> Shares:
+    """The shares of layers with each window, by its scope.
+
+    >>> shares_of_windows([8, 8, 8, 0])
+    {'window_of_8': Share(average=0.75, lockstep=0.75)}
+    """
+    counts = Counter(windows)
+    return {f"{WINDOW}{window}": Share(*[count / len(windows)] * 2) for window, count in counts.items() if window}
 
 
 def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
@@ -287,6 +297,8 @@ class TimelineReader:
         share = (self.shares or {}).get(name_of(op.op_name))
         if self._is_for_usual_load(op):
             share = Share(1.0, 1.0)
+        if share is None and (taken := self._shares_of_windows(op)):
+            return BranchEvent(taken, taken, sides)
         if share is None or len(sides) != 2:
             dearest = max(range(len(sides)), key=lambda side: weight(sides[side]))
             only = tuple(float(side == dearest) for side in range(len(sides)))
@@ -302,6 +314,18 @@ class TimelineReader:
             for op in self.module.computations[side].instructions
         ]
         return any(sides)
+
+    def _shares_of_windows(self, branch: Instruction) -> tuple[float, ...]:
+        """The share of layers that take each side, if these are attention with different windows; else ()."""
+        windows = [
+            max((window_of(op.op_name) for op in self.module.computations[side].instructions), default=0)
+            for side in branch.called
+        ]
+        taken = [(self.shares or {}).get(f"{WINDOW}{window}") for window in windows]
+        if len({*windows}) != len(windows) or taken.count(None) > (0 in windows):
+            return ()
+        rest = 1 - sum(share.average for share in taken if share)
+        return tuple(share.average if share else rest for share in taken)
 
     def _fused(self, op: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
@@ -506,7 +530,8 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -
     """`read_compiled` for a training step of this model on rows of `seq` tokens; the remat policy sets the costs of
     passes."""
     costs = costs_of(model.config, model.pipeline.remat, seq=seq)
-    return read_compiled(compiled, model.mesh, shares_of(model.schedule, costs), model.share_of_rows)
+    shares = shares_of(model.schedule, costs) | shares_of_windows(model.config.windows)
+    return read_compiled(compiled, model.mesh, shares, model.share_of_rows)
 
 
 def read_compiled(
@@ -514,8 +539,9 @@ def read_compiled(
 ) -> Compiled:
     """Read the result of `jax.jit(step).lower(...).compile()` on this mesh.
 
-    `branch_shares` say how often each branch runs: see `shares_of`. Conditionals without a share are assumed to take
-    the more expensive branch. `share_of_rows` is that of their rows that a mixture's products use.
+    `branch_shares` say how often each branch runs: see `shares_of` and `shares_of_windows`. Conditionals without a
+    share are assumed to take the more expensive branch. `share_of_rows` is that of their rows that a mixture's products
+    use.
     """
     sizes = compiled.memory_analysis()
     read = read_hlo_text(compiled.as_text(), mesh, branch_shares, share_of_rows, gpu_of(mesh))._replace(
