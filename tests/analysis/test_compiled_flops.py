@@ -78,11 +78,13 @@ def test_a_branch_counts_as_often_as_the_schedule_takes_it():
 
 
 def test_a_side_of_attention_with_a_window_counts_for_the_layers_that_have_it():
-    near = 'metadata={op_name="jit(step)/while/body/window_of_8/cond/branch_0_fun/dot"}'
+    near = 'metadata={op_name="jit(step)/while/body/F/cond/branch_1_fun/window_of_8/dot"}'
     idle = "ROOT %x.1 = f32[8,8]{1,0} parameter(0)"
-    text = BRANCH.replace("NAME", "").replace("rhs_contracting_dims={0}", "rhs_contracting_dims={0}, " + near)
+    text = BRANCH.replace("NAME", 'metadata={op_name="jit(step)/while/body/F/cond"}')
+    text = text.replace("rhs_contracting_dims={0}", "rhs_contracting_dims={0}, " + near)
     for windows, share in (([8, 8, 8, 0], 0.75), ([8], 1)):
-        assert compiled_flops(text, shares_of_windows(windows)).passes == share * 2 * 8**3
+        shares = {"F": Share(1.0, 1.0)} | shares_of_windows(windows)  # the pass that has the layers
+        assert compiled_flops(text, shares).passes == share * 2 * 8**3
     other = text.replace(idle, f"{idle}, {near}")  # both sides have this window: the dearer one
     assert compiled_flops(other, shares_of_windows([8, 0])).passes == 2 * 8**3
 

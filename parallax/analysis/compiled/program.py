@@ -132,6 +132,7 @@ def name_of(op_name: str) -> str:
     return "/".join([*dict.fromkeys((parts[scopes[0]], parts[scopes[-1]])), "end"])
 
 
+SIDE = re.compile(rf"branch_\d+_fun/[\w(]*{WINDOW}(\d+)")  # what is within a window's side of a conditional
 CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
 TRITON_CALL = re.compile(r"\bmha_\w+")  # JAX's attention for Triton; XLA gives all Pallas calls one name
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
@@ -297,7 +298,7 @@ class TimelineReader:
         share = (self.shares or {}).get(name_of(op.op_name))
         if self._is_for_usual_load(op):
             share = Share(1.0, 1.0)
-        if share is None and (taken := self._shares_of_windows(op)):
+        if taken := self._shares_of_windows(op):  # within a pass, after which the conditional seems to be called
             return BranchEvent(taken, taken, sides)
         if share is None or len(sides) != 2:
             dearest = max(range(len(sides)), key=lambda side: weight(sides[side]))
@@ -317,12 +318,10 @@ class TimelineReader:
 
     def _shares_of_windows(self, branch: Instruction) -> tuple[float, ...]:
         """The share of layers that take each side, if these are attention with different windows; else ()."""
-        windows = [
-            max((window_of(op.op_name) for op in self.module.computations[side].instructions), default=0)
-            for side in branch.called
-        ]
+        sides = [self.module.computations[side].instructions for side in branch.called]
+        windows = [max((int(each[1]) for op in ops if (each := SIDE.search(op.op_name))), default=0) for ops in sides]
         taken = [(self.shares or {}).get(f"{WINDOW}{window}") for window in windows]
-        if len({*windows}) != len(windows) or taken.count(None) > (0 in windows):
+        if not any(windows) or len({*windows}) != len(windows) or taken.count(None) > (0 in windows):
             return ()
         rest = 1 - sum(share.average for share in taken if share)
         return tuple(share.average if share else rest for share in taken)
