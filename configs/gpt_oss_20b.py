@@ -10,7 +10,7 @@ Command:  python train.py --config=configs/gpt_oss_20b.py --config.data.path=FIL
 Hardware: eight NVIDIA H100 of 80 GB.
 Memory:   68.3 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
           --topology=H100:1x8). JAX reserves 60 by default: set XLA_CLIENT_MEM_FRACTION=0.92.
-Time:     not yet run. As compiled with kernels at 70 % of peak 5.6 s a step (MFU 13 %); as planned 2.4 s, a lower
+Time:     not yet run. As compiled with kernels at 70 % of peak 5.1 s a step (MFU 15 %); as planned 2.4 s, a lower
           bound: grouped products of GPUs are loops over blocks of rows, far from what the chip can do
           (docs/measured/ep.md). Attention is "xla", which has sinks; cuDNN's has none.
 Loss:     not yet run.
