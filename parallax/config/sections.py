@@ -6,7 +6,7 @@
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -45,7 +45,11 @@ OF_A_KIND = ("sliding_window", "rope", "rope_theta", "rope_scaling", "rope_facto
 OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_truncate", "rope_temperature", "rope_magnitude")
 ROPE_FACTORS = ("rope_short_factors", "rope_long_factors")
 OF_A_KIND += ROPE_FACTORS
-OF_A_STACK = ("d_ff",)  # settings of dense layers that change shapes: layers that differ in them have another block
+# Settings that change shapes: layers that differ in them have another block. Of attention, and of the MLP by its base.
+SHAPES_OF_GQA, SHAPES_OF_MLA = ("kv_heads", "rope_fraction"), ("d_latent", "d_latent_q", "d_rope")
+SHAPES_OF_MLP = {"dense": "d_ff", "moe": "d_expert"}
+SHAPES_OF_HEADS = ("heads", "d_head", *SHAPES_OF_GQA, *SHAPES_OF_MLA)
+OF_A_STACK = (*SHAPES_OF_HEADS, *SHAPES_OF_MLP.values())
 LONGROPE = "longrope"  # a rope_scaling
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
@@ -331,15 +335,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         self._check_lora()
         self._check_rope()
         if self.attention == "mla":
-            for name in ("d_latent", "d_rope"):
-                check_whole(f"model.{name}", getattr(self, name), least=1)
             self._check_reads_no(OF_GQA, "model.attention='mla', which rotates d_rope dims and norms its latents")
-        if self.rotated % 2 or not self.rotated:
-            written = f"d_rope={self.d_rope}" if self.attention == "mla" else f"d_head={self.d_head}"
-            part = f" with rope_fraction={self.rope_fraction} rotates {self.rotated} dims, and" * (
-                self.rope_fraction < 1
-            )
-            raise ConfigError(f"model.{written}{part} must be even: RoPE rotates its dims in pairs.")
+        self._check_heads()
         if not self.qk_norm:
             self._check_reads_no(OF_QK_NORM, "model.qk_norm=False")
         if self.attention == "mla" and self.qk_norm:
@@ -347,17 +344,28 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
                 "use qk_norm=False, or attention='gqa'."
             )
+        if names_code(self.attention):
+            self._check_reads_no(ATTENTION_CHOICES, f"model.attention={quoted(self.attention)}, which computes scores")
+        if self.has_mixtures:
+            self._check_experts()
+        self._check_norms()
+        self._check_mlp()
+
+    def _check_heads(self) -> None:
+        if self.attention == "mla":
+            for name in ("d_latent", "d_rope"):
+                check_whole(f"model.{name}", getattr(self, name), least=1)
+        if self.rotated % 2 or not self.rotated:
+            written = f"d_rope={self.d_rope}" if self.attention == "mla" else f"d_head={self.d_head}"
+            part = f" with rope_fraction={self.rope_fraction} rotates {self.rotated} dims, and" * (
+                self.rope_fraction < 1
+            )
+            raise ConfigError(f"model.{written}{part} must be even: RoPE rotates its dims in pairs.")
         if self.attention != "mla" and self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
                 f"use kv_heads in {listed(divisors(self.heads))}."
             )
-        if names_code(self.attention):
-            self._check_reads_no(ATTENTION_CHOICES, f"model.attention={quoted(self.attention)}, which computes scores")
-        if "moe" in self.layer_kinds:
-            self._check_experts()
-        self._check_norms()
-        self._check_mlp()
 
     def _check_kinds(self) -> None:
         codes, written, there = codes_by_name(self.kinds), settings_by_name("model.kinds", self.kinds), self.named_kinds
@@ -375,12 +383,9 @@ class ModelConfig(Section, most=2**24, saved=True):
                         f"model.kinds.{kind}.{name} is not a setting in which kinds of layers differ; "
                         f"{nearest(name, (BASE, *OF_A_STACK, *OF_A_KIND))}"
                     )
-                if name in OF_A_STACK and (kind in (*LAYER_KINDS, *codes) or settings.get(BASE) == LAYER_KINDS[1]):
-                    whose = f"{kind!r} layers have model.{name}={getattr(self, name)} itself" * (kind == LAYER_KINDS[0])
-                    raise ConfigError(
-                        f"model.kinds.{kind}.{name}={quoted(settings[name])} does nothing: "
-                        f"{whose or f'{kind!r} is no variant of dense layers'}; give another kind another {name}."
-                    )
+                if name in OF_A_STACK and (why := self._not_of_kind(kind, name, {*codes})):
+                    wrong = f"model.kinds.{kind}.{name}={quoted(settings[name])} does nothing"
+                    raise ConfigError(f"{wrong}: {why}; give another kind another {name}.")
             if kind in (*LAYER_KINDS, *codes) and BASE in settings:
                 wrong = f"model.kinds.{kind}.base={quoted(settings[BASE])} does nothing"
                 raise ConfigError(f"{wrong}: {kind!r} has blocks of its own; leave base out.")
@@ -389,9 +394,23 @@ class ModelConfig(Section, most=2**24, saved=True):
                 raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
             changed = self.of_kind(kind)
             try:
+                if _shapes_of(changed) != _shapes_of(self):
+                    changed._check_heads()
                 changed._check_rope()
             except ConfigError as error:
                 raise ConfigError(f"model.kinds.{kind}: {error}") from None
+
+    def _not_of_kind(self, kind: str, name: str, codes: Collection[str]) -> str:
+        """Why a setting that changes shapes is none of this kind; "" if it is."""
+        if kind in LAYER_KINDS:
+            return f"{kind!r} layers have model.{name}={getattr(self, name)} itself"
+        if kind in codes:
+            return f"{kind!r} has a class of yours, with settings of its own"
+        base = self.base_of(kind)
+        if name in SHAPES_OF_MLP.values() and name != SHAPES_OF_MLP.get(base):
+            return f"{kind!r} is no variant of {'mixtures' if base == 'dense' else 'dense layers'}"
+        of_others = SHAPES_OF_GQA if self.attention == "mla" else SHAPES_OF_MLA
+        return f"model.attention={quoted(self.attention)} does not read it" if name in of_others else ""
 
     def _check_rope(self) -> None:
         if self.rope_slow_turns >= self.rope_fast_turns:
@@ -457,7 +476,7 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.{name}={written[name]!r} does nothing with model.mlp={quoted(self.mlp)}, which is code of your "
                 f"own; use {name}={getattr(ModelConfig, name)!r}, and a setting of that code."
             )
-        if self.activation != "silu" and "moe" in self.layer_kinds:
+        if self.activation != "silu" and self.has_mixtures:
             raise ConfigError(
                 f"model.activation={self.activation!r} would be that of dense layers alone, since experts have "
                 f"model.expert_activation={self.expert_activation!r}; use activation='silu', or dense layers only."
@@ -484,14 +503,7 @@ class ModelConfig(Section, most=2**24, saved=True):
                 "magnitudes, and those of zeros, and of the gradients behind them, are 0; use init_out='scaled', "
                 "matmul_scales='current', or matmul='compute'."
             )
-        widest = max(
-            self.d_ff,
-            *self.dense_widths,
-            self.d_model,
-            self.heads * (self.d_head + self.d_rope),
-            self.sizes["d_shared"],
-        )
-        widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
+        widest = max(width for block in (self, *self.blocks.values()) for width in block.summed_widths)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(
                 f"model.matmul='int8' sums products of a dim of {widest} in int32, which holds {MOST_INT8_PRODUCTS} of "
@@ -562,6 +574,17 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     @property
+    def shapes_of_heads(self) -> tuple[int | float, ...]:
+        """Settings of attention in which kinds with blocks of their own may differ."""
+        return tuple(getattr(self, name) for name in SHAPES_OF_HEADS)
+
+    @property
+    def summed_widths(self) -> tuple[int, ...]:
+        """Widths of what a layer's products sum."""
+        of_heads = self.heads * (self.d_head + self.d_rope), self.d_latent, self.d_latent_q
+        return self.d_model, self.d_ff, self.d_expert, self.sizes["d_shared"], *of_heads
+
+    @property
     def stored_base(self) -> str:
         """The 8-bit dtype of kernels that adapters leave as they are, between steps; "" if they have none.
 
@@ -607,7 +630,7 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     @property
     def _parts_with_products(self) -> list[str]:
-        has = {"mlp": self.has_dense or self.shared_experts > 0, "experts": "moe" in self.layer_kinds}
+        has = {"mlp": self.has_dense or self.shared_experts > 0, "experts": self.has_mixtures}
         return [part for part in MATMUL_PARTS if has.get(part, True)]
 
     def _check_experts(self) -> None:
@@ -636,7 +659,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of the block of each layer, in order: kinds that differ only in OF_A_KIND share their base's, and
-        kinds of the same other shapes that of the first.
+        kinds of the same base and other shapes that of the first.
 
         >>> kinds = dict(kinds="near=(sliding_window=4)", layers_of="dense (near moe)*2")
         >>> ModelConfig(layers=5, **kinds).layer_kinds
@@ -644,19 +667,39 @@ class ModelConfig(Section, most=2**24, saved=True):
         """
         if not self.kinds:
             return self.named_kinds
-        settings, codes = settings_by_name("model.kinds", self.kinds), codes_by_name(self.kinds)
-        bases = {kind: each.get(BASE, LAYER_KINDS[0]) for kind, each in settings.items()}
-        bases |= {kind: shapes[0] for shapes in self._kinds_by_shape.values() for kind in shapes}
-        return tuple(kind if kind in (*LAYER_KINDS, *codes) else bases[kind] for kind in self.named_kinds)
+        blocks = {kind: self.base_of(kind) for kind in {*self.named_kinds}}
+        blocks |= {kind: shapes[0] for shapes in self._kinds_by_shape.values() for kind in shapes}
+        return tuple(blocks[kind] for kind in self.named_kinds)
+
+    def base_of(self, kind: str) -> str:
+        """The kind of which this one is a variant, "dense" or "moe"; itself if it has a class of the user's.
+
+        >>> ModelConfig(kinds="wide=(base='moe', d_expert=4)", layers_of="moe*3 wide").base_of("wide")
+        'moe'
+        """
+        if kind in (*LAYER_KINDS, *codes_by_name(self.kinds)):
+            return kind
+        return settings_by_name("model.kinds", self.kinds).get(kind, {}).get(BASE, LAYER_KINDS[0])
+
+    @property
+    def layer_bases(self) -> tuple[str, ...]:
+        """`base_of` each layer, in order."""
+        bases = {kind: self.base_of(kind) for kind in {*self.layer_kinds}}
+        return tuple(bases[kind] for kind in self.layer_kinds)
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether it has layers of experts."""
+        return "moe" in self.layer_bases
 
     @property
     def _kinds_by_shape(self) -> dict[tuple, list[str]]:
-        """Names of kinds whose shapes are not the model's, by their shapes."""
+        """Names of kinds whose shapes are not the model's, by their base and shapes."""
         kinds: dict[tuple, list[str]] = {}
         for kind in settings_by_name("model.kinds", self.kinds):
             shapes = _shapes_of(self.of_kind(kind))
             if shapes != _shapes_of(self):
-                kinds.setdefault(shapes, []).append(kind)
+                kinds.setdefault((self.base_of(kind), *shapes), []).append(kind)
         return kinds
 
     def of_block(self, kind: str) -> "ModelConfig":
@@ -668,10 +711,26 @@ class ModelConfig(Section, most=2**24, saved=True):
         return self.of_kind(kind, OF_A_STACK)
 
     @property
+    def blocks(self) -> dict[str, "ModelConfig"]:
+        """`of_block` of each kind of `layer_kinds`.
+
+        >>> blocks = ModelConfig(kinds="narrow=(heads=4, kv_heads=4)", layers_of="dense*3 narrow").blocks
+        >>> {kind: block.heads for kind, block in blocks.items()}
+        {'dense': 8, 'narrow': 4}
+        """
+        return {kind: self.of_block(kind) for kind in sorted({*self.layer_kinds})}
+
+    @property
+    def block_of_each(self) -> list["ModelConfig"]:
+        """The settings of the block of each layer."""
+        blocks = self.blocks
+        return [blocks[kind] for kind in self.layer_kinds]
+
+    @property
     def dense_widths(self) -> tuple[int, ...]:
         """The width of the MLP of each dense layer."""
-        own_shapes = {kinds[0] for kinds in self._kinds_by_shape.values()}
-        return tuple(self.of_block(kind).d_ff for kind in self.layer_kinds if kind in (LAYER_KINDS[0], *own_shapes))
+        of_each = zip(self.layer_bases, self.block_of_each, strict=True)
+        return tuple(block.d_ff for base, block in of_each if base == LAYER_KINDS[0])
 
     def of_kind(self, kind: str, names: Sequence[str] = (*OF_A_STACK, *OF_A_KIND)) -> "ModelConfig":
         """The settings of layers of this kind, as far as they are of these names; ConfigError if one is out of range.
@@ -754,7 +813,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     @property
     def has_dense(self) -> bool:
         """Whether it has layers that are not mixtures."""
-        return any(kind != "moe" for kind in self.layer_kinds)
+        return any(base != "moe" for base in self.layer_bases)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -776,7 +835,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         >>> ModelConfig(layers=2, attention="gqa").remat_parts, "experts" in ModelConfig(layers_of="moe*4").remat_parts
         (('norm', 'q', 'kv', 'core', 'out', 'ffn', 'swiglu'), True)
         """
-        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in self.layer_kinds)
+        has = dict.fromkeys(("router", "dispatch", "experts"), self.has_mixtures)
         has |= dict.fromkeys(("ffn", "swiglu"), self.has_dense or self.shared_experts > 0)
         has |= {"latent": self.attention == "mla", "qk": self.attention == "gqa" and self.qk_norm}
         rounded = self.saves_8_bits(ATTENTION) or (self.has_dense and self.saves_8_bits(MLP))

@@ -8,6 +8,7 @@ token.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -57,10 +58,18 @@ class Prompts(NamedTuple):
     empty_B: Array
 
 
-class Caches(struct.PyTreeNode):
-    """The caches of a stage's layers, by their length: as many slots as a layer's window, at most those of a row."""
+class CacheForm(NamedTuple):
+    """What caches of layers have in common: entries like those of this kind of layers, and as many slots as a layer's
+    window, at most those of a row."""
 
-    of_length: dict[int, dict[str, Array]]  # [layers, B, slots, ...] of each name
+    kind: str
+    length: int
+
+
+class Caches(struct.PyTreeNode):
+    """The caches of a stage's layers, by their form."""
+
+    of_form: dict[CacheForm, dict[str, Array]]  # [layers, B, slots, ...] of each name
     slots: int = struct.field(pytree_node=False)  # of a row
 
 
@@ -81,7 +90,7 @@ class Decoder:
         self.mesh = mesh = context_as_data(mesh)
         self.model, self.rows = model, rows
         self.layouts = jax.tree.map(lambda row: row.at_rest.without(CONTEXT_AXIS), rows)
-        self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
+        self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, mesh.shape["tp"], ROWS)
         self.wanted = layouts_of(self.parts.declared())
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.layer_kinds)
@@ -139,32 +148,36 @@ class Decoder:
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         # A padding layer has zero weights and adds nothing to the residual stream.
-        def layer(block, weights, x, context, cache):
-            x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
+        def layer(kind, weights, x, context, cache):
+            x, cache = self.parts.blocks[kind].apply({"params": weights}, x, context, cache, method="decode")
             return as_varying(x), jax.tree.map(as_varying, cache)
 
-        def layer_of_length(block, weights, carry, context, place):
+        def layer_of_form(kind, weights, carry, context, place):
             x, caches = carry
 
-            def with_cache(length, x, caches):
-                entries = caches.of_length[length]
+            def with_cache(form, x, caches):
+                entries = caches.of_form[form]
                 cache = jax.tree.map(lambda of_all: of_all[place[1]], entries)
-                x, cache = layer(block, weights, x, context, cache)
+                x, cache = layer(kind, weights, x, context, cache)
                 write = partial(lax.dynamic_update_index_in_dim, index=place[1], axis=0)
-                return x, caches.replace(of_length=caches.of_length | {length: jax.tree.map(write, entries, cache)})
+                return x, caches.replace(of_form=caches.of_form | {form: jax.tree.map(write, entries, cache)})
 
-            return lax.switch(place[0], [partial(with_cache, each) for each in caches.of_length], x, caches), place
+            forms = [*caches.of_form]
+            like = [form for form in forms if form.kind == self.cached_as[kind]]
+            first = forms.index(like[0])
+            which = place[0] - first if first else place[0]
+            return lax.switch(which, [partial(with_cache, form) for form in like], x, caches), place
 
         def through(x, caches):
             numbers = self.arrangement.own_layers() if self.model.settings_of_layers.differ else None
             scan = partial(self.parts.scan, blocks=weights[BLOCKS], context=context, numbers=numbers)
             scan = partial(scan, kinds=self.arrangement.own_kinds())
-            if len(caches.of_length) > 1:  # a loop has slices of one length
+            if len(caches.of_form) > 1:  # a loop has slices of one form
                 places = as_varying(jnp.asarray(self._places(caches.slots))[lax.axis_index("pp")])
-                return scan(layer_of_length, (x, caches), others=places)[0]
-            ((length, entries),) = caches.of_length.items()
+                return scan(layer_of_form, (x, caches), others=places)[0]
+            ((form, entries),) = caches.of_form.items()
             x, entries = scan(layer, x, others=entries)
-            return x, caches.replace(of_length={length: entries})
+            return x, caches.replace(of_form={form: entries})
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -195,30 +208,38 @@ class Decoder:
         """Empty caches of this stage's layers for rows of `slots` tokens, in the compute dtype."""
         bound = bound_axis_sizes()
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
-        block, *_ = self.parts.blocks.values()
-        layouts = block.apply({}, method="cache_layouts")
 
-        def entries(layers: int, length: int) -> dict[str, Array]:
-            sizes = {**self.model.sizes, "batch": rows, "kv_seq": length}
+        def entries(layers: int, form: CacheForm) -> dict[str, Array]:
+            block, sizes = self.parts.blocks[form.kind], self.model.of_block(form.kind).sizes
+            sizes = {**sizes, "batch": rows, "kv_seq": form.length}
+            layouts = block.apply({}, method="cache_layouts")
             shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
             return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
         places = self._places(slots)
         counts = {
-            length: int(1 + places[places[..., 0] == number, 1].max())
-            for number, length in enumerate(self.lengths(slots))
+            form: int(1 + places[places[..., 0] == number, 1].max())
+            for number, form in enumerate(sorted({*self.forms(slots)}))
         }
-        return Caches({length: entries(layers, length) for length, layers in counts.items()}, slots)
+        return Caches({form: entries(layers, form) for form, layers in counts.items()}, slots)
 
-    def lengths(self, slots: int) -> list[int]:
-        """The different lengths of the layers' caches for rows of `slots` tokens."""
-        return sorted({min(window or slots, slots) for window in self.model.windows})
+    def forms(self, slots: int) -> list[CacheForm]:
+        """The form of each layer's cache for rows of `slots` tokens."""
+        of_each = zip(self.model.layer_kinds, self.model.windows, strict=True)
+        return [CacheForm(self.cached_as[kind], min(window or slots, slots)) for kind, window in of_each]
+
+    @functools.cached_property
+    def cached_as(self) -> dict[str, str]:
+        """For each kind of layers the first one with caches of the same shapes."""
+        first: dict[tuple, str] = {}
+        return {kind: first.setdefault(block.shapes_of_heads, kind) for kind, block in self.model.blocks.items()}
 
     def _places(self, slots: int) -> np.ndarray:
-        """int32 `[rank, place, 2]`: the number of its cache's length for each place of a stage, and its number among
-        the places of the rank with this length. A place without a layer is like the model's last one."""
-        lengths = self.lengths(slots)
-        of_layers = np.array([lengths.index(min(window or slots, slots)) for window in self.model.windows])
+        """int32 `[rank, place, 2]`: the number of its cache's form for each place of a stage, and its number among the
+        places of the rank with this form. A place without a layer is like the model's last one."""
+        of_each = self.forms(slots)
+        forms = sorted({*of_each})
+        of_layers = np.array([forms.index(form) for form in of_each])
         of_places = of_layers[self.arrangement.numbers]
         before = [[int((rank[:place] == number).sum()) for place, number in enumerate(rank)] for rank in of_places]
         return np.stack([of_places, np.array(before)], axis=-1).astype(np.int32)

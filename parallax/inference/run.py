@@ -134,7 +134,8 @@ class Run:
             return " ".join(f"{axis}={size}" for axis, size in axes.items())
 
         trained_on = sizes(self.settings.mesh.sizes)
-        kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
+        heads = " and ".join(map(str, sorted({block.heads for block in model.blocks.values()})))
+        kind = f"{model.layers} layers, d_model {model.d_model}, {heads} heads, {model.attention}"
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
         measured = {label: name for label, name in LAST_VALUES.items() if name in self.numbers}
         ends = {label: (name, *(values[-1] for values in self.curve(name))) for label, name in measured.items()}

@@ -266,12 +266,12 @@ def _of_each_expert(
     """Tensors by name, with those of all down-projections of a layer, as PEFT has them, divided by experts."""
     kind, single = ARCHITECTURES[architecture], dict(tensors)
     down = kind.tensor("mlp.experts.down") if kind.mixture else ""
-    for layer, of_layer in enumerate(model.layer_kinds):
+    for layer, base in enumerate(model.layer_bases):
         every = f"{PREFIX}{kind.tensor('').format(layer=layer)}.{FUSED_DOWNS.rpartition('.')[0]}"
         names = [f"{PREFIX}{down.format(layer=layer, expert=expert)}" for expert in range(model.experts)]
         shapes = [tensors[every + end].shape for end in (A, B) if every + end in tensors]
         ranks = [shape[place] for place, shape in enumerate(shapes) if len(shape) == 2]
-        if of_layer != "moe" or len(ranks) != 2 or any(rank % model.experts for rank in ranks):
+        if base != "moe" or len(ranks) != 2 or any(rank % model.experts for rank in ranks):
             continue
         first, last = single.pop(every + A), single.pop(every + B)
         single |= {name + A: part for name, part in zip(names, first.matrices(model.experts))}

@@ -717,7 +717,7 @@ def _plainest(model: ModelConfig) -> str:
 
 def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     """What all models of an architecture have and this one does not."""
-    kinds, mixture = model.layer_kinds, kind.mixture
+    kinds, mixture = model.layer_bases, kind.mixture
     if kind.scalings and model.rope_scaling not in kind.scalings:
         yield f"model.rope_scaling={' or '.join(map(repr, kind.scalings))}"
     read = " ".join([*kind.fields.values(), *(mixture.fields.values() if mixture else [])]).split()
@@ -731,8 +731,10 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
         yield "no window"
     if not kind.windows.startswith("some") and len({*model.windows}) > 1:
         yield "one window"
-    if {*model.dense_widths} - {model.d_ff}:
+    if {*model.dense_widths} - {model.d_ff} or {block.d_expert for block in model.blocks.values()} - {model.d_expert}:
         yield "one width of MLPs"
+    if any(block.shapes_of_heads != model.shapes_of_heads for block in model.blocks.values()):
+        yield "the same heads in all layers"
     yield from _differing_ropes(kind, model)
     if kind.whole_heads:
         keys |= {"kv_heads": model.heads}
@@ -779,9 +781,9 @@ def _mixture_fields(mixture: Mixture | None, model: ModelConfig) -> dict[str, An
     """The fields of a config.json for a model's layers of experts."""
     if mixture is None:
         return {}
-    kinds = (*model.layer_kinds, "moe")
+    kinds = (*model.layer_bases, "moe")
     content = {"first_k_dense_replace": kinds.index("moe")} if mixture.dense == "first" else {}
-    if "moe" not in model.layer_kinds:
+    if not model.has_mixtures:
         return content
     content |= {name: _value_of(key, model) for name, key in mixture.fields.items()} | mixture.only
     if mixture.dense == "some":

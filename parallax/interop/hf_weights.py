@@ -93,7 +93,7 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     if model.sinks:
         layer["attention.sink_logits.logits"] = WeightView(kind.tensor("attention.sink_logits"), (heads,))
     for of_stack, stack in stack_names(model.layer_kinds).items():
-        mlp = _mixture(kind, model) if of_stack == "moe" else _dense_mlp(kind, model)
+        mlp = _mixture(kind, model) if model.base_of(of_stack) == "moe" else _dense_mlp(kind, model)
         views |= {f"{stack}{name}": view for name, view in (layer | mlp).items()}
     return views
 
@@ -381,8 +381,8 @@ def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTenso
     fused = {}
     if EXPERT not in ARCHITECTURES[architecture].tensor("mlp.experts.gate"):
         return fused
-    for layer, of_layer in enumerate(model.layer_kinds):
-        if of_layer == "moe":
+    for layer, base in enumerate(model.layer_bases):
+        if base == "moe":
             fused |= _fused_layer(model, ARCHITECTURES[architecture], layer)
     return fused
 

@@ -1,6 +1,5 @@
 """Checks that a model, a mesh and a schedule fit together."""
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from parallax.config.sections import (
     MLP,
     MOST_INT8_PRODUCTS,
     MXFP8,
+    SHAPES_OF_MLP,
     LayoutConfig,
     ModelConfig,
     PipelineConfig,
@@ -25,6 +25,7 @@ from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
 from parallax.model.products import WIDEST_BLOCKS
+from parallax.model.transformer import stacks_of
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import COUNTING_DIMS, Layout, named_leaves
@@ -38,20 +39,29 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a model's sizes do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    has_width = model.has_dense and model.d_ff in (model.dense_widths or (model.d_ff,))
-    widths = ["d_ff"] * has_width + ["d_expert"] * ("moe" in model.layer_kinds)
-    for dim in ("heads", *widths, "d_model", "vocab"):
+    for kind, block in model.blocks.items():
+        base = model.base_of(kind)
+        # The width of a user's block is its own, unless all layers are.
+        width = SHAPES_OF_MLP.get(base, "" if model.dense_widths else "d_ff")
+        for dim in ("heads", width) if width else ("heads",):
+            _check_dim(model, dim, ("tp",), axis_sizes, size=getattr(block, dim))
+    for dim in ("d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
-    for width in {*model.dense_widths} - {model.d_ff}:
-        kind = next(kind for kind in model.layer_kinds if model.of_block(kind).d_ff == width)
-        _check_dim(model.of_block(kind), "d_ff", ("tp",), axis_sizes, name=f"model.kinds.{kind}.d_ff")
-    if "moe" in model.layer_kinds:
+    if model.has_mixtures:
         _check_dim(model, "experts", ("ep",), axis_sizes)
-    if model.attention != "mla" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
-            f"use kv_heads in {listed(divisors(axis_sizes['tp']))} or a multiple of tp."
-        )
+    tp = axis_sizes["tp"]
+    for heads in dict.fromkeys(block.kv_heads for block in model.blocks.values()):
+        if model.attention != "mla" and heads % tp and tp % heads:
+            raise ConfigError(
+                f"{_key_of(model, 'kv_heads', heads)}={heads} and mesh.tp={tp}: one must divide the other; "
+                f"use kv_heads in {listed(divisors(tp))} or a multiple of tp."
+            )
+
+
+def _key_of(model: ModelConfig, name: str, value: int) -> str:
+    """The key with this value: the model's, or that of a kind of layers."""
+    of_kinds = (f"model.kinds.{kind}.{name}" for kind, block in model.blocks.items() if block.sizes[name] == value)
+    return f"model.{name}" if model.sizes[name] == value else next(of_kinds, f"model.{name}")
 
 
 def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int]) -> None:
@@ -68,7 +78,9 @@ def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int
             f"support; use kernel='xla', or layout.context in {{{others}}}."
         )
     axes = Layout.parse(form.heads).cut_of("heads")
-    _check_dim(model, "heads", axes, axis_sizes, f", which shard them under layout.context={context!r}")
+    for block in model.blocks.values():
+        why = f", which shard them under layout.context={context!r}"
+        _check_dim(model, "heads", axes, axis_sizes, why, size=block.heads)
 
 
 def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[str, int]) -> None:
@@ -77,12 +89,13 @@ def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[s
     if model.matmul_of("attention") == "compute":
         return
     tp, cp, asked = axis_sizes["tp"], axis_sizes.get(CONTEXT_AXIS, 1), f"model.matmul={model.matmul!r} of attention"
-    if model.attention != "mla" and model.kv_heads % tp and layout.tensor_parallel == "column_row":
-        raise ConfigError(
-            f"{asked}: mesh.tp={tp} ranks share model.kv_heads={model.kv_heads}, and each would round its own summand "
-            f"of their gradients; use tp in {listed(divisors(model.kv_heads))}, layout.tensor_parallel='scatter' or "
-            "model.matmul_parts='mlp'."
-        )
+    for heads in dict.fromkeys(block.kv_heads for block in model.blocks.values()):
+        if model.attention != "mla" and heads % tp and layout.tensor_parallel == "column_row":
+            raise ConfigError(
+                f"{asked}: mesh.tp={tp} ranks share {_key_of(model, 'kv_heads', heads)}={heads}, and each would round "
+                f"its own summand of their gradients; use tp in {listed(divisors(heads))}, "
+                "layout.tensor_parallel='scatter' or model.matmul_parts='mlp'."
+            )
     if model.attention == "mla" and cp > 1 and CONTEXTS[layout.context].meets == GATHERED:
         raise ConfigError(
             f"{asked}: with layout.context={layout.context!r} each of mesh.cp={cp} ranks would round its own summand "
@@ -94,19 +107,18 @@ def check_blocks_of_operands(model: ModelConfig, rows: Any, axis_sizes: Mapping[
     """Raise ConfigError if ranks would have other blocks of an operand than one device; `rows` are those of a plan."""
     widest = WIDEST_BLOCKS.get(model.matmul_scales, 0)
     parts = {*model.products_in_8_bits, *(["shared"] if MLP in model.products_in_8_bits else [])}
-    sizes = collections.defaultdict(list, {dim: [size] for dim, size in model.sizes.items()})
-    sizes["d_ff"] = [*{*model.dense_widths}] or [model.d_ff]
+    stacks = _blocks_by_stack(model)
     for name, row in named_leaves(rows).items() if widest else ():
         if row.spec.role != Role.WEIGHT or row.spec.part not in parts:
             continue
         for dim, axes in zip(row.compute.names, row.compute.axes):
             pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
-            cut_within = [size for size in sizes[dim] if math.gcd(size, widest) != math.gcd(size // pieces, widest)]
-            if dim not in COUNTING_DIMS and cut_within:
-                size = cut_within[0]
+            size = stacks[row.spec.stack].sizes.get(dim, 0)
+            if dim not in COUNTING_DIMS and math.gcd(size, widest) != math.gcd(size // pieces, widest):
+                key, block = _key_of(model, dim, size), math.gcd(size, widest)
                 raise ConfigError(
                     f"model.matmul_scales={model.matmul_scales!r}: {' x '.join(f'mesh.{axis}' for axis in axes)}="
-                    f"{pieces} ranks cut model.{dim}={size} of {name} within a block of {math.gcd(size, widest)}; use "
+                    f"{pieces} ranks cut {key}={size} of {name} within a block of {block}; use "
                     f"{dim} in multiples of {widest * pieces}, fewer ranks, or matmul_scales='row'."
                 )
 
@@ -133,14 +145,20 @@ def check_products_of_tokens(model: ModelConfig, seq: int, cp: int, tokens: int)
 
 def check_layouts(model: ModelConfig, layouts: Any, shapes: Any, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if a dim of a parameter does not divide over the axes that shard it."""
-    sizes = named_leaves(shapes)
+    sizes, stacks = named_leaves(shapes), _blocks_by_stack(model)
     for name, layout in named_leaves(layouts).items():
+        block = next((block for stack, block in stacks.items() if name.startswith(f"{stack}/")), model)
         for dim, axes, size in zip(layout.names, layout.axes, sizes[name].shape, strict=True):
             if dim == "layers":  # sharded only if each rank has the same number of each kind
                 continue
             why = f", which shard{'' if len(axes) > 1 else 's'} {name}"
-            size = size if dim == "d_ff" else model.sizes.get(dim, size)  # of which a model may have several
+            size = size if dim == "d_ff" else block.sizes.get(dim, size)  # that of a user's block is its own
             _check_dim(model, dim, axes, axis_sizes, why, size=size)
+
+
+def _blocks_by_stack(model: ModelConfig) -> dict[str, ModelConfig]:
+    """The settings of the layers of each stack, by its name in the tree of parameters."""
+    return {stack: model.blocks[kind] for kind, stack in stacks_of(model.layer_kinds).items()}
 
 
 def _check_dim(
@@ -151,10 +169,9 @@ def _check_dim(
     why: str = "",
     *,
     size: int | None = None,
-    name: str = "",
 ) -> None:
-    """Raise ConfigError if a dim does not divide over these axes. `size` is that of an array, by default the model's,
-    and `name` that of the key."""
+    """Raise ConfigError if a dim does not divide over these axes. `size` is that of an array or of a kind of layers, by
+    default the model's."""
     size = model.sizes[dim] if size is None else size
     pieces = math.prod(axis_sizes.get(axis, 1) for axis in axes)
     if size % pieces == 0:
@@ -167,7 +184,7 @@ def _check_dim(
     larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
     padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
     raise ConfigError(
-        f"{name or f'model.{dim}'}={size}{padded} does not divide over {over}{why}; "
+        f"{_key_of(model, dim, size)}={size}{padded} does not divide over {over}{why}; "
         f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
     )
 
@@ -254,7 +271,12 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"model.{key}={getattr(model, key)!r} is not in model.kernel={model.kernel!r}; use kernel='xla', or "
             "'splash' on TPUs."
         )
-    width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
+    for block in model.blocks.values():
+        _check_width_of_heads(model, block, kind)
+
+
+def _check_width_of_heads(model: ModelConfig, block: ModelConfig, kind: str) -> None:
+    width, widest = block.d_head + block.d_rope * (model.attention == "mla"), widest_head(kind)
     if model.kernel == "triton" and width > TRITON_WIDEST:
         raise ConfigError(
             f"model.kernel='triton' takes heads of at most {TRITON_WIDEST} entries, and these are {width} wide; "
@@ -263,8 +285,8 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
             f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
-            f"these are {width} wide (model.d_head={model.d_head}"
-            f"{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); use kernel='xla'."
+            f"these are {width} wide ({_key_of(model, 'd_head', block.d_head)}={block.d_head}"
+            f"{f' + d_rope={block.d_rope}' * (model.attention == 'mla')}); use kernel='xla'."
         )
 
 

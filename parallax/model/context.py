@@ -21,7 +21,9 @@ class Context(NamedTuple):
     until `of_layer` makes it that of one.
     """
 
-    rope: tuple[Array, Array]  # `Rope.tables` of its tokens' positions: cosines and sines, [B, S, rotated / 2]
+    # `Rope.tables` of its tokens' positions: cosines and sines, [B, S, rotated / 2]; as wide as the widest until
+    # `of_kind` makes them those of a kind of layers.
+    rope: tuple[Array, Array]
     rows_B: Array  # index of each row in the global batch
     key: Array | None  # of dropout; None disables it
     mask: Mask
@@ -62,6 +64,13 @@ class Context(NamedTuple):
             context = context._replace(temperature=jnp.asarray(temperatures, jnp.float32)[number])
         return context
 
+    def of_kind(self, model: ModelConfig, kind: str) -> "Context":
+        """The context of a layer with a block of this kind, from that of the layer."""
+        width = model.of_block(kind).rotated // 2
+        if width == self.rope[0].shape[-1]:
+            return self
+        return self._replace(rope=jax.tree.map(lambda table: table[..., :width], self.rope))
+
     def tempered(self, q: Array) -> Array:
         """Queries times the layer's temperature, if that is not the same in all layers."""
         return q if self.temperature is None else (q * self.temperature).astype(q.dtype)
@@ -70,13 +79,22 @@ class Context(NamedTuple):
 def tables_of_layers(
     model: ModelConfig, positions_BS: Array, tokens: int, empty_B: Array | int = 0
 ) -> tuple[Array, Array]:
-    """`Rope.tables` of all layers of a model, with a leading dim of settings if they rotate by different angles."""
+    """`Rope.tables` of all layers of a model, with a leading dim of settings if they rotate by different angles; zeros
+    are behind those that are narrower than the widest."""
     ropes = [Rope(settings) for settings in model.settings_of_layers.settings]
     if all(rope.rotation == ropes[0].rotation for rope in ropes):
         return ropes[0].tables(positions_BS, tokens, empty_B)
-    return jax.tree.map(
-        lambda *of_each: jnp.stack(of_each), *(rope.tables(positions_BS, tokens, empty_B) for rope in ropes)
-    )
+    widest = max(rope.width for rope in ropes) // 2
+
+    def stacked(*of_each: Array) -> Array:
+        return jnp.stack([_as_wide(table, widest) for table in of_each])
+
+    return jax.tree.map(stacked, *(rope.tables(positions_BS, tokens, empty_B) for rope in ropes))
+
+
+def _as_wide(table_BSp: Array, width: int) -> Array:
+    more = width - table_BSp.shape[-1]
+    return jnp.pad(table_BSp, [(0, 0), (0, 0), (0, more)]) if more else table_BSp
 
 
 def temperatures_of(model: ModelConfig) -> list[float]:

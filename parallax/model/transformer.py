@@ -74,7 +74,7 @@ class Block(nn.Module):
     measures: bool = False  # measure operands of 8-bit products, and compute the products in the compute dtype
 
     def setup(self):
-        residual, sizes, eps = self.residual, self.model.of_block(self.kind).sizes, self.model.norm_eps
+        residual, sizes, eps = self.residual, self._shaped.sizes, self.model.norm_eps
         norm = partial(
             _made, "model.norm", self.model.norm, norms_of(self.model), layout=residual, sizes=sizes, eps=eps
         )
@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.of_down = named(name="down") if behind else as_it_is
         self.mlp = (
             self._mixture()
-            if self.kind == "moe"
+            if self._is_mixture
             else _made(
                 "model.mlp",
                 self.model.mlp,
@@ -134,13 +134,22 @@ class Block(nn.Module):
         return self.attention.cache_layouts()
 
     @property
+    def _shaped(self) -> ModelConfig:
+        """The model's settings, with the shapes of this kind of layers."""
+        return self.model.of_block(self.kind)
+
+    @property
+    def _is_mixture(self) -> bool:
+        return self.model.base_of(self.kind) == "moe"
+
+    @property
     def _out_scale(self) -> float:
         # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
         return (2 * self.model.layers) ** -0.5 if self.model.init_out == "scaled" else 0.0
 
     def _for_mixtures(self, context: Context) -> tuple:
         """Arguments of a mixture besides x. The call is elsewhere, since operations would have this method's name."""
-        return (context.row_weight,) if self.kind == "moe" else ()
+        return (context.row_weight,) if self._is_mixture else ()
 
     def _stream(self, x: Array, normed: Array, after: Array) -> Array:
         """What the MLP, or its norm, reads: the stream after attention, what attention's norm reads, or its result."""
@@ -148,7 +157,7 @@ class Block(nn.Module):
 
     def _mixture(self) -> nn.Module:
         return MoE(
-            self.model,
+            self._shaped,
             self.residual,
             self.family,
             self._out_scale,
@@ -167,9 +176,10 @@ class Block(nn.Module):
         return MEASURED if self.measures and matmul != COMPUTE else matmul
 
     def _attention(self) -> nn.Module:
-        m, shared = self.model, {"residual": self.residual, "family": self.family}
+        m, shared = self._shaped, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
-        temperature = 1.0 if temperatures_of(m) else Rope(m.settings_of_layers.settings[0]).temperature()
+        one_of_all = Rope(self.model.settings_of_layers.settings[0]).temperature()
+        temperature = 1.0 if temperatures_of(self.model) else one_of_all
         shared |= {"temperature": m.score_factor * temperature, "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul(ATTENTION)}
         shared |= {"matmul_residuals": m.matmul_residuals, "dense": self._dense}
@@ -217,11 +227,11 @@ class Parts(NamedTuple):
         residual: str,
         family: Family,
         form: TableForm,
-        kv: str,
+        tp: int,
         rows: str,
         **options: Any,
     ) -> "Parts":
-        """`rows` is the layout of the batch dim in embedding and head; for the other arguments and `options` see
+        """`rows` is the layout of the batch dim in embedding and head; for `residual`, `family` and `options` see
         Block."""
         sizes = FrozenDict(model.sizes)  # which a cache can hash
         scale = model.embedding_scale
@@ -231,10 +241,10 @@ class Parts(NamedTuple):
         shared = (form, rows, residual, sizes, model.vocab)
         head = Head(*shared, model.norm_eps, model.tied, norm, LogitForm.of(model))
         code = codes_by_name(model.kinds)
-        block = dict(model=model, residual=residual, family=family, kv=kv, **options)
+        block = dict(model=model, residual=residual, family=family, **options)
         blocks = {
-            kind: _made("model.kinds", code.get(kind, "block"), {"block": Block}, kind=kind, **block)
-            for kind in sorted({*model.layer_kinds})
+            kind: _made("model.kinds", code.get(kind, "block"), {"block": Block}, kind=kind, kv=shaped.kv(tp), **block)
+            for kind, shaped in model.blocks.items()
         }
         return Parts(embedding, blocks, head)
 
@@ -249,21 +259,21 @@ class Parts(NamedTuple):
     def scan(
         self, layer: Callable, x: Array, blocks: Any, context: Context, others: Any, kinds: Any, numbers: Any
     ) -> tuple[Array, Any]:
-        """Run `x, out = layer(block, weights, x, context, other)` for each layer in order; return the last x and all
-        `out`, stacked.
+        """Run `x, out = layer(kind, weights, x, context, other)` for each layer in order; return the last x and all
+        `out`, stacked. `kind` is that of its block.
 
         `blocks` are resident weights, `context` is that of all layers, `others` have an entry for each. `kinds` is
         Arrangement.kinds_in_places of one rank, and `numbers` has the model's layer in each place, None if layers do
         not differ in their settings. A place without a layer leaves x unchanged and returns `other` as `out`.
         """
-        stacks, modules = self.by_kind(blocks), list(self.blocks.values())
-        model = modules[0].model
+        stacks, names = self.by_kind(blocks), list(self.blocks)
+        model = self.blocks[names[0]].model
 
         if len(stacks) == 1:
 
             def run_only(x: Array, given: Any) -> tuple[Array, Any]:
                 weights, number, other = given
-                return layer(modules[0], weights, x, context.of_layer(model, number), other)
+                return layer(names[0], weights, x, context.of_layer(model, number), other)
 
             return jax.lax.scan(run_only, x, (stacks[0], numbers, others))
 
@@ -271,10 +281,10 @@ class Parts(NamedTuple):
             kind, index, number, other = given
             here = context.of_layer(model, number)
 
-            def of_kind(block: Block, stack: Any, x: Array, other: Any) -> tuple[Array, Any]:
-                return layer(block, jax.tree.map(lambda w: w[index], stack), x, here, other)
+            def of_kind(name: str, stack: Any, x: Array, other: Any) -> tuple[Array, Any]:
+                return layer(name, jax.tree.map(lambda w: w[index], stack), x, here.of_kind(model, name), other)
 
-            runs = [partial(of_kind, *pair) for pair in zip(modules, stacks, strict=True)]
+            runs = [partial(of_kind, *pair) for pair in zip(names, stacks, strict=True)]
             return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
 
         return jax.lax.scan(run_layer, x, (*kinds, numbers, others))
@@ -306,7 +316,7 @@ class Parts(NamedTuple):
         keys = jax.random.split(blocks, model.layers)
         names = stacks_of(model.layer_kinds)
         of_kind = {kind: keys[np.equal(model.layer_kinds, kind)] for kind in self.blocks}
-        stacks = {kind: _stacked(block, of_kind[kind], names[kind]) for kind, block in self.blocks.items()}
+        stacks = {kind: _stacked(block, kind, of_kind[kind], names[kind]) for kind, block in self.blocks.items()}
         return {
             EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
             BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
@@ -328,23 +338,23 @@ def _declared(embedding: Embedding, blocks: tuple[tuple[str, Block], ...], head:
     return jax.eval_shape(Parts(embedding, dict(blocks), head).declare, jax.random.key(0))
 
 
-def _stacked(block: Block, keys: Array, stack: str) -> Any:
+def _stacked(block: Block, kind: str, keys: Array, stack: str) -> Any:
     """The parameters of one layer per key, stacked under this name."""
     init_of = _init_of.__wrapped__ if block.model.has_user_code else _init_of
-    draw, structure = init_of(block, keys.dtype)
+    draw, structure = init_of(block, kind, keys.dtype)
     stacked = jax.tree.unflatten(structure, jax.vmap(draw)(keys))
     return map_declared(partial(_in_layers, stack), stacked)
 
 
 @functools.lru_cache(maxsize=32)
-def _init_of(block: Block, key_dtype: Any) -> tuple[Callable[[Array], list[Array]], Any]:
+def _init_of(block: Block, kind: str, key_dtype: Any) -> tuple[Callable[[Array], list[Array]], Any]:
     """The leaves of a layer's initial parameters as a function of a key, without what a layer computes with them, and
     the structure of their tree."""
     model = dataclasses.replace(block.model, kernel="xla")  # one token is too few for others
 
     def init(key: Array) -> Any:
         ids, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, model.d_model), model.dtype)
-        context = Context(Rope(model).tables(ids), ids[0], None, Mask(ids))
+        context = Context(Rope(model.of_block(kind)).tables(ids), ids[0], None, Mask(ids))
         return block.clone(model=model).init(key, x, context)["params"]
 
     traced, like = jax.make_jaxpr(init, return_shape=True)(jax.ShapeDtypeStruct((), key_dtype))

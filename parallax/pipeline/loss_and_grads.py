@@ -6,6 +6,7 @@ These are functions of a model, which is static, and of arrays in local view.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 
 from parallax.config.sections import EMBEDDING, HEAD
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.context import Context
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
 from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
@@ -132,12 +134,20 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     """The passes of each kind of layers."""
     model = layers.model
     x = jax.eval_shape(lambda: zeros(ends.first_stage_input(ends.start(model.schedule.exit_slots), jnp.int32(0))))
-    context = jax.eval_shape(lambda: model.context(ends.tokens, jnp.int32(0)).of_layer(model.config, jnp.int32(0)))
+
+    def context_of(kind: str) -> Context:
+        context = model.context(ends.tokens, jnp.int32(0)).of_layer(model.config, jnp.int32(0))
+        return context.of_kind(model.config, kind)
+
+    contexts = [jax.eval_shape(partial(context_of, kind)) for kind in model.parts.blocks]
     settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
-    settings |= dict(plan=model.plan, x=x, context=context)
+    settings |= dict(plan=model.plan, x=x)
     gathered = jax.eval_shape(lambda: [weights.gathered(0) for weights in layers.weights])
-    kinds = zip(layers.passes, model.orders, gathered, strict=True)
-    return [layer_passes(passes.block, stack=stack, weights=weights, **settings) for passes, stack, weights in kinds]
+    kinds = zip(layers.passes, model.orders, gathered, contexts, strict=True)
+    return [
+        layer_passes(passes.block, stack=stack, weights=weights, context=context, **settings)
+        for passes, stack, weights, context in kinds
+    ]
 
 
 def microbatches(

@@ -70,10 +70,10 @@ class ModelOnMesh:
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
         context_form = CONTEXTS[layout.context]._replace(order=layout.order)
         family = FAMILIES[layout.tensor_parallel]._replace(context=context_form)
-        form, kv = EMBEDDINGS[layout.embedding], model.kv(self.axis_sizes["tp"])
+        form, tp = EMBEDDINGS[layout.embedding], self.axis_sizes["tp"]
         options = dict(loss=settings.loss, exchange=self._exchange_form, measures=measures)
         options |= {"expert_chunk_tokens": layout.expert_chunk_tokens}
-        self.parts = Parts.build(model, self.residual, family, form, kv, ROWS, **options)
+        self.parts = Parts.build(model, self.residual, family, form, tp, ROWS, **options)
         self.orders = arrangements(self.schedule.placement, model.layer_kinds)
         # Whether kernels of 8-bit products are rounded once for all uses, and sent in 8 bits.
         self.rounds_kernels = model.matmul != COMPUTE and not measures and bool(scales_of(model.matmul_form))
@@ -262,7 +262,7 @@ class ModelOnMesh:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         weight = None
-        if "moe" in self.config.layer_kinds:
+        if self.config.has_mixtures:
             shares, _ = self._data_ranks
             weight = jnp.float32(1 / (tokens.rows.size * shares))
         tables = tables_of_layers(self.config, positions, segments.shape[-1])

@@ -250,7 +250,8 @@ def one_layer(
     on_rank, passes, numbers = _on_rank(this, kind, in_stage), layers.passes[kind], layers.numbers[kind]
     if this.work != "weight_gradients":
         weights = layers.weights[kind].gathered(on_rank, x) if weights is None else weights
-        context = context.of_layer(layers.model.config, numbers[on_rank])
+        config, name = layers.model.config, list(layers.model.parts.blocks)[kind]
+        context = context.of_layer(config, numbers[on_rank]).of_kind(config, name)
         if context.key is not None:  # 0 is the embedding's
             context = context._replace(key=jax.random.fold_in(context.key, 1 + numbers[on_rank]))
     match this.work:

@@ -28,9 +28,12 @@ def counts_of(model: ShardedModel, statistics: Mapping[str, Array]) -> dict[str,
     counted = [name for name, row in model.plan.statistics.items() if row.spec.role == Role.COUNTS]
     if not counted:
         return {}
-    (name,) = counted  # one stack of layers has experts
-    layout, shape = model.plan.statistics[name].at_rest, named_leaves(model.shapes)[name].shape
-    return {EXPERT_COUNTS: _whole(model.mesh, statistics[name], layout, shape)}
+    shapes, rows = named_leaves(model.shapes), model.plan.statistics
+    stacks = [_whole(model.mesh, statistics[name], rows[name].at_rest, shapes[name].shape) for name in counted]
+    if len(stacks) == 1:
+        return {EXPERT_COUNTS: stacks[0]}
+    layers = np.concatenate([model.orders[rows[name].spec.stack].members for name in counted])
+    return {EXPERT_COUNTS: jnp.concatenate(stacks)[np.argsort(layers)]}
 
 
 def _whole(mesh: Any, x: Array, layout: Layout, shape: tuple[int, ...]) -> Array:
@@ -48,8 +51,8 @@ def _whole(mesh: Any, x: Array, layout: Layout, shape: tuple[int, ...]) -> Array
     return jax.shard_map(local, mesh=mesh, in_specs=(layout.spec(mesh),), out_specs=P(), check_vma=True)(x)
 
 
-def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> dict[str, Any]:
-    """Values for metrics.jsonl from counts [layers with experts, experts]; `kinds` are those of the model's layers.
+def load_values(counts: np.ndarray, bases: tuple[str, ...], *, table: bool) -> dict[str, Any]:
+    """Values for metrics.jsonl from counts [layers with experts, experts]; `bases` are ModelConfig.layer_bases.
 
     "experts/load" is the largest share of an expert over an even share, 1 or more. "experts/entropy" is the entropy of
     the shares over that of even shares, 0 to 1. Both are the worst of all layers. Lists are by layer; "experts/layers"
@@ -69,7 +72,7 @@ def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> d
     return {
         "experts/load": float(loads.max()),
         "experts/entropy": float(entropies.min()),
-        "experts/layers": [layer for layer, kind in enumerate(kinds) if kind == "moe"],
+        "experts/layers": [layer for layer, base in enumerate(bases) if base == "moe"],
         "experts/load_by_layer": rounded(loads),
         "experts/entropy_by_layer": rounded(entropies),
         **({"experts/shares": rounded(shares)} if table else {}),

@@ -129,7 +129,7 @@ def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory, t
     total = sum(parameters.values())
     counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
     counts.append(["total", f"{total:,}", ""])
-    if "moe" in model.layer_kinds:
+    if model.has_mixtures:
         active = sum(active_parameters(model, parameters).values())
         counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
     if trained != total:

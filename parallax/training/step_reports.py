@@ -87,7 +87,7 @@ class StepReports:
         values["train/learning_rate"] = self.rates(updates)
         values |= self.skips.note(ended.step, metrics)
         if counts is not None:
-            values |= load_values(counts, self.settings.model.layer_kinds, table=self.is_logged(ended.step))
+            values |= load_values(counts, self.settings.model.layer_bases, table=self.is_logged(ended.step))
         if self.skips.too_many(metrics):
             self.logger.record(ended.step, values)
             self.skips.stop(ended.step, metrics, params)

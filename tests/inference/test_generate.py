@@ -28,7 +28,7 @@ from parallax.config.sections import (
 from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError
-from parallax.inference.decode import Decoder, Prompts
+from parallax.inference.decode import CacheForm, Decoder, Prompts
 from parallax.inference.generate import complete, generate
 from parallax.model.kernels.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
@@ -175,8 +175,8 @@ def test_a_cache_has_a_windows_slots_for_each_layer_with_it():
     for name, layers in lengths.items():
         model = model_on(name)
         decoder = Decoder(model.config, model.plan.rows, model.mesh)
-        caches = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_length)
-        assert {length: caches[length]["k"].shape for length in caches} == {
+        caches = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_form)
+        assert {form.length: caches[form]["k"].shape for form in caches} == {
             length: (layers, 2, length, 2, 4) for length, layers in layers.items()
         }
 
@@ -273,7 +273,7 @@ def test_a_prompt_has_no_square_of_scores(name):
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
     narrow = Decoder(dataclasses.replace(model.config, dtype="bfloat16"), model.plan.rows, model.mesh)
-    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_length[5])
+    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_form[CacheForm("dense", 5)])
     # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
         "latent": ((4, 2, 5, 16), "bfloat16"),

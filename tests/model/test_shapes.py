@@ -61,7 +61,7 @@ def test_generation_says_what_the_full_pass_says(mesh):
         ("dense=(d_ff=96)", "model.kinds.dense.d_ff=96 does nothing: 'dense' layers have model.d_ff=64 itself"),
         ("wide=(d_ff=96, base='moe')", "model.kinds.wide.d_ff=96 does nothing: 'wide' is no variant of dense layers"),
         ("wide=(d_ff=0)", "model.kinds.wide.d_ff=0"),
-        ("wide=(heads=2)", "model.kinds.wide.heads is not a setting in which kinds of layers differ"),
+        ("wide=(d_model=2)", "model.kinds.wide.d_model is not a setting in which kinds of layers differ"),
     ],
 )
 def test_shapes_that_a_kind_cannot_have_are_refused(kinds, message):

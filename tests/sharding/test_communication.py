@@ -198,7 +198,7 @@ def test_the_batch_is_brought_into_context_order_once_a_step_as_is_said(mesh):
 def test_a_block_sends_what_its_parts_send():
     model = model_config(attention="gqa")
     family, residual = FAMILIES["column_row"], HIDDEN_CUT
-    block = Parts.build(model, residual, family, None, "kv_heads/tp", "batch/dp").blocks["dense"]
+    block = Parts.build(model, residual, family, None, 1, "batch/dp").blocks["dense"]
     parts = residual_layers(residual, family)
 
     def run(params, x, ids, positions, segments):

@@ -101,13 +101,13 @@ class PlainBlock(Block):
     """A layer whose mixture is the plain one."""
 
     def _mixture(self):
-        return PlainMixture(self.model, self.loss)
+        return PlainMixture(self._shaped, self.loss)
 
 
 def plain_parts(model, loss=None):
     """The model's modules for one device; with no axis bound, the strings cut nothing."""
     family, form = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
-    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss=loss or LossConfig())
+    parts = Parts.build(model, activation("d_model/tp"), family, form, 1, ROWS, loss=loss or LossConfig())
     plain = {
         kind: PlainBlock(model, block.residual, block.family, block.kv, kind, block.loss)
         for kind, block in parts.blocks.items()
@@ -128,10 +128,10 @@ def plain_forward(model, params, batch, loss=None):
     context = Context.of_model(model, tables, rows, None, batch["segments"], cursor=0)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
-    def layer(block, weights, x, context, _):
-        x, notes = block.apply({"params": weights}, x, context, mutable="notes")
+    def layer(kind, weights, x, context, _):
+        x, notes = parts.blocks[kind].apply({"params": weights}, x, context, mutable="notes")
         none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
-        return x, notes["notes"]["mlp"]["mixture"][0] if block.kind == "moe" else none
+        return x, notes["notes"]["mlp"]["mixture"][0] if model.base_of(kind) == "moe" else none
 
     order = Arrangement((0,), model.layer_kinds)
     x, notes = parts.scan(layer, x, params["blocks"], context, None, order.kinds_in_places[:, 0], order.numbers[0])

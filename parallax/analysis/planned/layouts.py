@@ -229,7 +229,7 @@ def expert_ranks(model: ModelConfig, devices: int) -> list[int]:
     >>> expert_ranks(ModelConfig(layers=2, layers_of="moe*2", experts=12), 8), expert_ranks(ModelConfig(), 8)
     ([1, 2, 4], [1])
     """
-    return [ep for ep in divisors(devices) if model.experts % ep == 0] if "moe" in model.layer_kinds else [1]
+    return [ep for ep in divisors(devices) if model.experts % ep == 0] if model.has_mixtures else [1]
 
 
 def _context_fits(model: ModelConfig, cp: int, tp: int, context: str) -> bool:

@@ -245,7 +245,7 @@ def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str,
     topology's chips run, not those that they interpret; for products it is the dtype that is fastest on the chip, if it
     is faster than the others."""
     chip, optimizer, layout = topology.chip, settings.optimizer, Choice.of(settings)
-    further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or "moe" in settings.model.layer_kinds)
+    further = ["cp"] * (layout.cp > 1) + ["ep"] * (layout.ep > 1 or settings.model.has_mixtures)
     sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1)
     yield from map(layout.keys_to, layout.variations(further, sets))
     if (order := order_to_try(settings, layout.cp)) != layout.order:
@@ -294,7 +294,7 @@ def has_gpu_hosts(topology: Topology) -> bool:
 def _exchange(settings: Settings, topology: Topology) -> str:
     """How tokens are sent to experts of other ranks; "" if none are."""
     model, ranks = settings.model, settings.mesh.ep
-    if "moe" not in model.layer_kinds or ranks == 1:
+    if not model.has_mixtures or ranks == 1:
         return ""
     return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
 
@@ -354,7 +354,7 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
 def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
     """For a mixture, the number of experts of a token, and how it is sent to those of other ranks."""
     model, chunk, exchange = settings.model, settings.layout.expert_chunk_tokens, _exchange(settings, topology)
-    if "moe" not in model.layer_kinds:
+    if not model.has_mixtures:
         return
     line = f"a token goes to {model.experts_per_token} of {model.experts} experts"
     if exchange:

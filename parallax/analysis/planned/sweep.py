@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -153,8 +154,10 @@ class LeastWork:
         head, gradients = self.head_flops, self.weight_gradient_flops
         weights = self.flops - attention - head - gradients
         if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
-            pairs = model.heads * sum(tokens_read_twice(model.windows, self.settings.data.seq)) / 2
-            attention += 2 * pairs * qk_width(model)
+            read_twice = tokens_read_twice(model.windows, self.settings.data.seq)
+            of_layers = [block.heads * twice / 2 for block, twice in zip(model.block_of_each, read_twice, strict=True)]
+            pairs = sum(of_layers)
+            attention += 2 * sum(map(operator.mul, of_layers, map(qk_width, model.block_of_each)))
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
         remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
         again = recomputed_flops(model, remat, seq=self.seq)
@@ -180,7 +183,7 @@ class LeastWork:
             passed = (1 - 1 / choice.tp) * tokens * model.d_model
             sent.append(Sent("all-gather", ("tp",), passed, 8 * many, "forward", LAYERS, ""))
         if choice.ep > 1:
-            mixtures = tokens * model.layer_kinds.count("moe") / model.layers * model.d_model
+            mixtures = tokens * model.layer_bases.count("moe") / model.layers * model.d_model
             form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
             rows = exchanged_rows(model, choice.ep)[form]
             sent.append(Sent("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * many, "forward", LAYERS, ""))

@@ -140,8 +140,8 @@ def scores_flops(model: ModelConfig, seq: int) -> int:
 
 def scores_flops_of_layers(model: ModelConfig, seq: int) -> list[int]:
     """The same for each layer."""
-    widths = model.heads * (qk_width(model) + model.d_head)
-    return [3 * twice * widths for twice in tokens_read_twice(model.windows, seq)]
+    widths = (block.heads * (qk_width(block) + block.d_head) for block in model.block_of_each)
+    return [3 * twice * width for twice, width in zip(tokens_read_twice(model.windows, seq), widths, strict=True)]
 
 
 GROUPED = ("ragged_dot", "ragged_dot_general")
@@ -295,21 +295,21 @@ def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str,
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs of attention's core on all devices, minus those of the model."""
-    config, widths = model.config, (qk_width(model.config), model.config.d_head)
+    config = model.config
     causal = scores_flops(config, seq) * rows * seq
     # If all tokens of a row are on one rank, context ranks shard heads instead of queries.
     meets = CONTEXTS[model.layout.context].meets
     shared = meets != WHOLE
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
-    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
-    sizes |= dict(ring=meets == RING and ranks > 1, order=model.layout.order)
-    products = sum(
-        layers * ranks * attention_flops(config.kernel, part, **sizes, window=window)
-        for window, layers in Counter(config.windows).items()
-        for part in KERNEL_PRODUCTS[config.kernel]
-    )
-    if config.kernel == "splash":  # of each output with its gradient, before both kernels
-        products += config.layers * 2 * rows * config.heads * seq * config.d_head
+    sizes = dict(rows=rows, seq=seq, ranks=ranks, ring=meets == RING and ranks > 1, order=model.layout.order)
+    products = 0
+    for (kind, window), layers in Counter(zip(config.layer_kinds, config.windows, strict=True)).items():
+        block = config.blocks[kind]
+        sizes |= dict(heads=block.heads, d_qk=qk_width(block), d_v=block.d_head, window=window)
+        parts = (attention_flops(config.kernel, part, **sizes) for part in KERNEL_PRODUCTS[config.kernel])
+        products += layers * ranks * sum(parts)
+        if config.kernel == "splash":  # of each output with its gradient, before both kernels
+            products += layers * 2 * rows * block.heads * seq * block.d_head
     return products - causal
 
 

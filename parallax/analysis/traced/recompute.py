@@ -6,7 +6,6 @@ Both follow from the widths of the model; tests/pipeline/test_remat.py compares 
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -38,44 +37,51 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     >>> costs["ffn"], costs["swiglu"]
     (PartCost(width=32.0, flops=512.0), PartCost(width=16.0, flops=0.0))
     """
-    kinds = Counter(model.layer_kinds)
-    d, heads, sizes = model.d_model, model.heads * model.d_head, model.sizes
-    itemsize = jnp.dtype(model.dtype).itemsize
+    read, stacks = tokens_read_twice(model.windows, seq), []
+    for kind, block in model.blocks.items():
+        of_kind = [twice for twice, each in zip(read, model.layer_kinds, strict=True) if each == kind]
+        stacks.append(_stack_costs(block, model.base_of(kind), len(of_kind), sum(of_kind)))
+    return {part: _added([costs[part] for costs in stacks if part in costs]) for part in model.remat_parts}
+
+
+def _added(costs: Sequence[PartCost]) -> PartCost:
+    return PartCost(*map(sum, zip(*costs, strict=True)))
+
+
+def _stack_costs(block: ModelConfig, base: str, layers: int, read_twice: float) -> dict[str, PartCost]:
+    """The same for layers of one kind, which together read twice so many tokens for each."""
+    d, heads, sizes = block.d_model, block.heads * block.d_head, block.sizes
+    itemsize = jnp.dtype(block.dtype).itemsize
     of_float32 = FLOAT32_BYTES / itemsize
-    # Entries per token in a layer that has the part, and parameters that are multiplied to compute them.
-    attention = {"out": (d, heads * d)}
-    if model.attention == "mla":
-        latents, shared = model.d_latent + model.d_latent_q, model.d_rope
-        wide, read = model.heads * sizes["d_qk"], model.d_latent_q or d
-        attention["latent"] = latents + shared, d * (latents + shared)
-        attention |= {"q": (wide, read * wide), "kv": (2 * heads, model.d_latent * 2 * heads)}
+    # Entries per token in a layer, and parameters that are multiplied to compute them.
+    parts: dict[str, tuple[float, float]] = {"out": (d, heads * d), "down": (d, _down_weights(block, base))}
+    if block.attention == "mla":
+        latents, shared = block.d_latent + block.d_latent_q, block.d_rope
+        wide, read = block.heads * sizes["d_qk"], block.d_latent_q or d
+        parts["latent"] = latents + shared, d * (latents + shared)
+        parts |= {"q": (wide, read * wide), "kv": (2 * heads, block.d_latent * 2 * heads)}
     else:
-        values = model.kv_heads * model.d_head
-        attention["qk"] = heads + values, d * (heads + values)
+        values = block.kv_heads * block.d_head
+        parts["qk"] = heads + values, d * (heads + values)
         # Recomputing normed queries and keys alone takes no product.
-        attention["q"] = heads, d * heads * (not model.qk_norm)
-        attention["kv"] = 2 * values, d * (values if model.qk_norm else 2 * values)
-    scores = model.heads * ((sizes["d_qk"] if model.attention == "mla" else model.d_head) + model.d_head)
-    scores *= sum(tokens_read_twice(model.windows, seq))
-    experts = model.experts_per_token * model.d_expert
-    weights_and_ids = 2 * model.experts_per_token * of_float32
-    mixture = {"router": (model.experts * of_float32, d * model.experts), "dispatch": (d + weights_and_ids, 0)}
-    mixture["experts"] = 2 * experts, d * 2 * experts
-    layers = {part: (model.layers, *cost) for part, cost in attention.items()}
-    layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
-    dense = sum(model.dense_widths)
-    hidden = mlp_kernels(model) * dense + 2 * kinds["moe"] * sizes["d_shared"]
-    layers |= {"ffn": (1, hidden, d * hidden), "down": (model.layers, d, down_flops(model) / 2 / model.layers)}
+        parts["q"] = heads, d * heads * (not block.qk_norm)
+        parts["kv"] = 2 * values, d * (values if block.qk_norm else 2 * values)
     # Saved in the form that 8-bit products read. Router, experts and the product for d_rope read their inputs, too.
-    of_heads, of_mlp = model.saves_8_bits(ATTENTION), model.saves_8_bits(MLP)
-    rounded = ((count, [of_heads, of_mlp and kind != "moe"]) for kind, count in kinds.items())
-    normed = sum(count * _normed_width(model.norms_before, in_8_bits, itemsize) for count, in_8_bits in rounded)
-    layers["norm"] = 1, d * normed, 0
-    of_mlp = 1 / itemsize if of_mlp else 1
-    layers["swiglu"] = 1, dense * of_mlp + kinds["moe"] * sizes["d_shared"], 0
-    costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
-    costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(scores))
-    return {part: costs[part] for part in model.remat_parts}
+    of_mlp = block.saves_8_bits(MLP)
+    normed = _normed_width(block.norms_before, [block.saves_8_bits(ATTENTION), of_mlp and base != "moe"], itemsize)
+    parts["norm"] = d * normed, 0
+    hidden, swiglu = 0, 0
+    if base == "moe":
+        experts, weights_and_ids = block.experts_per_token * block.d_expert, 2 * block.experts_per_token * of_float32
+        parts |= {"router": (block.experts * of_float32, d * block.experts), "dispatch": (d + weights_and_ids, 0)}
+        parts["experts"] = 2 * experts, d * 2 * experts
+        hidden, swiglu = 2 * sizes["d_shared"], sizes["d_shared"]
+    elif base == "dense":
+        hidden, swiglu = mlp_kernels(block) * block.d_ff, block.d_ff * (1 / itemsize if of_mlp else 1)
+    parts |= {"ffn": (hidden, d * hidden), "swiglu": (swiglu, 0)}
+    costs = {part: PartCost(float(layers * width), 2.0 * layers * weights) for part, (width, weights) in parts.items()}
+    scores = block.heads * ((sizes["d_qk"] if block.attention == "mla" else block.d_head) + block.d_head)
+    return costs | {"core": PartCost(layers * (heads + block.heads * of_float32), float(scores * read_twice))}
 
 
 def _normed_width(norms: int, in_8_bits: Sequence[bool], itemsize: int) -> float:
@@ -95,15 +101,19 @@ def unread_flops(model: ModelConfig) -> float:
     only with remat="stage"."""
     if model.norms_behind:
         return 0.0
-    out = 0 if model.branches == SEQUENTIAL else 2.0 * model.layers * model.heads * model.d_head * model.d_model
-    return down_flops(model) + out
+    out = sum(block.heads * block.d_head for block in model.block_of_each) * (model.branches != SEQUENTIAL)
+    return down_flops(model) + 2.0 * out * model.d_model
 
 
 def down_flops(model: ModelConfig) -> float:
     """FLOPs per token of the last products of MLPs, in all layers."""
-    kinds = Counter(model.layer_kinds)
-    moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
-    return 2.0 * model.d_model * (sum(model.dense_widths) + kinds["moe"] * moe)
+    return 2.0 * sum(map(_down_weights, model.block_of_each, model.layer_bases))
+
+
+def _down_weights(block: ModelConfig, base: str) -> int:
+    """Parameters of the last product of an MLP, for one token."""
+    of_experts = block.experts_per_token * block.d_expert + block.sizes["d_shared"]
+    return block.d_model * {"dense": block.d_ff, "moe": of_experts}.get(base, 0)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ def even_load(model: ModelConfig, ep: int) -> float:
     >>> even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
     0.8
     """
-    if "moe" not in model.layer_kinds:
+    if not model.has_mixtures:
         return 1.0
     here = model.experts // ep
     most = min(model.experts_per_token, here)
