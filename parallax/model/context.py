@@ -65,11 +65,16 @@ class Context(NamedTuple):
         return context
 
     def of_kind(self, model: ModelConfig, kind: str) -> "Context":
-        """The context of a layer with a block of this kind, from that of the layer."""
-        width = model.of_block(kind).rotated // 2
-        if width == self.rope[0].shape[-1]:
-            return self
-        return self._replace(rope=jax.tree.map(lambda table: table[..., :width], self.rope))
+        """The context of a layer with a block of this kind, from that of the layer. Only windows that layers of this
+        kind have are left, so that a program has no branches for others."""
+        width, context = model.of_block(kind).rotated // 2, self
+        if width < self.rope[0].shape[-1]:
+            context = context._replace(rope=jax.tree.map(lambda table: table[..., :width], self.rope))
+        if self.mask.windows:
+            pairs = zip(model.settings_of_layers.numbers, model.layer_kinds, strict=True)
+            numbers = sorted({number for number, each in pairs if each == kind})
+            context = context._replace(mask=self.mask.of_numbers(numbers))
+        return context
 
     def tempered(self, q: Array) -> Array:
         """Queries times the layer's temperature, if that is not the same in all layers."""

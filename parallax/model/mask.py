@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,14 @@ class Mask(struct.PyTreeNode):
             return _in_scope(act, masks[0])
         number = jnp.asarray([windows.index(self._that_cuts(window)) for window in self.windows])[self.which]
         return lax.switch(number, [partial(_in_scope, act, mask) for mask in masks])
+
+    def of_numbers(self, numbers: Collection[int]) -> "Mask":
+        """The mask of a layer whose number is one of these."""
+        windows = [self.windows[number] for number in numbers]
+        if len(set(windows)) == 1:
+            return self.replace(window=windows[0], windows=(), which=None)
+        of_all = (window if number in numbers else windows[0] for number, window in enumerate(self.windows))
+        return self.replace(windows=tuple(of_all))
 
     @property
     def hides_earlier(self) -> bool:

@@ -109,7 +109,9 @@ def test_cached_decoding_says_what_the_whole_pass_says(name, mesh):
 
 
 ROUNDED = dict(matmul="int8", matmul_residuals="8bit")
+HEADS = dict(layers_of="(near far)*2", kinds="near=(kv_heads=2, d_head=4) far=(heads=16, d_ff=96)")
 COUNTED = LIKE | {f"{name} in 8 bits": LIKE[name] | ROUNDED for name in ("GPT-NeoX", "Cohere", "OLMo 2")}
+COUNTED |= {"heads by kind": HEADS}
 
 
 @pytest.mark.fast(2)
