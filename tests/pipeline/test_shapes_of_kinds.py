@@ -52,7 +52,8 @@ def uniform(name, kind):
 
 
 def test_layers_of_other_heads_give_the_plain_models_gradients():
-    check(GQA | dict(layers=2, layers_of="near far"), mesh=(2, 1, 2), schedule="one_f_one_b", residual=SEQ_CUT)
+    model = dict(attention="gqa", layers=2, layers_of="near far", kinds=GQA["kinds"], microbatches=2)
+    check(model, mesh=(2, 1, 2), schedule="one_f_one_b", residual=SEQ_CUT)
 
 
 @pytest.mark.slow
@@ -65,18 +66,22 @@ def test_kinds_of_other_shapes_give_the_plain_models_gradients_on_each_axis(name
 
 def test_each_layer_is_one_of_a_model_with_its_settings():
     """Layer by layer, each by the block of a model all of whose layers are like it."""
-    model, batch = build((1, 1, 1), **GQA), make_batch(rows=2)
-    params = params_of(model)
-    x = jnp.asarray(params["embedding"]["table"])[batch["tokens"]]
-    for layer, kind in enumerate(model.config.layer_kinds):
-        alone = build((1, 1, 1), **uniform("gqa", kind))
-        tables = Rope(alone.config).tables(batch["positions"])
-        context = Context.of_model(alone.config, tables, np.arange(2), None, batch["segments"])
-        weights = jax.tree.map(lambda stack, place=layer // 2: stack[place], params["blocks"][kind])
-        x = alone.parts.blocks["dense"].apply({"params": weights}, x, context)
-    hidden = model.parts.head.apply({"params": params["head"]}, x)
-    expected = jnp.einsum("BSD,VD->BSV", hidden, params["embedding"]["table"])
-    logits = model.logits(params, *(batch[name] for name in ("tokens", "segments", "positions")))
+    changes = dict(layers=2, layers_of="near far")
+    model, batch = build((1, 1, 1), **GQA | changes), make_batch(rows=2)
+    alone = [build((1, 1, 1), **uniform("gqa", kind)) for kind in ("near", "far")]
+
+    def layer_by_layer(params):
+        x = params["embedding"]["table"][batch["tokens"]]
+        for kind, of_kind in zip(("near", "far"), alone, strict=True):
+            tables = Rope(of_kind.config).tables(batch["positions"])
+            context = Context.of_model(of_kind.config, tables, np.arange(2), None, batch["segments"])
+            weights = jax.tree.map(lambda stack: stack[0], params["blocks"][kind])
+            x = of_kind.parts.blocks["dense"].apply({"params": weights}, x, context)
+        hidden = model.parts.head.apply({"params": params["head"]}, x)
+        return jnp.einsum("BSD,VD->BSV", hidden, params["embedding"]["table"])
+
+    params, arrays = params_of(model), (batch[name] for name in ("tokens", "segments", "positions"))
+    logits, expected = jax.jit(model.logits)(params, *arrays), jax.jit(layer_by_layer)(params)
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -122,7 +127,8 @@ def test_activations_of_layers_with_other_heads_are_lists():
     np.testing.assert_allclose(seen.loss, jax.jit(model.loss)(params_of(model), batch)["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("mla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_a_step_of_two_kinds_multiplies_what_half_of_each_kinds_step_does(name):
     changes = dict(remat="layer", schedule="gpipe", chunk_tokens=64)
     each = [build((1, 1, 1), **uniform(name, kind), **changes) for kind in ("near", "far")]
