@@ -17,7 +17,7 @@
 #SBATCH --signal=TERM@120
 
 set -uo pipefail
-cd "${SLURM_SUBMIT_DIR:?start me with sbatch}"
+cd "${SLURM_SUBMIT_DIR:?start me with sbatch}" || exit
 : "${RUN_NAME:?name the run, as in RUN_NAME=first sbatch launch/slurm.sh; the same name goes on with it}"
 
 # JAX would give each process one device; the processes here have all of their node's.
@@ -41,6 +41,7 @@ fi
 
 # When one task has ended, the others have a minute for their last words.
 # A task has its cores by srun's own flag: from SLURM 22.05 on sbatch's is not taken over.
+# shellcheck disable=SC2016  # the shell of each task has its own SLURM_PROCID
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
   .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" ${fewer:+"$fewer"} \
   --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"

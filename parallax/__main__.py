@@ -1,6 +1,7 @@
 """`python -m parallax`: the commands, each with what it does."""
 
 import ast
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,14 @@ from parallax.errors import ConfigError, exit_status, nearest
 from parallax.storage.files import names_in, read_bytes
 
 CLI = Path(__file__).parent / "cli"
-TRAIN_PY = CLI.parents[1] / "train.py"
+SCRIPT = "parallax-"  # an installed command is a program of this name, too
+LAST_LINE = f"--help says more of each. Where Parallax is installed, each is a program, too, as {SCRIPT}train."
+
+
+def start() -> None:
+    """Run the command after which the program is named, as parallax-train."""
+    name = Path(sys.argv[0]).stem.removeprefix(SCRIPT)
+    runpy.run_module(f"parallax.cli.{name}", run_name="__main__", alter_sys=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,10 +32,8 @@ def _listed(arguments: Sequence[str]) -> str:
         advice = f"write python -m parallax.{name}" if name in known else nearest(name, known)
         raise ConfigError(f"{name!r} is no argument of python -m parallax; {advice}")
     lines = {f"python -m parallax.{name}": about for name, about in known.items()}
-    if TRAIN_PY.is_file():
-        lines = {"python train.py": _about(_parsed(TRAIN_PY)), **lines}
     width = max(map(len, lines))
-    return "\n".join([*(f"{line:{width}}  {about}" for line, about in lines.items()), "", "--help says more of each."])
+    return "\n".join([*(f"{line:{width}}  {about}" for line, about in lines.items()), "", LAST_LINE])
 
 
 def commands() -> dict[str, str]:

@@ -326,9 +326,9 @@ def how_to_install(extra: str) -> str:
     """The command that installs an extra; the project is not on PyPI.
 
     >>> how_to_install("data")
-    "pip install -e '.[data]' in the clone"
+    "pip install -e '.[data]' in the clone, or pip install 'WHEEL[data]'"
     """
-    return f"pip install -e '.[{extra}]' in the clone"
+    return f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]'"
 
 
 def imported(module: str, what: str, extra: str) -> Any:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
     os.environ |= dict([sys.argv[1].split("=", 1)])  # before JAX is imported, which reads it
 
-import train
 from parallax.checkpoint.save import CheckpointWriter
+from parallax.cli import train
 from parallax.data import Reader
 from parallax.errors import DataError
 from parallax.processes import job

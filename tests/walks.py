@@ -72,7 +72,7 @@ WALKS = {
         OPTAX,
     ],
     "mesh.tp": [
-        "../train.py main",
+        "cli/train.py main",
         "cli/command.py read_line",
         "cli/command.py load_config",
         "training/run.py train",
@@ -164,8 +164,8 @@ PASSED = {
         OPTAX,
     ],
     "mesh.tp": [
-        "../train.py main",
-        "../train.py main.act",
+        "cli/train.py main",
+        "cli/train.py main.act",
         "cli/command.py read_line",
         "cli/command.py load_config",
         "training/run.py train",

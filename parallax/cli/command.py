@@ -37,7 +37,7 @@ from parallax.user_code import with_settings
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # most characters of an error that a config file raises
-CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
+CONFIG_MEANING = "a Python file with get_config(), the config.json of a run, or the name of a config of Parallax"
 KEY_MEANING = "another value for a key of the config, as --config.train.steps=50"
 ABBREVIATIONS = {"lr": "learning_rate"}
 HELP = {"help": "print this", "help-config": "print every key of a config with its default and meaning"}
@@ -157,6 +157,12 @@ def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], rea
     return read_line(argv, program_flags, config=saved, reads=reads)
 
 
+def file_of(config: str) -> Path:
+    """The file that --config means: a name alone, as quickstart, is one of Parallax's own configs."""
+    named = CONFIGS / f"{config}.py"
+    return named if re.fullmatch(r"\w+", config) and named.is_file() else Path(config)
+
+
 def is_saved(path: str) -> bool:
     """Whether a config was saved by a run, whose folder may come from somebody else; other configs are programs."""
     return Path(path).suffix == ".json"
@@ -165,7 +171,7 @@ def is_saved(path: str) -> bool:
 def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
     """The config from get_config() of a file, or from a run's JSON, with the values that this does not decide;
     ConfigError if that fails."""
-    file = Path(path)
+    file = file_of(path)
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if (root := str(CONFIGS.parent)) not in sys.path:
@@ -174,7 +180,7 @@ def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
         if is_saved(path):
             saved, left_out = load_saved(file)
             return ConfigDict(saved), left_out
-        defined = runpy.run_path(path)
+        defined = runpy.run_path(str(file))
         if "get_config" not in defined:
             raise ConfigError("it has no get_config(), which returns the config; write it as in configs/base.py")
         config = defined["get_config"]()
@@ -183,7 +189,7 @@ def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
             raise ConfigError(f"{what}; begin with that of configs/base.py, and change its keys")
         return config, {}
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f", line {lines[-1]}" if lines else ""
         kind = "" if isinstance(error, ParallaxError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}".split())
@@ -302,9 +308,11 @@ def unknown_flag(name: str, known: Sequence[str]) -> str:
 
 
 def known_configs() -> list[str]:
-    """The configs of the repository, as paths from the current folder."""
-    folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
-    return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py"))]
+    """Parallax's own configs: as paths from the current folder where they lie below it, else by name."""
+    files = sorted(CONFIGS.glob("*.py"))
+    if not CONFIGS.is_relative_to(Path.cwd()):
+        return [file.stem for file in files]
+    return [os.path.relpath(file) for file in files]
 
 
 def _instead_of(file: Path) -> str:
@@ -312,13 +320,11 @@ def _instead_of(file: Path) -> str:
     if file.is_dir():
         saved = file / "config.json"
         return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
-    known = {Path(path).name: path for path in known_configs()}
-    close = difflib.get_close_matches(file.name[: errors.QUOTED_LETTERS], known, n=1)
+    known = {Path(path).stem: path for path in known_configs()}
+    close = difflib.get_close_matches(file.stem[: errors.QUOTED_LETTERS], known, n=1)
     lead = f"did you mean {known[close[0]]!r}? Known" if close else "known"
-    if Path.cwd() == CONFIGS.parent:
-        return f"does not exist; {lead}: {', '.join(known.values())}"
-    where = "" if file.is_absolute() else f" in {Path.cwd()}"
-    return f"does not exist{where}; {lead} in {CONFIGS}: {', '.join(known)}"
+    where = "" if file.is_absolute() or Path.cwd() == CONFIGS.parent else f" in {Path.cwd()}"
+    return f"does not exist{where}; {lead}: {', '.join(known.values())}"
 
 
 def _define(name: str, flag: Flag, values: flags.FlagValues) -> None:

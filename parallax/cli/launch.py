@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from parallax.cli.arguments import Parser, positive
-from parallax.config.reference import CONFIGS
 from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 from parallax.processes.address import ADDRESS_FLAGS, TOKEN
 
@@ -66,10 +65,8 @@ def python_command(command: Sequence[str]) -> list[str]:
         raise ConfigError("nothing to start; write it last, as in `-- train.py --config=configs/quickstart.py`")
     is_module = command[0] == "-m" and len(command) > 1
     if not is_module and not (command[0].endswith(".py") and Path(command[0]).is_file()):
-        ours = CONFIGS.parent / command[0]  # the path would be right in the repository's folder
-        if ours.suffix == ".py" and ours.is_file():
-            raise ConfigError(f"{command[0]!r} does not exist in {Path.cwd()}; did you mean {str(ours)!r}?")
-        raise ConfigError(f"{command[0]!r} is not a Python file; write one, or -m and a module, after --")
+        advice = "write one after --, or a module, as -m parallax.train"
+        raise ConfigError(f"{command[0]!r} is not a Python file in {Path.cwd()}; {advice}")
     return [sys.executable, "-u", *command]
 
 

@@ -151,7 +151,7 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     steps, of_run = 2 * settings.train.steps, flags_not_saved(settings, (*NOT_SAVED, *code))
     yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"
-    yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{of_run}"
+    yield f"train on     {python} -m parallax.train --workdir={workdir} --config.train.steps={steps}{of_run}"
 
 
 def flags_not_saved(settings: Settings, names: Sequence[str] = NOT_SAVED) -> str:

@@ -7,12 +7,12 @@ import pytest
 from support import tiny_model
 from support.run_examples import as_flags, write_corpus
 
-import train
 from parallax.analysis.compiled.program import read_compiled
 from parallax.analysis.report import GIVEN
 from parallax.analysis.traced.memory import Memory, memory
 from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
+from parallax.cli import train
 from parallax.config.sections import GuardConfig
 from parallax.step.optimizer import global_norm, make_optimizer
 from parallax.step.step import TrainState, TrainStep, abstract_state

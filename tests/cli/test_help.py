@@ -8,10 +8,10 @@ import sys
 import pytest
 from support.command_modules import command
 
-import train
+from parallax.cli import train
 from parallax.cli.command import Flag, read_line
 
-ROOT = pathlib.Path(train.__file__).parent
+ROOT = pathlib.Path(train.__file__).parents[2]
 ABSL = ("plan", "report", "evaluate", "parity", "replay")
 PARSED = ("generate", "convert", "watch", "data", "schedules")
 COMMANDS = {"train": train, **{name: command(name) for name in (*ABSL, *PARSED, "launch")}}
@@ -74,10 +74,7 @@ def test_the_package_as_a_program_lists_every_command_and_what_it_does():
     )
     listed = run()
     names = [line.split("  ")[0] for line in listed.stdout.splitlines()[:-2]]
-    assert names == [
-        "python train.py",
-        *(f"python -m parallax.{name}" for name in sorted({*COMMANDS, "firstrun"} - {"train"})),
-    ]
+    assert names == [f"python -m parallax.{name}" for name in sorted({*COMMANDS, "firstrun"})]
     assert "python -m parallax.generate   Generate text with a trained model.\n" in listed.stdout
     assert listed.returncode == 0 and "| jax\n" not in listed.stderr and run("--help").stdout == listed.stdout
     for word, said in {"generate": "write python -m parallax.generate", "genrate": "did you mean 'generate'?"}.items():

@@ -3,8 +3,8 @@
 import sys
 import time
 
-import train
 from parallax.checkpoint import steps
+from parallax.cli import train
 
 
 def main(stuck_at, argv):

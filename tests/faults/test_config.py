@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.run_examples import tiny_config
 
-import train as command_line
 from configs.base import get_config
 from parallax.analysis.planned.devices import check_fits
+from parallax.cli import train as command_line
 from parallax.cli.command import read_line
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
@@ -189,7 +189,7 @@ NAMES = ["", ".", "..", "../x", "a/b", "/etc/x", "-x", "a b", "a\nb", "~", "$HOM
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_run_name_that_is_no_name_is_refused_and_nothing_is_written(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
+    config = pathlib.Path(command_line.__file__).parents[2] / "configs" / "tiny_gqa.py"
     status = command_line.main(["train.py", f"--config={config}", f"--run-name={name}"])
     said = capsys.readouterr().err
     reason = "is not a valid name of a run" if name else "--run-name='' is empty; leave it out"

@@ -17,8 +17,8 @@ from support.data_examples import TEXTS, prepare_texts, prepared_reader
 from support.run_examples import at_step, tiny_config
 from support.stand_ins import forbid_code
 
-import train as command_line
 from parallax.checkpoint.steps import latest_step
+from parallax.cli import train as command_line
 from parallax.data.shards import Manifest, write_shard
 from parallax.data.tokenizer import Bytes
 from parallax.errors import CheckpointError, ConfigError, DataError

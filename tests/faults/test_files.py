@@ -24,8 +24,8 @@ from support.data_examples import prepare_texts, prepared_reader
 from support.run_examples import as_flags, at_batch, at_step, tiny_config
 from support.stand_ins import full_disk, on_write
 
-import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
+from parallax.cli import train as command_line
 from parallax.cli.watch import WatchedRun, picture, write_svg
 from parallax.config.settings import load_settings
 from parallax.data import reader as reader_module
@@ -44,7 +44,7 @@ from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 DEEP = '{"a": ' * 100_000
 
 
@@ -300,7 +300,7 @@ def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpu
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-import train
+from parallax.cli import train
 sys.exit(train.main(["train.py", *sys.argv[2:]]))
 """
 

@@ -15,11 +15,11 @@ from support.command_modules import command
 from support.run_examples import write_corpus
 
 import parallax as px
-import train as command_line
 from parallax.checkpoint.arrays import ArrayReader, ArrayWriter, damaged_arrays
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import DamagedError, check_steps, complete_steps, read_manifest
+from parallax.cli import train as command_line
 from parallax.config.sections import CheckpointConfig
 from parallax.errors import CheckpointError
 from parallax.interop.export import open_step

@@ -12,8 +12,8 @@ from dataclasses import fields
 
 import pytest
 
-import train as command_line
 from parallax.cli import evaluate, generate, replay
+from parallax.cli import train as command_line
 from parallax.cli.command import load_config, read_line, read_line_of_run
 from parallax.config.earlier import RENAMED
 from parallax.config.keys import Section, key
@@ -23,7 +23,7 @@ from parallax.inference import run as run_of_inference
 from parallax.interop.export import export_params, import_params
 from parallax.training import build as build_of_training
 
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 TOLD = {"train.wandb": "a project of theirs", "train.tensorboard": True, "train.profile_steps": "3:4"}
 
 

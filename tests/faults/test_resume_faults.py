@@ -18,8 +18,8 @@ from support.process_examples import flags_of
 from support.run_examples import at_step, tiny_config
 from support.stand_ins import full_disk, on_write
 
-import train as command_line
 from parallax.checkpoint.steps import latest_step, read_manifest
+from parallax.cli import train as command_line
 from parallax.errors import CheckpointError
 from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
@@ -28,7 +28,7 @@ from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 EVERY_SECOND = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "checkpoint.keep_best": 0}
 
 

@@ -16,7 +16,6 @@ from support.run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.cli import launch
-from parallax.config.sections import DistributedConfig
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1, "model.dropout": 0.0}
@@ -497,7 +496,7 @@ def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path
         (["--processes", "0", "--", "train.py"], "'0' is not a whole number from 1 to 99999"),
         (["--processes", "2", "--devices-per-process", "x", "--", "train.py"], "'x' is not a whole number"),
         (["--processes", "2"], "nothing to start; write it last, as in `-- train.py"),
-        (["--processes", "2", "--", "trian.py"], "'trian.py' is not a Python file; write one, or -m and a module"),
+        (["--processes", "2", "--", "trian.py"], f"'trian.py' is not a Python file in {ROOT}; write one"),
         (["--", "train.py"], "the following arguments are required: --processes"),
     ],
 )
@@ -507,13 +506,15 @@ def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     assert launch.main(arguments) == 2 and message in capsys.readouterr().err
 
 
-def test_the_launcher_names_the_program_that_is_elsewhere(tmp_path, monkeypatch, capsys):
+def test_the_launcher_names_the_module_where_there_is_no_train_py(tmp_path, monkeypatch, capsys):
     from parallax.cli import launch
 
     monkeypatch.chdir(tmp_path)
     assert launch.main(["--processes", "2", "--", "train.py"]) == 2
     said = capsys.readouterr().err
-    assert f"'train.py' does not exist in {tmp_path}; did you mean '{ROOT / 'train.py'}'?" in said
+    assert (
+        f"'train.py' is not a Python file in {tmp_path}; write one after --, or a module, as -m parallax.train" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -646,134 +647,3 @@ def is_running(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-# ---- the examples of launch/
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
-def test_the_shell_examples_are_shell(script):
-    subprocess.run(["bash", "-n", script], check=True)
-    assert ".venv/bin/python -u train.py --config=" in script.read_text()
-
-
-@pytest.mark.parametrize(
-    ("status", "state", "restarts", "requeued"),
-    [
-        (75, "RUNNING", 0, True),
-        (137, "RUNNING", 99, True),  # a task was killed, and the others said 75
-        (134, "RUNNING", 0, True),
-        (137, "RUNNING", 100, False),
-        (75, "COMPLETING", 0, False),  # by scancel
-        (0, "RUNNING", 0, False),
-        (1, "RUNNING", 0, False),
-        (2, "RUNNING", 0, False),
-        (127, "RUNNING", 0, False),  # no such command
-    ],
-)
-def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state, restarts, requeued):
-    ended, srun = srun_of(tmp_path, status, state=state, restarts=restarts)
-    assert ended == status and (tmp_path / "requeue").exists() == requeued
-    assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in srun
-    assert srun.startswith("--cpus-per-task=32 ")
-    assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
-
-
-def srun_of(tmp_path, status, *, state="RUNNING", restarts=0, ntasks=4):
-    """The script's exit status and what it has srun do, with programs in place of Slurm's."""
-    programs = {
-        "srun": f'echo "$@" > {tmp_path}/srun; env > {tmp_path}/environment; exit {status}',
-        "squeue": f"echo {state}",
-        "scontrol": f'[ "$1" = show ] && echo n1 || echo "$@" > {tmp_path}/requeue',
-    }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": str(ntasks), "RUN_NAME": "first"}
-    job |= {"SLURM_CPUS_PER_TASK": "32"}
-    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
-    environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=60)
-    return ended.returncode, (tmp_path / "srun").read_text()
-
-
-def test_the_slurm_example_has_xla_and_nccl_end_and_name_what_hangs(tmp_path):
-    """Options that this XLA knows: it ends a process that is told of others."""
-    srun_of(tmp_path, 0)
-    told = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
-    limit = f"--xla_gpu_nccl_termination_timeout_seconds={launch.NCCL_SECS}"
-    assert told["NCCL_DEBUG"] == "WARN" and limit in told["XLA_FLAGS"]
-    assert os.environ["XLA_FLAGS"].split()[-1] in told["XLA_FLAGS"]  # the user's own come behind, and win
-    start = [sys.executable, "-c", "import jax; jax.devices()"]
-    for flags, is_known in ((told["XLA_FLAGS"], True), (told["XLA_FLAGS"].replace("_nccl_t", "_nccl_u"), False)):
-        ended = subprocess.run(start, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
-        assert (ended.returncode == 0) == is_known, ended.stderr
-
-
-def test_nccl_is_ended_behind_every_limit_of_the_run():
-    """While one process compiles, the others wait in their first collective."""
-    limits = DistributedConfig()
-    assert max(limits.compile_secs, limits.wait_secs) < launch.NCCL_SECS
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
-    """As shipped, and on more nodes."""
-    script = (ROOT / "launch" / "slurm.sh").read_text()
-    asked = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(\S+)$", script))
-    assert (asked["nodes"], asked["ntasks-per-node"]) == ("1", "1")
-    assert "/" not in asked["output"]  # a folder that is not there yet would end the job without a word
-    command = srun_of(tmp_path, 0, ntasks=nodes)[1].split(" process ")[1].split()
-    assert command[:3] == [".venv/bin/python", "-u", "train.py"]
-    own = [word for word in command[2:] if not word.startswith(("--run-name", "--max-runtime", "--stopped-status"))]
-    assert len(own) == 2 + (nodes > 2)
-    check_fits_on(own, nodes * int(asked["gpus-per-node"]), slices=1)
-
-
-def test_the_launchers_example_for_gpus_trains_on_as_many_as_it_starts():
-    (line,) = [line for line in launch.__doc__.splitlines() if "--gpus-per-process" in line]
-    flags, command = line.split(" -- ")
-    (processes,), (gpus,) = (re.findall(rf"--{name} (\d+)", flags) for name in ("processes", "gpus-per-process"))
-    check_fits_on(command.split(), int(processes) * int(gpus), slices=1)
-
-
-@pytest.mark.parametrize("name", ["gke_tpu_slice", "gke_multislice"])
-def test_the_manifests_have_what_a_job_set_needs(name):
-    import yaml
-
-    manifest = yaml.safe_load((ROOT / "launch" / f"{name}.yaml").read_text())
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (slices,) = manifest["spec"]["replicatedJobs"]
-    job = slices["template"]["spec"]
-    assert job["parallelism"] == job["completions"] and slices["replicas"] == 1 + (name == "gke_multislice")
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["name"] == job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
-    assert {volume["name"] for volume in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
-    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-    assert chips == int(rows) * int(columns)
-    check_trains_on(container["command"][2:] + container["args"], chips * slices["replicas"], slices["replicas"])
-
-
-def check_trains_on(arguments, chips, slices):
-    """The command is right, and its model fits so many devices in so many slices."""
-    own = [argument for argument in arguments if not argument.startswith(("--workdir", "--stopped-status=75"))]
-    assert len(arguments) - len(own) == 2
-    check_fits_on(own, chips, slices)
-
-
-def check_fits_on(arguments, chips, slices):
-    """The settings of a command line are those of a model that can be cut over so many devices."""
-    from parallax.analysis.traced.trace import abstract_mesh
-    from parallax.cli.command import read_command
-    from parallax.config.settings import read_settings
-    from parallax.sharding.mesh import resolve_sizes
-    from parallax.step.step import model_of
-
-    settings, _ = read_command(arguments, {})
-    settings = read_settings(settings, model={"vocab": settings.model.vocab or 1024})
-    sizes = resolve_sizes(settings.mesh, chips)
-    assert sizes.get("replica", 1) % slices == 0
-    model = model_of(settings, abstract_mesh(sizes))
-    model.check_batch(settings.data.global_batch, settings.data.seq)

@@ -19,9 +19,9 @@ from support.checkpoint_examples import save_settings
 from support.run_examples import at_batch, at_step, losses, stop_at, tiny_config, write_corpus
 from support.stand_ins import full_disk, on_write
 
-import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli import generate, watch
+from parallax.cli import train as command_line
 from parallax.cli.command import load_config, read_line
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings

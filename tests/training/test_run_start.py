@@ -6,8 +6,8 @@ import pathlib
 import pytest
 from support.run_examples import as_flags, first_state, stop_at, tiny_config
 
-import train as command_line
 from configs.base import get_config
+from parallax.cli import train as command_line
 from parallax.cli.command import read_command, read_line
 from parallax.config.settings import PRINTED_WIDTH, default_settings, differences, load_settings, read_settings
 from parallax.errors import ConfigError
@@ -15,7 +15,7 @@ from parallax.step.optimizer import learning_rate
 from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 
 

@@ -14,12 +14,12 @@ from support.process_examples import flags_of
 from support.run_examples import losses, tiny_config
 from support.stand_ins import ClientStandIn
 
-import train as command_line
 from parallax.checkpoint.steps import latest_step
+from parallax.cli import train as command_line
 from parallax.config.settings import read_settings
 from parallax.training.run import Outcome
 
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
