@@ -17,7 +17,7 @@ from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
-from parallax.sharding.compiler import compiler_options
+from parallax.sharding.compiler import compiler_options, copies_what_branches_return
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import make_mesh
@@ -208,12 +208,25 @@ class TrainStep:
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
             given = grads, statistics, metrics["grad_norm"]
-            # A branch, since with an elementwise choice between the old and the new state XLA would keep both.
-            params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
+            params, opt_state = self._updated_if(passes, update, kept, given)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
             metrics |= counts_of(self.model, statistics)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
+
+    def _updated_if(self, passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple) -> tuple[Any, Any]:
+        """Parameters and optimizer state, updated with what is given if the step passes.
+
+        A branch, since with an elementwise choice between the old and the new state XLA would keep both; where it would
+        copy what a branch returns, a loop of at most one turn.
+        """
+        if not copies_what_branches_return(self.model.mesh):
+            return jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
+
+        def turn(state: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+            return jnp.zeros_like(passes), *update(*state[1:], *given)
+
+        return jax.lax.while_loop(lambda state: state[0], turn, (passes, *kept))[1:]
 
     def grad_norm(self, grads: Any, statistics: Mapping[str, Array]) -> Array:
         """The norm of the whole gradient, in the local view; not finite if a maximum is not. Counts always are."""
