@@ -208,25 +208,12 @@ class TrainStep:
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
             given = grads, statistics, metrics["grad_norm"]
-            params, opt_state = self._updated_if(passes, update, kept, given)
+            in_loop = copies_what_branches_return(self.model.mesh)
+            params, opt_state = updated_if(passes, update, kept, given, in_loop=in_loop)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
             metrics |= counts_of(self.model, statistics)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
-
-    def _updated_if(self, passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple) -> tuple[Any, Any]:
-        """Parameters and optimizer state, updated with what is given if the step passes.
-
-        A branch, since with an elementwise choice between the old and the new state XLA would keep both; where it would
-        copy what a branch returns, a loop of at most one turn.
-        """
-        if not copies_what_branches_return(self.model.mesh):
-            return jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
-
-        def turn(state: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
-            return jnp.zeros_like(passes), *update(*state[1:], *given)
-
-        return jax.lax.while_loop(lambda state: state[0], turn, (passes, *kept))[1:]
 
     def grad_norm(self, grads: Any, statistics: Mapping[str, Array]) -> Array:
         """The norm of the whole gradient, in the local view; not finite if a maximum is not. Counts always are."""
@@ -268,6 +255,21 @@ class TrainStep:
                 updated, opt_state = update(params, opt_state, grads)
         rate = self.model.settings.optimizer.balance_rate
         return with_statistics(self.model.plan.statistics, updated, statistics, rate), opt_state
+
+
+def updated_if(passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple, *, in_loop: bool) -> Any:
+    """Parameters and optimizer state, updated with what is given if the step passes.
+
+    A branch, since with an elementwise choice between the old and the new state XLA would keep both. `in_loop` is for
+    where it would copy what a branch returns: a loop of at most one turn.
+    """
+    if not in_loop:
+        return jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
+
+    def turn(state: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        return jnp.zeros_like(passes), *update(*state[1:], *given)
+
+    return jax.lax.while_loop(lambda state: state[0], turn, (passes, *kept))[1:]
 
 
 def _trained(rows: Any, tree: Any) -> Any:
