@@ -36,11 +36,17 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     return closed(inner)
 
 
+def programs_of(equation: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    """The programs that an equation runs, without those nested in them."""
+    programs = (Jaxpr, ClosedJaxpr)
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, programs))
+    yield from (closed(value) for value in values if isinstance(value, programs))
+
+
 def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equations of all programs that an equation runs, including nested ones."""
-    programs = (Jaxpr, ClosedJaxpr)
-    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, programs)):
-        for inner in closed(value).jaxpr.eqns if isinstance(value, programs) else ():
+    for program in programs_of(equation):
+        for inner in program.jaxpr.eqns:
             yield inner
             yield from within(inner)
 

@@ -6,10 +6,8 @@ python tests/gpu_configs.py CONFIG TOPOLOGY [SECTION.KEY=VALUE ...]
 import pathlib
 import sys
 
-from parallax.analysis.planned.layouts import model_on_topology
-from parallax.analysis.planned.step_time import compile_and_read
+from parallax.analysis.planned.step_time import compile_and_read, predicted
 from parallax.analysis.planned.topology import devices_of, without_chips
-from parallax.analysis.traced.memory import predicted_memory
 from parallax.cli.command import load_config
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
@@ -29,7 +27,7 @@ def main(name: str, where: str, *changes: str) -> None:
     hosts = len({device.process_index for device in devices})
     assert hosts == topology.devices // topology.shape[-1]
     found = compile_and_read(settings, topology, devices)
-    predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
+    planned = predicted(settings, topology)
     time, sent = found.time, sum(row.bytes for row in found.sent)
     assert 0 < time.compute_secs < time.total_secs and 0 < time.mfu < topology.chip.matmul_speed(
         settings.model.matmul
@@ -40,10 +38,11 @@ def main(name: str, where: str, *changes: str) -> None:
     hidden = sum(row.bytes * row.hidden for row in found.sent)
     fits = "fits" if found.peak_bytes <= topology.chip.usable_bytes else "does not fit"
     print(
-        f"| {name} | {where} | {fits} | {found.peak_bytes / 2**30:.1f} | {predicted / 2**30:.1f} "
+        f"| {name} | {where} | {fits} | {found.peak_bytes / 2**30:.1f} | {planned.peak_bytes / 2**30:.1f} "
         f"| {time.total_secs:.3f} | {100 * time.mfu:.0f} % | {in_bytes(sent)} | {in_bytes(hidden)} |"
     )
-    print(f"predicted peak over the compiler's: {predicted / found.peak_bytes:.3f}")
+    print(f"planned: {planned.secs:.3f} s, {planned.secs / time.total_secs:.3f} of the compiled step")
+    print(f"predicted peak over the compiler's: {planned.peak_bytes / found.peak_bytes:.3f}")
 
 
 if __name__ == "__main__":

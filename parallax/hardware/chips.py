@@ -213,6 +213,7 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
 
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
+GPUS = frozenset(NVIDIA)
 # JAX's names, if they differ. Other variants, such as H100 PCIe, are different chips.
 DEVICE_KINDS = {
     "geforce rtx 3090": "NVIDIA RTX 3090",

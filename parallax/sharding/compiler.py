@@ -143,6 +143,14 @@ def clears_what_is_overwritten(mesh: Mesh) -> bool:
     return _is_on(mesh, "gpu")
 
 
+def copies_what_branches_return(mesh: Mesh) -> bool:
+    """Whether XLA writes the results of a conditional to new buffers, though their operands are donated.
+
+    It does on GPU. What a loop carries is updated in place.
+    """
+    return _is_on(mesh, "gpu")
+
+
 def swaps_in_place() -> bool:
     """Whether the program being traced is for GPUs, where swapping the halves of a dim costs no more than reading them.
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from parallax.hardware.chips import MICROSCALED
+from parallax.hardware.chips import CHIPS, MICROSCALED
 
 
 def platform_traced() -> str:
@@ -11,6 +11,13 @@ def platform_traced() -> str:
     if mesh.abstract_device is not None:
         return mesh.abstract_device.platform
     return jax.default_backend() if mesh.empty else ""
+
+
+def platform_planned() -> str:
+    """The same, but for an abstract mesh that of the chip which it names; "" if it names none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None and not device.platform else ""
+    return CHIPS[kind].platform if kind in CHIPS else platform_traced()
 
 
 def multiplies_microscaled() -> bool:

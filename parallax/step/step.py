@@ -17,7 +17,7 @@ from parallax.errors import ConfigError
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
-from parallax.sharding.compiler import compiler_options
+from parallax.sharding.compiler import compiler_options, copies_what_branches_return
 from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import make_mesh
@@ -208,8 +208,8 @@ class TrainStep:
             passes, guard = judge(self.guard, state.guard, metrics)
             update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
             given = grads, statistics, metrics["grad_norm"]
-            # A branch, since with an elementwise choice between the old and the new state XLA would keep both.
-            params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
+            in_loop = copies_what_branches_return(self.model.mesh)
+            params, opt_state = updated_if(passes, update, kept, given, in_loop=in_loop)
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
             metrics |= counts_of(self.model, statistics)
@@ -255,6 +255,21 @@ class TrainStep:
                 updated, opt_state = update(params, opt_state, grads)
         rate = self.model.settings.optimizer.balance_rate
         return with_statistics(self.model.plan.statistics, updated, statistics, rate), opt_state
+
+
+def updated_if(passes: Array, update: Callable, kept: tuple[Any, Any], given: tuple, *, in_loop: bool) -> Any:
+    """Parameters and optimizer state, updated with what is given if the step passes.
+
+    A branch, since with an elementwise choice between the old and the new state XLA would keep both. `in_loop` is for
+    where it would copy what a branch returns: a loop of at most one turn.
+    """
+    if not in_loop:
+        return jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, *given)
+
+    def turn(state: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        return jnp.zeros_like(passes), *update(*state[1:], *given)
+
+    return jax.lax.while_loop(lambda state: state[0], turn, (passes, *kept))[1:]
 
 
 def _trained(rows: Any, tree: Any) -> Any:

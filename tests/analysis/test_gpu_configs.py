@@ -66,6 +66,10 @@ HOST_SLOTS = """
 on_host = [one for one, _ in found if "S(5)" in one.shape]
 print(sum(one.target == "AllocateBuffer" for one in on_host), sum(one.kind == "copy" for one in on_host))
 """
+COPIES = """
+program = module.computations[module.entry].instructions
+print(sum(one.kind == "copy" and one.shape.startswith("f32") for one in program))
+"""
 ARGUMENTS = """
 from parallax.analysis.planned.step_time import compile_and_read, predict
 from parallax.analysis.planned.topology import read_topology
@@ -124,6 +128,22 @@ def test_what_rests_in_host_memory_is_not_counted_as_on_the_gpu():
 def test_the_planned_memory_is_that_of_the_compiler(config, where):
     printed = run_beside("tests/gpu_configs.py", config, where)
     assert abs(float(printed.split()[-1]) - 1) < 0.1
+
+
+# Two layers, with the whole vocab, and the experts of one rank of eight.
+@needs_compiler
+@pytest.mark.slow
+def test_a_mixture_is_planned_as_it_is_compiled():
+    few = ["model.layers=2", "model.layers_of=local moe"]
+    planned, memory = run_beside("tests/gpu_configs.py", "gpt_oss_20b", "H100:1x8", *few).splitlines()[-2:]
+    assert abs(float(memory.split()[-1]) - 1) < 0.05
+    assert abs(float(planned.split()[3]) - 1) < 0.2
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_update_copies_no_parameter_and_no_state():
+    assert run_beside("-c", STEP + COPIES).split() == ["0"]
 
 
 @needs_compiler

@@ -20,7 +20,7 @@ from parallax.config.sections import GuardConfig
 from parallax.pipeline import ShardedModel
 from parallax.step.guard import init_guard, judge
 from parallax.step.optimizer import make_optimizer
-from parallax.step.step import TrainStep, init_state, state_shardings
+from parallax.step.step import TrainStep, init_state, state_shardings, updated_if
 from parallax.storage.run_files import read_metrics
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
@@ -99,6 +99,23 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_optimizer(me
         assert_same_bits(before, (state.params, state.opt_state))
         assert metrics["skipped"] == 1 and metrics["in_a_row"] == metrics["skipped_steps"] == number
     assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_an_update_in_a_loop_is_that_of_a_branch(passes):
+    """As on GPUs, where a loop updates in place."""
+
+    def update(params, opt_state, grads):
+        return jax.tree.map(lambda x, g: x - g, params, grads), opt_state + 1
+
+    params = {"kernel": jnp.arange(3.0), "scale": jnp.float32(jnp.nan)}
+    kept, given = (params, jnp.int32(7)), (jax.tree.map(jnp.ones_like, params),)
+    in_loop, in_branch = (
+        jax.jit(functools.partial(updated_if, update=update, in_loop=loop))(jnp.bool_(passes), kept=kept, given=given)
+        for loop in (True, False)
+    )
+    assert in_loop[1] == 7 + passes and float(in_loop[0]["kernel"][2]) == 2 - passes
+    assert_same_bits(in_branch, in_loop)
 
 
 def test_after_too_many_in_a_row_nothing_passes_any_more():

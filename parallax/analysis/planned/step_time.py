@@ -43,11 +43,18 @@ from parallax.analysis.compiled.program import (
     costs_of,
     read_step,
 )
+from parallax.analysis.planned.gpu_passes import REDUCTIONS, GpuPasses
 from parallax.analysis.planned.layouts import model_on_topology
 from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
-from parallax.analysis.traced.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, product_flops
+from parallax.analysis.traced.flops import (
+    GROUPED,
+    PRODUCT_PRIMITIVES,
+    flops_per_token,
+    is_grouped,
+    product_flops,
+)
 from parallax.analysis.traced.memory import (
     HostMemory,
     Memory,
@@ -69,14 +76,12 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.bucket import BY_LAYER
 from parallax.sharding.compiler import hides_reduce_scatters, is_absent_gpus
 from parallax.sharding.host import DEVICE, HOST, is_type_on_host
-from parallax.sharding.mesh import make_mesh
+from parallax.sharding.mesh import is_for_gpus, make_mesh
 from parallax.sharding.plan import DATA_AXES
 from parallax.step.resolve import resolve
 from parallax.step.step import step_of
 
-REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCT_PRIMITIVES = ("dot_general", SCALED_MATMUL, *KERNEL_CALLS, *GROUPED)
 # Dtypes of products, in ModelConfig.
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float4_e2m1fn": "float4"}
 GROUPED_PRODUCTS = "grouped"
@@ -174,12 +179,12 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
+    on_gpus = GpuPasses(program) if is_for_gpus(model.mesh) else None
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
-        return (
-            sent or _product(equation, origin, share_of_rows=model.share_of_rows) or moved_by_passes(equation, origin)
-        )
+        work = _pass(equation, origin, on_gpus) or _product(equation, origin, share_of_rows=model.share_of_rows)
+        return sent or work or moved_by_passes(equation, origin)
 
     counted: dict[type, list[tuple[Any, int]]] = defaultdict(list)
     for what, times in walk(program, rank=first, count=count).items():
@@ -290,15 +295,17 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
             continue
         links = topology.route(sizes, call.axes)
         can_hide = call.kind in hiding or settings.fsdp.prefetch > 0
+        ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
-        beside = per_use.has(call)
+        # XLA for GPU has those of other microbatches' tables beside compute, too.
+        beside = per_use.has(call) or (ticking and topology.chip.platform == "gpu")
         # In the ring, keys are sent while the previous ones are used.
         ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or ring) and not topology.shared
         secs = links.secs(call.kind, call.total_bytes) + call.count * links.latency(call.kind)
-        times.append(CollectiveTime(" ".join(call.axes), secs, hides, _ticks(call, settings, per_use)))
+        times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking))
     return times
 
 
@@ -337,17 +344,31 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     return secs
 
 
+def _pass(equation: JaxprEqn, origin: Origin, on_gpus: GpuPasses | None) -> Counter:
+    """A pass over memory beside the products: on GPUs those that XLA makes, elsewhere reductions alone, which read
+    twice."""
+    if on_gpus:
+        moved = on_gpus.bytes(equation)
+    elif equation.primitive.name in REDUCTIONS:
+        moved = 2 * sum(_bytes(var) for var in (*equation.invars, *equation.outvars))
+    else:
+        moved = 0
+    return Counter({OpCost(0, moved, origin.direction, 0): 1}) if moved else Counter()
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
 def _product(equation: JaxprEqn, origin: Origin, *, share_of_rows: float) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
         arrays = 2 * equation.invars[1:2]
-    elif name in REDUCTIONS:
-        arrays = 2 * arrays
     elif name not in PRODUCT_PRIMITIVES:
         return Counter()
     # A grouped product computes the rows in use; its last operand holds the number of rows of each group.
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
-    moved, of_rows = (sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in some) for some in (arrays, rows))
+    moved, of_rows = (sum(map(_bytes, some)) for some in (arrays, rows))
     moved -= round((1 - share_of_rows) * of_rows)
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)

@@ -146,6 +146,7 @@ def scores_flops_of_layers(model: ModelConfig, seq: int) -> list[int]:
 
 GROUPED = ("ragged_dot", "ragged_dot_general")
 KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the parameter that holds the kernel's name
+PRODUCT_PRIMITIVES = ("dot_general", SCALED_MATMUL, *KERNEL_CALLS, *GROUPED)
 UNCOUNTED = ("conv_general_dilated",)
 
 

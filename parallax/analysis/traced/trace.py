@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax import jaxprs
-from parallax.hardware.chips import MICROSCALED
+from parallax.hardware.chips import GPUS
 from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, lora, products
 from parallax.model.batch import BATCH_ARRAYS
@@ -305,10 +305,9 @@ class Steering:
 
 def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False, chip: str = "") -> AbstractMesh:
     """A mesh of these sizes without devices, for tracing. With `simulated` the program is traced as for simulated
-    devices instead of accelerators. Its only difference between accelerators is their microscaled products, by the name
-    of the `chip`."""
+    devices instead of accelerators. The name of the `chip` says which grouped and which microscaled products it has."""
     device = AbstractDevice("cpu", None, "cpu") if simulated else None
-    if chip in MICROSCALED and not simulated:
+    if chip in GPUS and not simulated:
         device = AbstractDevice(chip, None, "")
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)

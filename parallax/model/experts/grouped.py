@@ -17,14 +17,16 @@ from jax import Array, lax
 from parallax.model.experts.grouped_kernel import ragged_dot, ragged_sums
 from parallax.model.products import Operand, multiplied
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
-from parallax.sharding.platform import platform_traced
+from parallax.sharding.platform import platform_planned, platform_traced
 
 FORMS = ("blocks", "ragged_dot")
 LEAST_ROWS = 8
-# The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products: on one H100, 16,384
-# rows of 2048 to 8 groups of 4096 took 15.4 ms in blocks of 128, forward and backward, 6.1 ms in blocks of 512, and
-# 9.7 ms as a ragged_dot, which XLA turns into products of all rows with all matrices there.
-MOST_ROWS, PIECES = {"cpu": 128, "gpu": 512}, {"cpu": 4, "gpu": 2}
+# The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products, and each block
+# copies its group's matrix, or is added to sums in memory: on one H100, 16,384 rows of 2048 to 8 groups of 4096 took
+# 15.4 ms in blocks of 128, forward and backward, 6.1 ms in blocks of 512, and 9.7 ms as a ragged_dot, which XLA turns
+# into products of all rows with all matrices there. As compiled for H100, priced by a roofline, 15,360 rows of 2880 to
+# 4 groups of 2880 take 3.4 ms in blocks of 512 (two products and the sums), and 2.7 ms in blocks of 1024.
+MOST_ROWS, PIECES = {"cpu": 128, "gpu": 1024}, {"cpu": 4, "gpu": 2}
 
 
 def grouped_dot(
@@ -96,7 +98,7 @@ def _is_of_group(sizes_E: Array, rows: int) -> Array:
 
 
 def _is_in_blocks(form: str | None) -> bool:
-    return form == "blocks" if form else platform_traced() not in ("tpu", "")
+    return form == "blocks" if form else platform_planned() not in ("tpu", "")
 
 
 def rows_of_block(rows: int, groups: int) -> int:

@@ -1,0 +1,68 @@
+"""What a plan for GPUs counts beside products: the passes over memory that XLA makes of a program there."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from parallax.analysis.planned.gpu_passes import GpuPasses
+from parallax.analysis.traced.trace import abstract_mesh, walk
+from parallax.model.experts.grouped import MOST_ROWS, grouped_dot, grouped_sums
+from parallax.sharding.platform import platform_planned, platform_traced
+
+ROWS, WIDE, GROUPS, HALF = 4096, 64, 2, jnp.bfloat16
+
+
+def array(*shape, dtype=HALF):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def passes_of(function, *arrays, chip="NVIDIA H100"):
+    """Bytes that each kind of operation moves in a program for these chips."""
+    with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+        program = jax.make_jaxpr(function)(*arrays)
+    passes = GpuPasses(program)
+    return +walk(program, rank={}, count=lambda one, _: Counter({one.primitive.name: passes.bytes(one) or 0}))
+
+
+def test_grouped_products_are_planned_in_blocks_for_gpus_alone():
+    assert platform_traced() == platform_planned() == "cpu"
+    arrays = array(ROWS, WIDE), array(GROUPS, WIDE, WIDE), array(GROUPS, dtype=jnp.int32)
+    for chip, primitive in {"NVIDIA H100": "scan", "NVIDIA L4": "scan", "TPU v5p": "ragged_dot_general"}.items():
+        with jax.sharding.use_abstract_mesh(abstract_mesh({"dp": 1}, chip=chip)):
+            assert primitive in str(jax.make_jaxpr(grouped_dot)(*arrays))
+
+
+def test_each_block_copies_its_rows_and_its_group_s_matrix():
+    arrays = array(ROWS, WIDE), array(GROUPS, WIDE, WIDE), array(GROUPS, dtype=jnp.int32)
+    size, blocks = MOST_ROWS["gpu"], ROWS // MOST_ROWS["gpu"] + 1
+    moved = passes_of(grouped_dot, *arrays)
+    indices = moved["dynamic_slice"] - 2 * 2 * blocks * (size + WIDE) * WIDE
+    assert 0 <= indices < 2 * 4 * 4 * blocks  # of a block's group and first row
+    assert moved["pad"] == 2 * 2 * (ROWS + size) * WIDE
+
+
+def test_the_sums_of_a_group_are_read_and_written_for_each_block():
+    arrays = array(ROWS, WIDE), array(ROWS, WIDE), array(GROUPS, dtype=jnp.int32)
+    blocks = ROWS // MOST_ROWS["gpu"] + 1
+    assert passes_of(grouped_sums, *arrays)["scatter-add"] == 3 * 4 * blocks * WIDE * WIDE
+
+
+def test_what_is_rounded_is_written_unless_a_product_writes_it():
+    wide, half = array(8, 8, dtype=jnp.float32), array(8, 8)
+    assert passes_of(lambda x: jnp.exp(x).astype(HALF), wide) == {"convert_element_type": 6 * 64}
+
+    def product(x, w):
+        return jnp.einsum("ab,bc->ca", x, w, preferred_element_type=jnp.float32).astype(HALF)
+
+    assert passes_of(product, half, half) == {}
+    assert passes_of(lambda x: x.astype(jnp.float32), half) == {}  # wider: its reader converts it
+
+
+def test_a_reduction_reads_its_operand_once():
+    assert passes_of(lambda x: jnp.exp(x).sum(axis=1), array(8, 16, dtype=jnp.float32)) == {"reduce_sum": 4 * (128 + 8)}
+
+
+def test_rows_that_are_gathered_are_copied():
+    moved = passes_of(lambda x, rows: x.at[rows].get(mode="clip"), array(16, 8), array(4, dtype=jnp.int32))
+    assert moved["gather"] == 2 * 2 * 4 * 8
