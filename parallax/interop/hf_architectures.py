@@ -26,7 +26,11 @@ MLA_FIELDS = FIELDS | {
     "kv_lora_rank": "d_latent",
     "q_lora_rank": "d_latent_q",
 }
-ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+# Fields that say which products have biases; a row has those that `transformers` reads of its class.
+BIASED_FIELDS = GQA_FIELDS | {"attention_bias": "qkv_bias"}
+ATTENTION_BIASED = GQA_FIELDS | {"attention_bias": "qkv_bias out_bias"}
+BIASED = ATTENTION_BIASED | {"mlp_bias": "mlp_bias"}
+ABSENT_FIELDS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
 
 # Fields that are keys of a section in another way: 1 / a power of a key, with the field's type; the key times another.
 INVERSE = {"1 / logit_scale": ("logit_scale", 1, float), "1 / attention_scale ** 2": ("attention_scale", 2, int)}
@@ -42,13 +46,14 @@ PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", 
 PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_bias", "expert_activation", "expert_limit")
 PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
 WINDOWED = "windows"  # of `rotated_layers`: those with a window
-# Words of hidden_act, with the activation of each; the first is that of an absent field.
+HIDDEN_ACT, HIDDEN_ACTIVATION = "hidden_act", "hidden_activation"  # the field of an activation; a row says which
+# Its words, with the activation of each; the first is that of an absent field.
 SILU = {"silu": "silu", "swish": "silu"}
 GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 RELU2 = {"relu2": "relu2"}
 GELU_FIRST = {"gelu": "gelu"}
 EVERY_ACTIVATION = SILU | GELU | RELU2
-GEMMA_GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # transformers reads both as this
+GEMMA_GELU = dict.fromkeys(GELU, "gelu_tanh")  # transformers reads all as this
 
 EXPERT = "{expert}"
 OUTSIDE = ("embedding", "head.norm", "head")  # modules that are not in layers
@@ -134,13 +139,15 @@ class Architecture(NamedTuple):
     fields: Mapping[str, str] = GQA_FIELDS  # fields that are keys of the section, in the order of reading
     absent: Mapping[str, Any] = {}  # defaults of absent fields, besides ABSENT_FIELDS; a text is the key with the value
     only: Mapping[str, tuple] = {}  # fields with one meaning: values, of which the first is that of an absent field
+    biases: Mapping[str, str] = {}  # fields of biases that `transformers` reads and no key says, with what has them
     names: Mapping[str, str] = {}  # of weights, where they are not WEIGHT_NAMES
     interleaved: str = "never"  # whether rotated pairs are neighbours: "never", "always", or the field that says it
     rotated: float | None = None  # part of a head, if partial_rotary_factor is absent; None: heads are rotated whole
     scalings: tuple[str, ...] = ()  # of rotary embedding, the key's words; () for all
     ignored: tuple[str, ...] = ()  # fields that change no result
     renamed: Mapping[str, str] = {}  # other names of usual fields, and these
-    activations: Mapping[str, str] = SILU  # see SILU
+    activation_field: str = HIDDEN_ACT
+    activations: Mapping[str, str] = EVERY_ACTIVATION  # of layers without experts; see SILU
     root_scaled: bool = False  # whether embeddings are times the root of d_model
     whole_heads: bool = False  # whether key heads are as many as heads, of d_model / heads, with no fields of these
     equal_heads: bool = False  # whether heads are of d_model / heads, whatever head_dim says
@@ -148,6 +155,7 @@ class Architecture(NamedTuple):
     buffers: tuple[str, ...] = ()  # ends of names in old files, of arrays that are no weights
     windows: str = ""  # which layers may have a sliding window: "all", "some", or either with ", if used"
     full_layers: int = 0  # if layer_types is absent, one layer in so many has no window, the last of them
+    stretched_theta: bool = False  # whether a rope_type of dynamic with an alpha is plain rotation of a larger theta
     rotated_layers: str = ""  # which layers are rotated: WINDOWED, or the field with a 0 or 1 for each; "": all
     ropes_by_type: bool = False  # whether layers with a window may be rotated by other angles than those without
     further_layers: bool = False  # whether transformers takes an absent num_nextn_predict_layers for 1
@@ -176,16 +184,14 @@ class Mixture(NamedTuple):
     methods: bool = False  # whether topk_method says if experts are in groups
 
 
-def no(*names: str) -> dict[str, tuple]:
-    """Fields that must be false."""
-    return dict.fromkeys(names, (False,))
-
-
-GQA_KEYS = {"attention": "gqa", "qkv_bias": False, "qk_norm": False}
-QWEN3_KEYS = GQA_KEYS | {"qk_norm": True}
+NO_NORM = {"attention": "gqa", "qk_norm": False}
+GQA_KEYS = NO_NORM | {"qkv_bias": False}
+QWEN3_KEYS = {"attention": "gqa", "qk_norm": True}
 # rms_norm_eps does not apply to the norms inside DeepSeek's attention.
 MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps": 1e-6}
 ALL_HEADS = {"num_key_value_heads": "heads"}
+ONE_DIRECTION = {"use_bidirectional_attention": (None, False)}
+LATENT_BIASES = "projections to latents have biases there and none here"
 SOFTMAX = {"router_score": "softmax"}
 PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
 MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
@@ -267,26 +273,23 @@ GRANITE_FACTORS = {
     "logits_scaling": "1 / logit_scale",
 }
 GRANITE_ABSENT = ALL_HEADS | dict.fromkeys(GRANITE_FACTORS, 1.0)
-BIASED_FIELDS = GQA_FIELDS | {"attention_bias": "qkv_bias"}
-BIASED = GQA_FIELDS | {"attention_bias": "qkv_bias out_bias", "mlp_bias": "mlp_bias"}
-ATTENTION_BIASED = {name: key for name, key in BIASED.items() if name != "mlp_bias"}
-UNBIASED = {"attention_bias": False, "mlp_bias": False}
-NO_NORM = {"attention": "gqa", "qk_norm": False}
-WITHOUT_EPS = {name: key for name, key in GQA_FIELDS.items() if key != "norm_eps"}
-STARCODER2_FIELDS = WITHOUT_EPS | {"norm_epsilon": "norm_eps", "use_bias": "qkv_bias out_bias mlp_bias"}
-NEMOTRON_FIELDS = WITHOUT_EPS | {"norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias", "mlp_bias": "mlp_bias"}
+WITHOUT_EPS = {name: key for name, key in BIASED.items() if key != "norm_eps"}
+OLMO_FIELDS = {name: key for name, key in ATTENTION_BIASED.items() if key != "norm_eps"}
+EVERY_BIAS = {"use_bias": "qkv_bias out_bias mlp_bias"}
+STARCODER2_FIELDS = {name: key for name, key in GQA_FIELDS.items() if key != "norm_eps"}
+STARCODER2_FIELDS |= EVERY_BIAS | {"norm_epsilon": "norm_eps"}
 NEOX_FIELDS = {name: key for name, key in FIELDS.items() if key != "norm_eps"}
 NEOX_FIELDS |= {"layer_norm_eps": "norm_eps", "attention_bias": "qkv_bias out_bias"}
 COHERE_KEYS = NO_NORM | {"norm": "layer", "norm_bias": False, "branches": "parallel_one_norm"}
 COHERE_FIELDS = {name: key for name, key in ATTENTION_BIASED.items() if key != "norm_eps"}
 COHERE_FIELDS |= {"layer_norm_eps": "norm_eps", "logit_scale": "logit_scale"}
-COHERE_ABSENT = ALL_HEADS | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "attention_bias": False}
+COHERE_ABSENT = ALL_HEADS | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 COHERE_ABSENT |= {"tie_word_embeddings": True}
 COHERE2_ONLY = dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), (None, True))
 COHERE2_ONLY |= {"layer_switch": (None, 4), "rotary_pct": (None, 1), "position_embedding_type": (None, "rope_gptj")}
 COHERE2_ONLY |= {"order_of_interleaved_layers": (None, "local_attn_first")}
 BIASED_NORMS = {"norm": "layer", "norm_bias": True}
-GEMMA2_FIELDS = GQA_FIELDS | {
+GEMMA2_FIELDS = ATTENTION_BIASED | {
     "query_pre_attn_scalar": "1 / attention_scale ** 2",
     "attn_logit_softcapping": "score_cap",
     "final_logit_softcapping": "logit_cap",
@@ -295,34 +298,34 @@ GEMMA2_ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings
 GEMMA2_ABSENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", 2048, NO_NORM, BIASED, ALL_HEADS | UNBIASED),
+    "LlamaForCausalLM": Architecture("llama", 2048, NO_NORM, BIASED, ALL_HEADS),
     "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows="all"),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, only=no("use_mrope"), windows="some, if used"
+        "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, only={"use_mrope": (False,)}, windows="some, if used"
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", 32_768, QWEN3_KEYS, absent={"head_dim": 128}, only=no("attention_bias"), windows="some, if used"
+        "qwen3", 32_768, QWEN3_KEYS, ATTENTION_BIASED, {"head_dim": 128}, windows="some, if used"
     ),
     "GemmaForCausalLM": Architecture(
         "gemma",
         8192,
-        GQA_KEYS | {"norm_scale": "one_plus"},
-        absent={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-        only=no("attention_bias")
-        | {"use_bidirectional_attention": (None, False), "hidden_activation": (None, "gelu_pytorch_tanh")},
-        activations=GEMMA_GELU,
+        NO_NORM | {"norm_scale": "one_plus"},
+        ATTENTION_BIASED,
+        {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+        ONE_DIRECTION,
+        activations=GEMMA_GELU | SILU | RELU2,
         root_scaled=True,
     ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
         8192,
-        GQA_KEYS | {"norm_scale": "one_plus", "norm_place": "both"},
+        NO_NORM | {"norm_scale": "one_plus", "norm_place": "both"},
         GEMMA2_FIELDS,
         GEMMA2_ABSENT,
-        no("attention_bias") | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 2)},
+        ONE_DIRECTION | {"sliding_window_pattern": (None, 2)},
         names={"mlp_norm": "pre_feedforward_layernorm"},
-        renamed={"hidden_activation": "hidden_act"},
-        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activation_field=HIDDEN_ACTIVATION,
+        activations=GELU | EVERY_ACTIVATION,
         root_scaled=True,
         windows="some",
         full_layers=2,
@@ -335,11 +338,11 @@ ARCHITECTURES = {
         GEMMA2_ABSENT
         | {"vocab_size": 262_208, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
         | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        no("attention_bias") | {"use_bidirectional_attention": (None, False)},
+        ONE_DIRECTION,
         names={"mlp_norm": "pre_feedforward_layernorm"},
         ignored=("_sliding_window_pattern",),
-        renamed={"hidden_activation": "hidden_act"},
-        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activation_field=HIDDEN_ACTIVATION,
+        activations=GELU | EVERY_ACTIVATION,
         root_scaled=True,
         windows="some",
         full_layers=6,
@@ -348,24 +351,24 @@ ARCHITECTURES = {
     "OlmoForCausalLM": Architecture(
         "olmo",
         2048,
-        GQA_KEYS | {"norm": "layer", "norm_scale": "none", "norm_eps": 1e-5},
-        WITHOUT_EPS,
+        NO_NORM | {"norm": "layer", "norm_scale": "none", "norm_eps": 1e-5},
+        OLMO_FIELDS,
         ALL_HEADS,
-        no("attention_bias") | {"clip_qkv": (None,)},
+        {"clip_qkv": (None,)},
     ),
     "Olmo2ForCausalLM": Architecture(
         "olmo2",
         2048,
         QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"},
-        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
-        only=no("attention_bias"),
+        ATTENTION_BIASED,
+        ALL_HEADS | {"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Architecture(
         "olmo3",
         2048,
-        {"attention": "gqa", "qk_norm": True, "qk_norm_over": "projection", "norm_place": "after"},
+        QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"},
         ATTENTION_BIASED,
-        ALL_HEADS | UNBIASED | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        ALL_HEADS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
         windows="some",
         full_layers=4,
         ropes_by_type=True,
@@ -375,7 +378,7 @@ ARCHITECTURES = {
         4096,
         NO_NORM | {"mlp": "plain"},
         BIASED,
-        ALL_HEADS | UNBIASED | {"rms_norm_eps": 1e-5},
+        ALL_HEADS | {"rms_norm_eps": 1e-5},
         activations=RELU2 | EVERY_ACTIVATION,
     ),
     "Starcoder2ForCausalLM": Architecture(
@@ -386,7 +389,6 @@ ARCHITECTURES = {
         {"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True}
         | {"sliding_window": 0},
         names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
-        ignored=("residual_dropout", "embedding_dropout", "attention_dropout"),
         activations=GELU | EVERY_ACTIVATION,
         windows="all",
     ),
@@ -394,8 +396,8 @@ ARCHITECTURES = {
         "nemotron",
         4096,
         NO_NORM | BIASED_NORMS | {"norm_scale": "one_plus", "mlp": "plain"},
-        NEMOTRON_FIELDS,
-        ALL_HEADS | {"norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
+        WITHOUT_EPS | {"norm_eps": "norm_eps"},
+        ALL_HEADS | {"norm_eps": 1e-5},
         rotated=0.5,
         activations=RELU2 | EVERY_ACTIVATION,
     ),
@@ -420,7 +422,7 @@ ARCHITECTURES = {
         MLA_KEYS,
         MLA_FIELDS,
         ALL_HEADS,
-        no("attention_bias"),
+        biases={"attention_bias": LATENT_BIASES},
         names={"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
         interleaved="rope_interleave",
         further_layers=True,
@@ -432,7 +434,7 @@ ARCHITECTURES = {
         MLA_KEYS,
         MLA_FIELDS,
         ALL_HEADS,
-        no("attention_bias", "mlp_bias"),
+        biases={"attention_bias": LATENT_BIASES, "mlp_bias": "shared experts have biases there and none here"},
         interleaved="always",
         mixture=DEEPSEEK_V2,
     ),
@@ -440,15 +442,15 @@ ARCHITECTURES = {
         "mixtral", 131_072, GQA_KEYS, absent=MIXTRAL_ABSENT, names=MIXTRAL_NAMES, windows="all", mixture=MIXTRAL
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", 32_768, QWEN3_KEYS, only=no("attention_bias"), windows="all, if used", mixture=QWEN3_MOE
+        "qwen3_moe", 32_768, QWEN3_KEYS, ATTENTION_BIASED, windows="all, if used", mixture=QWEN3_MOE
     ),
-    "GraniteForCausalLM": Architecture("granite", 2048, NO_NORM, BIASED | GRANITE_FACTORS, GRANITE_ABSENT | UNBIASED),
+    "GraniteForCausalLM": Architecture("granite", 2048, NO_NORM, BIASED | GRANITE_FACTORS, GRANITE_ABSENT),
     "GraniteMoeForCausalLM": Architecture(
         "granitemoe",
         2048,
         NO_NORM,
         ATTENTION_BIASED | GRANITE_FACTORS,
-        GRANITE_ABSENT | UNBIASED,
+        GRANITE_ABSENT,
         names=GRANITE_NAMES,
         mixture=GRANITE_MOE,
     ),
@@ -456,8 +458,9 @@ ARCHITECTURES = {
         "olmoe",
         4096,
         QWEN3_KEYS | {"qk_norm_over": "projection"},
-        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
-        only=no("attention_bias") | {"clip_qkv": (None,)},
+        ATTENTION_BIASED,
+        ALL_HEADS | {"rms_norm_eps": 1e-5},
+        {"clip_qkv": (None,)},
         mixture=OLMOE,
     ),
     "Phi3ForCausalLM": Architecture(
@@ -465,7 +468,7 @@ ARCHITECTURES = {
         4096,
         GQA_KEYS,
         absent=ALL_HEADS | {"rms_norm_eps": 1e-5, "sliding_window": 0},
-        only=no("attention_bias"),
+        only={"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},  # of the code that came with Phi-4-mini
         names=PHI3_NAMES,
         scalings=("none", "longrope"),
         rotated=1.0,
@@ -497,7 +500,7 @@ ARCHITECTURES = {
         131_072,
         {"attention": "gqa"},
         BIASED_FIELDS | {"use_qk_norm": "qk_norm"},
-        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False},
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "use_qk_norm": False},
         names={"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
         rotated=0.5,
         further_layers=True,
@@ -506,27 +509,31 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": Architecture(
         "ernie4_5",
         131_072,
-        GQA_KEYS,
-        absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-        | {"rope_theta": 5e5},
+        NO_NORM,
+        GQA_FIELDS | EVERY_BIAS,
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        | {"rope_theta": 5e5, "use_bias": False},
         interleaved="always",
     ),
     "HeliumForCausalLM": Architecture(
         "helium",
         4096,
-        GQA_KEYS,
-        absent={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
-        only=no("attention_bias", "mlp_bias"),
+        NO_NORM,
+        BIASED_FIELDS | {"mlp_bias": "mlp_bias"},
+        {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
         interleaved="always",
+        equal_heads=True,
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(
         "hunyuan_v1_dense",
         2048,
         QWEN3_KEYS | {"qk_norm_after_rope": True},
-        absent=ALL_HEADS | {"rms_norm_eps": 1e-5},
-        only=no("attention_bias"),
+        ATTENTION_BIASED,
+        ALL_HEADS | {"rms_norm_eps": 1e-5},
+        {"use_qk_norm": (None, True)},
         names=HUNYUAN_NAMES,
         ignored=("eod_token_id",),
+        stretched_theta=True,
     ),
     "MinistralForCausalLM": Architecture("ministral", 131_072, GQA_KEYS, windows="some"),
     "SmolLM3ForCausalLM": Architecture(
@@ -534,7 +541,7 @@ ARCHITECTURES = {
         32_768,
         NO_NORM,
         BIASED,
-        UNBIASED | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": 0},
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": 0},
         windows="some, if used",
         rotated_layers="no_rope_layers",
     ),
@@ -564,7 +571,7 @@ ARCHITECTURES = {
         "gpt_oss",
         131_072,
         {"attention": "gqa", "qk_norm": False, "sinks": True},
-        GQA_FIELDS | {"attention_bias": "qkv_bias out_bias"},
+        ATTENTION_BIASED,
         {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
         | {"attention_bias": True, "sliding_window": 128, "rope_scaling": GPT_OSS_ROPE},
         names=GPT_OSS_NAMES,

@@ -18,10 +18,13 @@ from parallax.interop.hf_architectures import (
     ABSENT_FIELDS,
     ARCHITECTURES,
     DIFFERING,
+    HIDDEN_ACT,
+    HIDDEN_ACTIVATION,
     INVERSE,
     LANGUAGE_MODELS,
     NULL_IS_ZERO,
     PLAIN_CHOICES,
+    SILU,
     TIMES_D_EXPERT,
     WINDOWED,
     WORDS,
@@ -40,6 +43,8 @@ TYPES = {key.name: key.type for key in dataclasses.fields(ModelConfig)}
 # Fields of rope_scaling by its type, besides the factor.
 ORIGINAL_CONTEXT = {"original_max_position_embeddings": "rope_original_seq"}
 DEFAULT_ROPE, OLD_LONGROPE = "default", ("su", "yarn")  # words of rope_type; the last are Phi-3's, of the first files
+DYNAMIC, ALPHA = "dynamic", "alpha"  # the word, and a field beside it, of a rope_theta that is stretched once for all
+BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers does not read then
 ROPE_FIELDS = {
     DEFAULT_ROPE: {},
     "linear": {},
@@ -77,16 +82,17 @@ HARMLESS = (
 )
 # Fields that could change results, with the values that do not; the first one is the default of an absent field.
 AT_DEFAULT = {
-    "attention_dropout": (0,),
     **dict.fromkeys(
-        ["rope_interleaved", "qk_layer_norms", "use_qk_norm", "add_cross_attention", "tie_encoder_decoder", "use_bias"],
+        ["rope_interleaved", "qk_layer_norms", "use_qk_norm", "add_cross_attention", "tie_encoder_decoder"],
         (None, False),
     ),
-    **dict.fromkeys(["hidden_dropout", "resid_pdrop", "embd_pdrop"], (None, 0)),
     "activation": (None, "swiglu", "silu"),
     "cross_attention_hidden_size": (None,),
     "pruned_heads": (None, {}),
 }
+BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias", "lm_head_bias")
+# Of training alone, so that they are left out with a note.
+DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop")
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers that predict more than the next token
 # Fields of experts, ignored if no layer has experts; and fields about their training or placement.
 EXPERT_FIELDS = (
@@ -127,6 +133,7 @@ class Fields:
     def __init__(self, where: str, content: Mapping[str, Any], notes: list[str] | None = None):
         self.where, self.left, self._known = where, dict(content), set()  # `left`: fields not taken yet
         self.notes = [] if notes is None else notes  # notes for the user about fields
+        self._written: dict[str, str] = {}  # names in the file, where they are others
 
     def take(self, name: str, absent: Any = NEEDED) -> Any:
         """The value without checks."""
@@ -158,6 +165,11 @@ class Fields:
             self.refuse(name, value, supported)
         return kind(value)
 
+    def rename(self, written: str, usual: str) -> None:
+        """Read a field of another name as the usual one; errors quote it as it is written."""
+        if self.left.get(written) is not None:
+            self.left[usual], self._written[usual] = self.take(written, None), written
+
     def within(self, name: str) -> "Fields":
         """The fields of an object inside this one, with the same notes; none if it is absent."""
         return Fields(f"{self.where}: {name}", self.read(name, dict, {}), self.notes)
@@ -186,7 +198,8 @@ class Fields:
 
     def refuse(self, name: str, value: Any, supported: str) -> NoReturn:
         """Raise ConfigError about a value."""
-        raise ConfigError(f"{self.where}: {name}={value!r:.100} is not supported; supported: {supported}")
+        written = self._written.get(name, name)
+        raise ConfigError(f"{self.where}: {written}={value!r:.100} is not supported; supported: {supported}")
 
 
 def _in_json(value: Any) -> str:
@@ -225,8 +238,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
     for theirs, usual in kind.renamed.items():
-        if theirs in fields.left:
-            fields.left[usual] = fields.take(theirs)
+        fields.rename(theirs, usual)
     block, mxfp4 = _read_quantization(fields, kind)
     model = {**kind.keys, "sliding_window": 0, "rope": True, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
@@ -238,7 +250,6 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         if model["d_model"] % model["heads"]:
             fields.refuse("num_attention_heads", model["heads"], f"a divisor of hidden_size={model['d_model']}")
         fields.refuse("head_dim", model["d_head"], f"{model['d_model'] // model['heads']}, which hidden_size gives")
-    model["activation"] = _read_activation(fields, kind)
     if kind.root_scaled:
         model["embedding_scale"] = math.sqrt(model["d_model"])
     if model["attention"] == "mla":
@@ -246,9 +257,10 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         fields.ignore(["head_dim", "qk_head_dim"])  # derived from other fields
     if kind.mixture:
         model |= _read_mixture(fields, kind.mixture, model)
+    model["activation"] = _read_activation(fields, kind, has_experts=bool(model["layers_of"]))
     model = {name: getattr(ModelConfig, name) for name in PLAIN_CHOICES} | model
     context = fields.read("max_position_embeddings", int, kind.context)
-    full, local = _read_ropes(fields, kind, context, model["attention"])
+    full, local = _read_ropes(fields, kind, context, model)
     model |= full
     model |= _read_kinds(fields, kind, model, local)
     interleaved = kind.interleaved == "always"
@@ -256,6 +268,8 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         interleaved = fields.read(kind.interleaved, bool, True)
     further = max(fields.read(name, int, 0, least=0) for name in FURTHER_LAYERS)
     fields.ignore([*HARMLESS.split(), *kind.ignored])
+    _refuse_other_biases(fields, kind)
+    _leave_out_dropouts(fields)
     for name, values in {**AT_DEFAULT, **kind.only}.items():
         fields.only(name, *values)
     fields.end()
@@ -300,12 +314,29 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
         model |= dict.fromkeys(more, value)
 
 
-def _read_activation(fields: Fields, kind: Architecture) -> str:
-    """The key activation."""
-    word = fields.take("hidden_act", next(iter(kind.activations)))
-    if word not in tuple(kind.activations):
-        fields.refuse("hidden_act", word, " or ".join(map(repr, kind.activations)))
-    return kind.activations[word]
+def _read_activation(fields: Fields, kind: Architecture, *, has_experts: bool) -> str:
+    """The key activation; of the two fields that may say it, `transformers` ignores one."""
+    words = SILU if has_experts else kind.activations
+    name, other = kind.activation_field, {HIDDEN_ACT: HIDDEN_ACTIVATION, HIDDEN_ACTIVATION: HIDDEN_ACT}
+    word = fields.take(name, next(iter(words)))
+    if word not in tuple(words):
+        fields.refuse(name, word, " or ".join(map(repr, words)))
+    fields.only(other[name], None, *(same for same, activation in words.items() if activation == words[word]))
+    return words[word]
+
+
+def _refuse_other_biases(fields: Fields, kind: Architecture) -> None:
+    """Refuse biases that are no key of this architecture."""
+    for name in BIASES:
+        if (value := fields.take(name, False)) is not False:
+            why = kind.biases.get(name, f"transformers ignores the field in a {kind.model_type}")
+            fields.refuse(name, value, f"false; {why}")
+
+
+def _leave_out_dropouts(fields: Fields) -> None:
+    for name in DROPOUTS:
+        if value := fields.read(name, float, 0.0, least=0):
+            fields.notes.append(f"{fields.where}: {name}={value:g} is of training, and left out: set model.dropout")
 
 
 def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -468,12 +499,12 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, mxfp4: bool, furt
 
 
 def _read_ropes(
-    fields: Fields, kind: Architecture, context: int, attention: str
+    fields: Fields, kind: Architecture, context: int, model: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keys model.rope_* of layers without a window, and those that differ in layers with one; `context` is
     max_position_embeddings."""
     theta = kind.absent.get("rope_theta", DEFAULT_THETA)
-    both = functools.partial(_read_rope, context=context, attention=attention, kind=kind)
+    both = functools.partial(_read_rope, context=context, model=model, kind=kind)
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; keep the intended one")
@@ -499,7 +530,7 @@ def _read_ropes(
 
 
 def _read_rope(
-    fields: Fields, scaling: Fields, *, context: int, attention: str, theta: float, kind: Architecture
+    fields: Fields, scaling: Fields, *, context: int, model: Mapping[str, Any], theta: float, kind: Architecture
 ) -> dict[str, Any]:
     """The keys model.rope_*; `theta` is the default of rope_theta.
 
@@ -509,6 +540,9 @@ def _read_rope(
     form = scaling.take("rope_type", scaling.take("type", DEFAULT_ROPE))
     if kind.scalings and form in OLD_LONGROPE:
         form = LONGROPE
+    if kind.stretched_theta and form == DYNAMIC and ALPHA in scaling.left:
+        form, theta = DEFAULT_ROPE, theta * scaling.read(ALPHA, float) ** (model["d_head"] / (model["d_head"] - 2))
+        scaling.ignore(BESIDE_ALPHA)
     known = [name for name in ROPE_FIELDS if not kind.scalings or name in (DEFAULT_ROPE, *kind.scalings)]
     if form not in known:
         scaling.refuse("rope_type", form, ", ".join(map(repr, known)))
@@ -534,7 +568,7 @@ def _read_rope(
     if form == "linear":
         scaling.ignore(ORIGINAL_CONTEXT)
     if form == "yarn":
-        keys |= _read_yarn_strength(scaling, keys["rope_factor"], attention)
+        keys |= _read_yarn_strength(scaling, keys["rope_factor"], model["attention"])
     scaling.end()
     return keys
 
@@ -693,7 +727,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         "architectures": [name],
         "model_type": kind.model_type,
         **{field: _value_of(key, model) for field, key in kind.fields.items()},
-        "hidden_act": next(word for word, each in kind.activations.items() if each == model.activation),
+        kind.activation_field: next(word for word, each in kind.activations.items() if each == model.activation),
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model, name),

@@ -446,8 +446,9 @@ REFUSED = {
     "an architecture": (LLAMA, {"architectures": ["MptForCausalLM"]}, r"\['MptForCausalLM'\] is not supported"),
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
-    "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-    "biases of Qwen3": (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
+    "an activation": (LLAMA, {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported; supported: 'silu' or"),
+    "an activation of experts": (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act='gelu' .* supported: 'silu' or 'swish'"),
+    "biases of latents": (V3, {"attention_bias": True}, "attention_bias=True .* projections to latents have biases"),
     "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
     "some layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*is not supported"),
     "quantization": (
@@ -455,7 +456,6 @@ REFUSED = {
         {"quantization_config": {"bits": 4}},
         "quant_method=None is not supported; supported: 'fp8' in blocks, or weights in float32, bfloat16",
     ),
-    "dropped weights": (LLAMA, {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; supported: 0"),
     "dynamic": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
     "longrope": (
         LLAMA,
@@ -624,7 +624,7 @@ MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
     "biases and a cap": (
         dict(attention="gqa", qkv_bias=True, score_cap=30.0),
-        "Qwen2ForCausalLM has model.score_cap=0.0; Qwen3ForCausalLM has model.score_cap=0.0, model.qkv_bias=False, ",
+        "Qwen2ForCausalLM has model.score_cap=0.0; Qwen3ForCausalLM has model.score_cap=0.0, model.qk_norm=True, ",
     ),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "V3ForCausalLM has model.qkv_bias=False; "),
     "a window of latents": (dict(attention="mla", sliding_window=64), "V3ForCausalLM has no window; "),

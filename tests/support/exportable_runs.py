@@ -41,6 +41,11 @@ OWN = {
     ),
     "factors": (dict(attention="gqa", embedding_scale=3.0, logit_scale=0.5, residual_scale=0.3), "GraniteForCausalLM"),
     "rotated in part": (dict(attention="gqa", rope_fraction=0.5) | LONGROPE, "Phi3ForCausalLM"),
+    "biases and norms of heads": (dict(attention="gqa", qkv_bias=True, out_bias=True, qk_norm=True), QWEN3),
+    "biases of q, k and v, and of the MLP": (
+        dict(attention="gqa", qkv_bias=True, mlp_bias=True, activation="gelu"),
+        "HeliumForCausalLM",
+    ),
     "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Glm4MoeForCausalLM"),
     "norms after rotation": (dict(attention="gqa", qk_norm=True, qk_norm_after_rope=True), "HunYuanDenseV1ForCausalLM"),
     "mixture, factors": (

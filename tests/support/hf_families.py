@@ -187,10 +187,32 @@ FAMILIES |= {
         ODD | dict(hidden_size=48, head_dim=8, logit_scale=2.0, sliding_window=7, attention_bias=True),
     ),
 }
+STRETCHED = dict(rope_type="dynamic", rope_theta=1000.0, alpha=50.0, factor=1.0)
+BIASED_GEMMA = GROUPED | dict(attention_bias=True, head_dim=16, pad_token_id=0)
+FAMILIES |= {
+    "Gemma, biases": ("Gemma", BIASED_GEMMA | dict(hidden_act="silu")),
+    "Gemma 2, biases": ("Gemma2", BIASED_GEMMA | dict(sliding_window=20, hidden_activation="gelu")),
+    "Gemma 3, biases": ("Gemma3", BIASED_GEMMA | dict(sliding_window=20, hidden_activation="relu2")),
+    "Qwen3, biases": ("Qwen3", ODD | dict(attention_bias=True, hidden_act="gelu")),
+    "OLMo, biases": ("Olmo", GROUPED | IDS | dict(attention_bias=True, hidden_act="gelu_new")),
+    "OLMo 2, biases": ("Olmo2", ODD | dict(attention_bias=True, hidden_act="relu2")),
+    "OLMo 3, biases": ("Olmo3", GROUPED | IDS | dict(attention_bias=True, sliding_window=7)),
+    "Ernie 4.5, biases": ("Ernie4_5", GROUPED | IDS | dict(head_dim=16, use_bias=True)),
+    "Helium, biases": ("Helium", GROUPED | IDS | BIASED | dict(head_dim=8)),
+    "Hunyuan, biases": (
+        "HunYuanDenseV1",
+        ODD | dict(attention_bias=True, rope_parameters=STRETCHED),
+    ),
+}
 SHARED = dict(moe_intermediate_size=12, shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
 MIXTURES |= {
     "Granite-MoE": ("GraniteMoe", GROUPED | FACTORS | dict(num_local_experts=4, num_experts_per_tok=2)),
     "OLMoE": ("Olmoe", GROUPED | dict(num_experts=8, num_experts_per_tok=3, pad_token_id=None)),
+    "OLMoE, biases": (
+        "Olmoe",
+        GROUPED | dict(num_experts=8, num_experts_per_tok=3, pad_token_id=None, attention_bias=True),
+    ),
+    "Qwen3-MoE, biases": ("Qwen3Moe", QWEN3_MOE | dict(attention_bias=True)),
     "Qwen2-MoE": ("Qwen2Moe", GROUPED | SHARED),
     "Qwen2-MoE, windows in some layers": (
         "Qwen2Moe",

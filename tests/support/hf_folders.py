@@ -186,7 +186,7 @@ def form_shapes(c):
     heads = {"q": h * width, "k": kv_heads * width, "v": kv_heads * width}
     attention = {f"self_attn.{name}_proj": (rows, d) for name, rows in heads.items()}
     attention = {"attention.query_key_value": (3 * d, d)} if is_neox else attention
-    attention |= {} if kind == "glm4" else {out: (d, h * width)}
+    attention |= {} if kind in ("glm4", "helium") else {out: (d, h * width)}
     up, down = UP_AND_DOWN.get(kind, ["up_proj", "down_proj"])
     mlp = {f"mlp.{up}": (f, d), f"mlp.{down}": (d, f)}
     mlp |= {} if kind in UP_AND_DOWN else {"mlp.gate_proj": (f, d)}
@@ -269,7 +269,9 @@ def grouped_shapes(c, d, h, architecture):
     if c.get("qkv_bias", architecture == "Qwen2ForCausalLM") or c.get("attention_bias"):
         shapes |= {f"{name}_proj.bias": (rows,) for name, rows in wide.items()}
     if architecture.startswith("GptOss"):
-        shapes |= {"o_proj.bias": (d,), "sinks": (h,)}
+        shapes |= {"sinks": (h,)}
+    if c.get("attention_bias") and architecture.startswith(("GptOss", "Qwen3")):
+        shapes |= {"o_proj.bias": (d,)}
     if architecture.startswith("Qwen3") or c.get("use_qk_norm"):
         shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
     if architecture.startswith("HunYuan"):
