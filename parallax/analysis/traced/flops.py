@@ -29,7 +29,13 @@ from parallax.hardware.chips import Chip
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, RING, WHOLE
-from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops, tokens_read_twice
+from parallax.model.kernels.flops import (
+    KERNEL_PRODUCTS,
+    attention_flops,
+    kernel_flops,
+    kernel_in_window,
+    tokens_read_twice,
+)
 from parallax.model.mask import order_in, window_of
 from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
@@ -303,13 +309,15 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
     sizes |= dict(ring=meets == RING and ranks > 1, order=model.layout.order)
+    kernels = Counter((kernel_in_window(config.kernel, window, seq, ranks), window) for window in config.windows)
     products = sum(
-        layers * ranks * attention_flops(config.kernel, part, **sizes, window=window)
-        for window, layers in Counter(config.windows).items()
-        for part in KERNEL_PRODUCTS[config.kernel]
+        layers * ranks * attention_flops(kernel, part, **sizes, window=window)
+        for (kernel, window), layers in kernels.items()
+        for part in KERNEL_PRODUCTS[kernel]
     )
-    if config.kernel == "splash":  # of each output with its gradient, before both kernels
-        products += config.layers * 2 * rows * config.heads * seq * config.d_head
+    for (kernel, _), layers in kernels.items():
+        if kernel == "splash":  # of each output with its gradient, before both kernels
+            products += layers * 2 * rows * config.heads * seq * config.d_head
     return products - causal
 
 
