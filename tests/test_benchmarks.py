@@ -62,6 +62,7 @@ RUNS = {
     "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
     "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
+    "tpu_kernels.py": r"\| this project's \| 256 \| 256 \| 9 \| \d\.\d\d \|",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
     "updates.py": r"\| float8, float8, bfloat16 \| \d+\.\d\d \|( \d\.\d{3} GiB \|){2} \d+\.\d\d, \d\.\d{3} GiB \|",
 }
@@ -72,6 +73,7 @@ NEED_LIBTPU = (
     "predictions.py --tpu",
     "recipes.py --topology v5p:2x2x1",
     "tpu_compile.py",
+    "tpu_kernels.py",
     "updates.py",
 )
 NEED_CUDA = ("gpus.py", "published.py")

@@ -35,6 +35,7 @@ from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
+from parallax.model.kernels.splash_window import window_tokens
 from parallax.model.mask import Mask, order_in, window_of
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
@@ -219,6 +220,40 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, order, window, 
         assert error(actual, wanted) < 1e-5
     # cuDNN skips what is before a window of its own, which it has of whole rows.
     assert reaches == ({(window - 1, 0) if ranks == 1 else None} if kernel == "cudnn" else set())
+
+
+@pytest.mark.parametrize("window", [1, 200, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_short_window_has_caps_and_sinks_and_groups_of_heads(window):
+    """Of three blocks; the first queries see no whole window, and the last keys have few queries."""
+    (q, k, v), segments = heads(seq=384, rows=2, d_qk=24, d_v=16)
+    sinks = jnp.linspace(-1.0, 1.0, 4)
+
+    def these(kernel, q, k, v, sinks):
+        return attend(q, k, v, Mask(segments, window=window), scale=0.1, kernel=kernel, cap=1.5, sinks=sinks)
+
+    run = lambda kernel: functools.partial(value_and_pulled, functools.partial(these, kernel))  # noqa: E731
+    found, expected = (jax.jit(run(kernel))((q, k, v, sinks)) for kernel in ("splash", "xla"))
+    for actual, wanted in zip(found, expected, strict=True):
+        assert error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("window", [100, 128, 129, 300])
+def test_flops_of_a_short_window_are_those_of_the_products_that_run(window):
+    """A step, of a block of queries, has all keys that these see; after the last queries steps multiply nothing."""
+    (q, k, v), segments = heads(seq=384, d_qk=96, d_v=64)
+
+    def in_window(q, k, v):
+        return splash_attention(q, k, v, Mask(segments, window=window), scale=0.1)
+
+    kernels = [e for e in equations(lambda *heads: value_and_pulled(in_window, heads), q, k, v) if is_kernel(e)]
+    assert [name_of(e) for e in kernels] == ["splash_window_fwd", "splash_window_bwd"]
+    for equation in kernels:
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+        steps = 2 * 4 * (384 // 128)
+        assert kernel_flops(name_of(equation), shapes, window=window) == steps * of_a_block(equation)
+    rows, seen = np.arange(384)[:, None], np.arange(384)[None]
+    blocks = ((rows >= seen) & (rows - seen < window)).reshape(3, 128, 3, 128).any(axis=(1, 3)).sum(axis=1).max()
+    assert window_tokens(384, window) == (128, 128 * blocks)
 
 
 @pytest.mark.fast(2)
@@ -520,7 +555,7 @@ def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
     shown = (query >= key) & (query - key < window)
     for kernel, size in (
         ("xla", tokens_of_block(2048, window)),
-        ("splash", splash_block_tokens(2048, window=window)),
+        ("splash", splash_block_tokens(2048)),
         ("cudnn", CUDNN_BLOCK),
     ):
         blocks = shown.reshape(2048 // size, size, -1, size).any(axis=(1, 3)).sum()
@@ -534,7 +569,7 @@ def test_flops_of_a_window_are_those_of_the_blocks_that_it_shows(window):
 def test_flops_of_context_ranks_are_those_of_the_rank_with_the_most_blocks(kernel, ranks, order, window):
     places, key = order_of(ranks, 2048, order).reshape(-1, 1), np.arange(2048)[None]
     shown = (places >= key) & (places - key < (window or 2048))
-    sizes = {"splash": splash_block_tokens(2048, ranks, window), "xla": tokens_of_block(1024 // ranks, window)}
+    sizes = {"splash": splash_block_tokens(2048, ranks), "xla": tokens_of_block(1024 // ranks, window)}
     size = sizes[kernel]
     blocks = shown.reshape(ranks, -1, size, 2048 // size, size).any(axis=(2, 4)).sum(axis=(1, 2)).max()
     of_one = dict(rows=1, heads=1, seq=2048, d_qk=8, d_v=8, ranks=ranks, window=window, order=order)
@@ -560,16 +595,17 @@ def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ra
         assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * 4 * live[0]
 
 
-def test_layers_of_one_stack_may_have_a_window_in_triton_or_none():
-    (q, k, v), segments = heads(seq=64, rows=1, heads=2, kv_heads=1, d_qk=16, d_v=16)
+@pytest.mark.parametrize("kernel, seq, window", [("triton", 64, 40), ("splash", 256, 100)])
+def test_layers_of_one_stack_may_have_a_window_in_a_kernel_or_none(kernel, seq, window):
+    (q, k, v), segments = heads(seq=seq, rows=1, heads=2, kv_heads=1, d_qk=16, d_v=16)
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def run(which, kernel):
-        mask = Mask(segments, windows=(40, 0), which=which)
+        mask = Mask(segments, windows=(window, 0), which=which)
         return value_and_pulled(functools.partial(attend, mask=mask, scale=0.1, kernel=kernel), (q, k, v))
 
     for which in range(2):
-        for actual, wanted in zip(run(which, "triton"), run(which, "xla"), strict=True):
+        for actual, wanted in zip(run(which, kernel), run(which, "xla"), strict=True):
             assert error(actual, wanted) < 1e-5
 
 

@@ -29,7 +29,13 @@ from parallax.hardware.chips import Chip
 from parallax.jaxprs import SCALED_MATMUL
 from parallax.model.experts.grouped_kernel import GROUPED_SCOPE
 from parallax.model.families import CONTEXTS, RING, WHOLE
-from parallax.model.kernels.flops import KERNEL_PRODUCTS, attention_flops, kernel_flops, tokens_read_twice
+from parallax.model.kernels.flops import (
+    KERNEL_PRODUCTS,
+    attention_flops,
+    kernel_flops,
+    kernel_in_window,
+    tokens_read_twice,
+)
 from parallax.model.mask import order_in, window_of
 from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
@@ -305,11 +311,11 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     sizes = dict(rows=rows, seq=seq, ranks=ranks, ring=meets == RING and ranks > 1, order=model.layout.order)
     products = 0
     for (kind, window), layers in Counter(zip(config.layer_kinds, config.windows, strict=True)).items():
-        block = config.blocks[kind]
+        block, kernel = config.blocks[kind], kernel_in_window(config.kernel, window, seq, ranks)
         sizes |= dict(heads=block.heads, d_qk=qk_width(block), d_v=block.d_head, window=window)
-        parts = (attention_flops(config.kernel, part, **sizes) for part in KERNEL_PRODUCTS[config.kernel])
+        parts = (attention_flops(kernel, part, **sizes) for part in KERNEL_PRODUCTS[kernel])
         products += layers * ranks * sum(parts)
-        if config.kernel == "splash":  # of each output with its gradient, before both kernels
+        if kernel == "splash":  # of each output with its gradient, before both kernels
             products += layers * 2 * rows * block.heads * seq * block.d_head
     return products - causal
 

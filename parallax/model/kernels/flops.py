@@ -8,17 +8,19 @@ import numpy as np
 
 from parallax.model.kernels.blockwise import scores_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
-from parallax.model.kernels.splash import splash_block_tokens
+from parallax.model.kernels.splash import has_short_window, splash_block_tokens
+from parallax.model.kernels.splash_window import window_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
 from parallax.sharding.zigzag import ZIGZAG, order_of
 
 # By kernel, the products of each pass: how many are as wide as queries and keys, and how many as values. Forward:
 # scores; the output. Backward: scores again, dq and dk; the weights' gradient and dv. Splash and Triton have a kernel,
-# or a loop, for dq alone, and make scores and the weights' gradient in both.
+# or a loop, for dq alone, and make scores and the weights' gradient in both; in a short window splash does not.
 KERNEL_PRODUCTS = {
     "xla": {"fwd": (1, 1), "bwd": (3, 2)},
     "cudnn": {"fwd": (1, 1), "bwd": (3, 2)},
     "splash": {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
+    "splash_window": {"fwd": (1, 1), "bwd": (3, 2)},
     "triton": {"fwd": (1, 1), "bwd": (4, 3)},
 }
 
@@ -53,6 +55,16 @@ def attention_flops(
     return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 
 
+def kernel_in_window(kernel: str, window: int, seq: int, ranks: int) -> str:
+    """The key of KERNEL_PRODUCTS for layers with this window.
+
+    >>> [kernel_in_window("splash", window, 4096, ranks=1) for window in (0, 1024, 2048)]
+    ['splash', 'splash_window', 'splash']
+    """
+    short = kernel == "splash" and has_short_window(window if window < seq else 0, ranks)
+    return f"{kernel}_window" if short else kernel
+
+
 def tokens_read_twice(windows: Iterable[int], seq: int) -> list[int]:
     """Twice the number of tokens that a token reads on average, in layers with these windows.
 
@@ -72,10 +84,12 @@ def computed_scores(
         return seq * seq * _blocks_seen(blocks, CUDNN_BLOCK, window) // blocks**2 if ranks == 1 else seq * seq // ranks
     if window and kernel == "xla":
         return scores_in_window(seq, ranks, window, ring, order)
+    if kernel == "splash_window":
+        return seq * window_tokens(seq, window)[1]
     chunks = 1 if ranks == 1 else 2 * ranks
     size = {
         "xla": lambda: tokens_of_block(seq // chunks),
-        "splash": lambda: splash_block_tokens(seq, ranks, window),
+        "splash": lambda: splash_block_tokens(seq, ranks),
         "triton": lambda: triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK,
     }[kernel]()
     blocks = chunks * -(-seq // chunks // size)
@@ -110,7 +124,7 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
         (*rows_and_heads, seq, heads, width), *_ = float_shapes
         sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width, window=window)
         return 0 if part[2] else attention_flops("triton", {"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
-    part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
+    part = re.match(r"splash_(mha|window)_(fwd|bwd|dq|dkv)", name)
     if not part:
         return None
     q, _, v, *_ = float_shapes
@@ -118,4 +132,4 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
     seq, d_v = v[-2:]
     sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
     sizes |= dict(window=window, order=order)
-    return attention_flops("splash", part[1], **sizes)
+    return attention_flops({"mha": "splash", "window": "splash_window"}[part[1]], part[2], **sizes)

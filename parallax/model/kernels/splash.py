@@ -1,4 +1,5 @@
-"""JAX's splash attention for TPUs: attention that never stores its scores."""
+"""JAX's splash attention for TPUs: attention that never stores its scores. Short windows have kernels of this
+project's, which read what a window shows in one step."""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +9,10 @@ import jax
 import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.tree_util import Partial
 
 from parallax.model.kernels.pallas import LANES, pallas_attention
+from parallax.model.kernels.splash_window import LONGEST_WINDOW, ShortWindow, attention_in_short_window
 from parallax.model.mask import Mask, blocks_seen, sees
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import vary_alike
@@ -17,7 +20,6 @@ from parallax.sharding.platform import platform_traced
 from parallax.sharding.zigzag import ZIGZAG, order_of, own_tokens
 
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
-BLOCK_IN_WINDOW = 256  # where a window is shorter than four of the largest: its ends are computed for their halves
 
 
 def splash_attention(
@@ -41,18 +43,20 @@ def splash_attention(
     return pallas_attention(SplashKernelOf(cap), *vary_alike(arrays)).swapaxes(1, 2)
 
 
-def splash_block_tokens(seq: int, ranks: int = 1, window: int = 0) -> int:
+def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`, or a chunk
-    of it if `ranks` context ranks share the queries; at most 256 in a short `window`.
+    of it if `ranks` context ranks share the queries.
 
     >>> [splash_block_tokens(seq) for seq in (128, 768, 2048, 4096)], splash_block_tokens(2048, ranks=4)
     ([128, 256, 512, 512], 256)
-    >>> [splash_block_tokens(8192, window=window) for window in (1024, 2048)]
-    [256, 512]
     """
     tokens = seq if ranks == 1 else seq // (2 * ranks)
-    most = BLOCK_IN_WINDOW if 0 < window < 4 * LARGEST_BLOCK else LARGEST_BLOCK
-    return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0 and size <= most)
+    return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
+
+
+def has_short_window(window: int, ranks: int) -> bool:
+    """Whether a layer with this window, whose queries `ranks` context ranks share, has kernels of this project's."""
+    return ranks == 1 and 0 < window <= LONGEST_WINDOW
 
 
 class SplashKernel(NamedTuple):
@@ -70,10 +74,13 @@ class SplashKernelOf(NamedTuple):
 
     cap: float
 
-    def __call__(self, q: Array, k: Array, mask: Mask) -> SplashKernel:
+    def __call__(self, q: Array, k: Array, mask: Mask) -> SplashKernel | Partial:
         (heads, queries), keys = q.shape[1:3], k.shape[2]
         ranks, segments = keys // queries, mask.segments_BN
         interpreted = platform_traced() == "cpu"
+        if has_short_window(mask.window, ranks):
+            form = ShortWindow(mask.window, self.cap, interpreted)
+            return Partial(functools.partial(_in_short_window, form), segments)
         places = PlacesMask(keys, ranks, mask.window, mask.order)
         kernel = _kernel_of_all_ranks(heads, places, ranks, self.cap, interpreted=interpreted)
         if ranks == 1:
@@ -86,6 +93,12 @@ class SplashKernelOf(NamedTuple):
 
         kernel = jax.tree.map(of_this_rank, kernel)
         return SplashKernel(kernel, splash.SegmentIds(own_tokens(segments, 1, mask.order), segments))
+
+
+def _in_short_window(
+    form: ShortWindow, segments: Array, q: Array, k: Array, v: Array, sinks: Array | None = None
+) -> Array:
+    return attention_in_short_window(q, k, v, segments, sinks, form)
 
 
 class PlacesMask(splash.CausalMask):
@@ -119,7 +132,7 @@ class PlacesMask(splash.CausalMask):
 def _kernel_of_all_ranks(heads: int, places: PlacesMask, ranks: int, cap: float, interpreted: bool) -> Callable:
     """The kernel of all context ranks: its tables are concatenated in the order of the ranks. Pallas interprets it on
     CPUs."""
-    size = splash_block_tokens(len(places.q_sequence), ranks, places.window)
+    size = splash_block_tokens(len(places.q_sequence), ranks)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: a fused kernel would store a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
