@@ -290,6 +290,10 @@ def get_config() -> ConfigDict:
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0: no evaluation
     config.train.stall_factor = 10.0  # prints all stacks if a step takes this many times the median; 0 is off
+    # a process is named as slow if it needs this share of a step's time more than the median process, in data, on the
+    # host or in saving
+    config.train.slow_process_share = 0.2
+    config.train.slow_process_steps = 50  # steps over whose mean a process is compared; 0: none is named
     # steps between checks for faulty hardware, which run a step twice and compare; 0: never
     config.train.check_every = 0
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)

@@ -4,7 +4,8 @@ RANK is a number, or "any" for all of them. FAULT is what happens when the proce
 step ("raise", "raise-data", "sleep", "die"), or
 that batch of an evaluation ("raise-eval"), is to take the step ("skip": it goes on without), begins to save it
 ("die-saving") or starts ("die-starting"), is late, by STEP seconds, to connect with the others or to load
-("late-connecting", "late-loading"), or says when it has connected ("say-connected"); or how it differs from the others
+("late-connecting", "late-loading"), is slow, by STEP milliseconds, to read each batch or on the host in each step
+("slow-data", "slow-host"), or says when it has connected ("say-connected"); or how it differs from the others
 from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared"; or, as
 "JAX_ENABLE_X64=1", a variable of its environment.
 """
@@ -27,6 +28,7 @@ from parallax.errors import DataError
 from parallax.processes import job
 from parallax.step.step import TrainStep
 from parallax.training import run
+from parallax.training.loop import TrainingLoop
 
 
 def raise_error() -> None:
@@ -58,6 +60,8 @@ def main() -> int:
             die()
         elif fault.startswith("late-"):
             be_late(*((job, "connect_devices") if fault == "late-connecting" else (run, "begin")), int(step))
+        elif fault.startswith("slow-"):
+            be_slow(*((Reader, "batch") if fault == "slow-data" else (TrainingLoop, "due")), int(step) / 1000)
         elif fault == "say-connected":
             connect_devices = job.connect_devices
             job.connect_devices = lambda mesh: connect_devices(mesh) or print("all groups are connected", flush=True)
@@ -80,6 +84,11 @@ def main() -> int:
 def be_late(module: Any, name: str, secs: int) -> None:
     act = getattr(module, name)
     setattr(module, name, lambda *args: time.sleep(secs) or act(*args))
+
+
+def be_slow(owner: type, name: str, secs: float) -> None:
+    act = getattr(owner, name)
+    setattr(owner, name, lambda *args: time.sleep(secs) or act(*args))
 
 
 def die_saving(step: int) -> None:

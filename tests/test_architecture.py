@@ -141,6 +141,8 @@ PURE = [
     "cli/schedules.py",
     "cli/watch.py",
     "analysis/load_picture.py",
+    "training/goodput.py",
+    "training/slow_processes.py",
 ]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from parallax.display.progress import loading, stop_progress, waiting
 
+STARTED = time.time()
 with loading(__name__, sys.stdout):
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             workdir = workdir or default_workdir(line.path)
             with limited(read_settings(line.config).distributed):
                 given = {name: line.values[name.replace("_", "-")] for name in ("resume", "changed_code")}
-                given |= {"max_runtime_secs": limit_secs, "warnings": line.warnings}
+                given |= {"max_runtime_secs": limit_secs, "warnings": line.warnings, "began": STARTED}
                 outcome = train(line.config, workdir, **given)
         if outcome.reason == "stopped":
             if_all_is_well = int(line.values["stopped-status"])

@@ -3,6 +3,7 @@
     python -m parallax.watch runs/mine
     python -m parallax.watch runs/mine runs/other --once
     python -m parallax.watch runs/mixture --once --load=load.svg
+    python -m parallax.watch runs --table --sort=loss
 
 It only reads the files of the runs, on this machine or another one that sees their folders. It ends when all runs have
 ended, or with Ctrl-C, which does not affect the runs. If the output is not a terminal, it prints one picture.
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +37,21 @@ from parallax.analysis.load_picture import load_picture
 from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.display.units import decimal, duration, in_bytes, percent
-from parallax.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
+from parallax.errors import CheckpointError, ConfigError, check_choice, check_whole, exit_status, printable
 from parallax.storage import files
-from parallax.storage.run_files import COPIED, LARGEST_STEP, RunFiles, is_of_save, number_of, row_of
+from parallax.storage.run_files import (
+    COPIED,
+    LARGEST_STEP,
+    OWN_PARTS,
+    PROCESS_STEP_SECS,
+    RunFiles,
+    is_of_save,
+    number_of,
+    process_key,
+    row_of,
+)
+from parallax.training.goodput import Goodput, StepSeconds, goodput, last_sign, starts_of
+from parallax.training.slow_processes import SLOW_IN, median, slow_processes
 
 FRESH_SECS = 1.0  # between two reads of the files
 SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # without fonts from other sites
@@ -55,6 +68,8 @@ LONGEST_SECS = 1e9  # longer estimates are not shown
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
 OF_EXPERTS = ("experts/load", "experts/entropy")
 NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *OF_EXPERTS, *(f"perf/{name}" for name in SPEEDS))
+OF_PROCESSES = (*map(process_key, OWN_PARTS), PROCESS_STEP_SECS)
+MOST_PROCESSES = 1 << 16
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -84,31 +99,36 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    `copied` are steps whose state was copied to be saved. Rows contain only finite numbers; any other loss is None. A
-    line counts when it is complete; invalid lines are counted in `torn`, and values that are neither a finite number
-    nor null in `odd`.
+    `copied` are steps whose state was copied to be saved, `spent` is what all lines say of the run's time, and
+    `processes` has the seconds of each process in the latest line with them, as `slow_processes` takes them. Rows
+    contain only finite numbers; any other loss is None. A line counts when it is complete; invalid lines are counted in
+    `torn`, and values that are neither a finite number nor null in `odd`.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self._forget()
 
-    def read(self) -> None:
-        """Read new lines; from the beginning if the file was replaced or is shorter, as a resumed run shortens it."""
+    def read(self, since: int = 0) -> None:
+        """Read new lines; from the beginning if the file was replaced or is shorter, as a resumed run shortens it. Time
+        counts after the step `since`."""
+        if since != self.spent.since:
+            self._forget(since)
         try:
             file = files.open_file(self._path)
         except OSError:
-            self._forget()
+            self._forget(since)
             return
         with file:
             about = os.fstat(file.fileno())
             if about.st_ino != self._inode or about.st_size < self._lines.offset:
-                self._forget()
+                self._forget(since)
                 self._inode = about.st_ino
             for line in self._lines.read(file):
                 self._add(row_of(line))
 
-    def _forget(self) -> None:
+    def _forget(self, since: int = 0) -> None:
+        self.spent, self.processes = StepSeconds(since), np.empty((0, len(OF_PROCESSES)))
         self.steps: list[int] = []
         self.losses: list[float | None] = []
         self.eval_steps: list[int] = []
@@ -122,6 +142,9 @@ class Metrics:
         if row is None:
             self.torn += 1
             return
+        self.spent.add(row)
+        if PROCESS_STEP_SECS in row:
+            self.processes = processes_of(row)
         if is_of_save(row):
             self.copied |= {row["step"]} if COPIED in row else set()
             return
@@ -134,6 +157,17 @@ class Metrics:
             self.eval_steps.append(row["step"])
             self.eval_losses.append(finite["eval/loss"])
         self.recent.append({"step": row["step"], **finite})
+
+
+def processes_of(row: dict[str, Any]) -> np.ndarray:
+    """Seconds of each process in a line of metrics.jsonl; without rows if it has others than it should."""
+    columns = [row.get(key) for key in OF_PROCESSES]
+    lengths = {len(column) if isinstance(column, list) else 0 for column in columns}
+    if len(lengths) > 1 or not 1 < max(lengths) <= MOST_PROCESSES:
+        return np.empty((0, len(OF_PROCESSES)))
+    numbers = [[number_of(value) for value in column] for column in columns]
+    right = all(number is not None and 0 <= number < LONGEST_SECS for column in numbers for number in column)
+    return np.array(numbers).T if right else np.empty((0, len(OF_PROCESSES)))
 
 
 class WatchedRun:
@@ -155,10 +189,11 @@ class WatchedRun:
 
     def refresh(self) -> None:
         """Read new data of the run."""
-        self.metrics.read()
         self.settings = files.object_if_readable(self.files.config, odd_numbers=True) or self.settings
         starts = files.object_if_readable(self.files.metadata, odd_numbers=True).get("starts")
         self.starts = [row for row in starts if isinstance(row, dict)] if isinstance(starts, list) else self.starts
+        timed = starts_of(self.starts)
+        self.metrics.read(timed[0].step if timed else 0)
         self._look_at_checkpoints()
 
     @property
@@ -209,6 +244,20 @@ class WatchedRun:
         """The largest load of an expert (1 if even) and the least entropy in the latest step; empty without experts."""
         latest = self.metrics.recent[-1] if self.metrics.recent else {}
         return tuple(latest[name] for name in OF_EXPERTS) if all(name in latest for name in OF_EXPERTS) else ()
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """What the run's time went into until its last sign of life; None for runs of earlier versions."""
+        starts = starts_of(self.starts)
+        return goodput(starts, self.metrics.spent, last_sign(starts, self.metrics.spent.latest))
+
+    @property
+    def slow(self) -> dict[int, str]:
+        """Processes that were slow in the latest line, with what they were slow in."""
+        train = self.settings.get("train")
+        share = number_of(train.get("slow_process_share")) if isinstance(train, dict) else None
+        means = self.metrics.processes
+        return slow_processes(means, share) if len(means) and share is not None and share > 0 else {}
 
     @property
     def status(self) -> Status:
@@ -404,6 +453,9 @@ STATE_STYLES = {
     "interrupted": "yellow",
 }
 BAD = "bold red"
+BARS = "▁▂▃▄▅▆▇█"
+MOST_BARS = 32
+MOST_NAMED = 3  # slow processes
 
 
 def picture(runs: Sequence[WatchedRun], console: Console) -> Columns:
@@ -484,6 +536,10 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
         memory = f", memory {in_bytes(speed['memory_bytes'])}" if "memory_bytes" in speed else ""
         add("of peak", Text(f"{peak}{memory}"))
         add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
+    if run.goodput is not None and run.goodput.wall:
+        add("goodput", Text(run.goodput.text()))
+    if len(run.metrics.processes):
+        add("processes", processes_text(run.metrics.processes, run.slow))
     add("checkpoints", saved_text(run.saved, status, run.metrics.copied))
     add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
     if run.expert_load:
@@ -497,6 +553,21 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     if run.mesh:
         add("mesh", Text(f"{run.mesh} on {run.devices}{started}"))
     return table
+
+
+def processes_text(means: np.ndarray, slow: Mapping[int, str]) -> Text:
+    """A bar for each process, of the share of a step that it spends for itself, and the slow ones in words. Many
+    processes share a bar, which shows the largest."""
+    walls = np.maximum(means[:, -1], 1e-9)
+    shares = np.minimum(means[:, :-1].sum(axis=1) / walls, 1.0)
+    pieces = np.array_split(shares, min(len(shares), MOST_BARS))
+    text = Text("".join(BARS[round(float(piece.max()) * (len(BARS) - 1))] for piece in pieces), style="cyan")
+    usual = median(means)
+    for rank, part in [*slow.items()][:MOST_NAMED]:
+        column = OWN_PARTS.index(part)
+        spent, others = (decimal(float(secs[column]), 2) for secs in (means[rank], usual))
+        text.append(f"; process {rank} is slow: {spent} s a step {SLOW_IN[part]}, median {others} s", style="yellow")
+    return text if slow else text.append(" none is slow", style=SOFT)
 
 
 def saved_text(saved: Saved, status: Status, copied: Container[int]) -> Text:
@@ -520,7 +591,65 @@ def saved_text(saved: Saved, status: Status, copied: Container[int]) -> Text:
     return text
 
 
+# ---- many runs as a table
+
+
+class Cell(NamedTuple):
+    """What a table shows of a run in a column, and the number or text by which it sorts; None is last."""
+
+    text: str
+    key: Any
+
+
+def number_cell(value: float | None, text: Callable[[float], str], *, high_first: bool = False) -> Cell:
+    """A number; empty if it is unknown."""
+    return Cell("", None) if value is None else Cell(text(value), -value if high_first else value)
+
+
+def cells(run: WatchedRun) -> dict[str, Cell]:
+    """What a table shows of a run, by column. The largest step, speed and goodput come first, and the lowest loss."""
+    metrics, speed, spent = run.metrics, run.speed, run.goodput
+    losses = [metrics.losses[-1] if metrics.losses else None, metrics.eval_losses[-1] if metrics.eval_losses else None]
+    train, held_out = (number_cell(loss, lambda x: decimal(x, 4)) for loss in losses)
+    share = spent.share if spent is not None and spent.wall else None
+    return {
+        "name": Cell(run.name, run.name),
+        "state": Cell(run.status.state, run.status.state),
+        "step": number_cell(run.step, lambda step: f"{step:,}", high_first=True),
+        "loss": train,
+        "eval": held_out,
+        "tokens/s": number_cell(speed.get("tokens_per_second"), lambda x: decimal(x, 0), high_first=True),
+        "mfu": number_cell(speed.get("mfu"), percent, high_first=True),
+        "goodput": number_cell(share, percent, high_first=True),
+        "left": number_cell(run.left_secs, duration),
+    }
+
+
+COLUMNS = ("name", "state", "step", "loss", "eval", "tokens/s", "mfu", "goodput", "left")
+
+
+def run_table(runs: Sequence[WatchedRun], column: str) -> Table:
+    """The runs, sorted by a column; those without a value there come last."""
+    heads = (Column(name, justify="left" if name in ("name", "state") else "right") for name in COLUMNS)
+    table = Table(*heads, box=box.SIMPLE_HEAD, safe_box=True, pad_edge=False)
+    rows = [cells(run) for run in runs]
+    for row in sorted(rows, key=lambda row: (row[column].key is None, row[column].key or 0, row["name"].text)):
+        style = STATE_STYLES.get(row["state"].text, BAD)
+        table.add_row(*(Text(row[name].text, style=style if name == "state" else "") for name in COLUMNS))
+    return table
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself if it is a run's, else those directly in it that are; itself again if there is none, which is
+    refused."""
+    config = RunFiles(folder).config
+    below = [folder / file.parent for file in files.matching(f"*/{config.name}", folder)]
+    return [folder] if config.is_file() or not below else below
+
+
 # ---- the command
+
+Draw = Callable[[Sequence[WatchedRun], Console], RenderableType]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -530,38 +659,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def watch(flags: argparse.Namespace) -> None:
     """Draw the runs once, or until they have ended."""
-    runs = [WatchedRun(path) for path in flags.workdir]
+    folders = [run for path in flags.workdir for run in (runs_in(path) if flags.table else [path])]
+    runs = [WatchedRun(path) for path in folders]
+    draw = (lambda runs, console: run_table(runs, flags.sort)) if flags.table else picture
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without characters for curves
     console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
-        console.print(picture(runs, console))
+        console.print(draw(runs, console))
     else:
-        follow(runs, console)
+        follow(runs, console, draw)
     if flags.svg is not None:
-        write_svg(runs, console.width, flags.svg)
+        write_svg(runs, console.width, flags.svg, draw)
     if flags.load is not None:
         write_load(runs, flags.load)
 
 
-def follow(runs: Sequence[WatchedRun], console: Console) -> None:
+def follow(runs: Sequence[WatchedRun], console: Console, draw: Draw = picture) -> None:
     """Redraw on an alternate screen; the last picture stays on the terminal."""
     try:
-        with Live(picture(runs, console), console=console, screen=True, auto_refresh=False) as live:
+        with Live(draw(runs, console), console=console, screen=True, auto_refresh=False) as live:
             while not all(run.status.over for run in runs):
-                live.update(picture(runs, console), refresh=True)
+                live.update(draw(runs, console), refresh=True)
                 time.sleep(FRESH_SECS)
                 for run in runs:
                     run.refresh()
     except KeyboardInterrupt:
         pass
-    console.print(picture(runs, console))
+    console.print(draw(runs, console))
 
 
-def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
+def write_svg(runs: Sequence[WatchedRun], width: int, path: Path, draw: Draw = picture) -> None:
     """Write only the last picture."""
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(picture(runs, console))
+    console.print(draw(runs, console))
     write_output("svg", path, console.export_svg(title="python -m parallax.watch", code_format=SVG))
 
 
@@ -580,10 +711,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
     parser.add_argument("--svg", type=local_path, help="also write the picture to this file")
+    parser.add_argument(
+        "--table", action="store_true", help="a line for each run; a folder of runs stands for all in it"
+    )
+    parser.add_argument("--sort", help=f"the column by which --table sorts: {', '.join(COLUMNS)}; default: name")
     parser.add_argument("--load", type=local_path, help="also draw the load of a run's experts, as SVG in this file")
     flags = parser.parse_args(arguments)
     if flags.width is not None:
         check_whole("--width", flags.width, least=LEAST_WIDTH)
+    if flags.sort is not None and not flags.table:
+        raise ConfigError(f"--sort={flags.sort} sorts a table; add --table")
+    flags.sort = flags.sort or COLUMNS[0]
+    check_choice("--sort", flags.sort, COLUMNS)
     return flags
 
 

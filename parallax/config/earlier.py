@@ -32,7 +32,7 @@ ADDED = {
     "loss": "name balance_coefficient router_z_coefficient table_first",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
-    "train": "compile_cache continue_from other_data",
+    "train": "compile_cache continue_from other_data slow_process_share slow_process_steps",
     "checkpoint": "keep_every_steps",
     "sample": "special_tokens",
 }

@@ -1277,6 +1277,14 @@ class TrainConfig(Section, says=TOO_SMALL):
         says="must be 1 or more, or 0 for no watchdog",
         saved=True,
     )
+    slow_process_share: float = key(
+        0.2,
+        "a process is named as slow if it needs this share of a step's time more than the median process, in data, on "
+        "the host or in saving",
+        least=ABOVE_ZERO,
+        saved=True,
+    )
+    slow_process_steps: int = key(50, "steps over whose mean a process is compared; 0: none is named", saved=True)
     check_every: int = key(
         0, "steps between checks for faulty hardware, which run a step twice and compare; 0: never", saved=True
     )

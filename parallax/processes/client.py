@@ -12,7 +12,7 @@ from typing import Any
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
-from parallax.processes.coordinator import Coordinator, Message, no_heartbeat
+from parallax.processes.coordinator import Coordinator, Message, Report, no_heartbeat
 from parallax.processes.deadline import TIMER_SECS, Deadline
 from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, print_stacks, report_lost
 from parallax.storage.files import object_of
@@ -78,6 +78,14 @@ class CoordinatorClient(Deadline):
         self._phase = before
         self._send({"phase": before.name})
         return answer
+
+    def report(self, numbers: Mapping[str, float]) -> None:
+        """Send numbers to process 0, without waiting for an answer."""
+        self._send({"report": dict(numbers)})
+
+    def take_reports(self) -> list[Report]:
+        """In process 0, the reports of all processes since the last call; none in the others."""
+        return [] if self._coordinator is None else self._coordinator.take_reports()
 
     def leave(self, status: int, reason: str) -> None:
         """Tell the others that this process ends; when this returns, they have received it, if they still can.

@@ -5,6 +5,7 @@ TCP.
 """
 
 import asyncio
+import collections
 import errno
 import hmac
 import json
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_BAD_INPUT, EXIT_RESTART, ConfigError
@@ -30,6 +31,8 @@ MOST_UNIDENTIFIED = 256
 IDENTIFY_SECS = 30.0
 LONGEST_HOST = 255
 MOST_BARRIERS = 64  # that one process has reached and others have not; a correct one waits at one
+MOST_NUMBERS = 16  # of a report
+REPORTS_KEPT = 64  # of each process, for process 0, which takes them at every step
 
 
 Message = dict[str, Any]
@@ -48,6 +51,14 @@ class Member:
     barriers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+class Report(NamedTuple):
+    """Numbers that a process has sent to process 0."""
+
+    rank: int
+    host: str
+    numbers: Mapping[str, float]
+
+
 class Coordinator:
     """Serves all processes from one thread, until process 0 ends.
 
@@ -62,11 +73,17 @@ class Coordinator:
         self._members: dict[int, Member] = {}
         self._unidentified: dict[asyncio.StreamWriter, None] = {}  # the oldest connections come first
         self._others_disconnected = threading.Event()
+        self._reports: collections.deque[Report] = collections.deque(maxlen=REPORTS_KEPT * processes)
         threading.Thread(target=asyncio.run, args=(self._serve(listener),), name="coordinator", daemon=True).start()
 
     def wait_for_others(self, secs: float) -> None:
         """Wait until all others have disconnected: JAX's coordinator ends with process 0, and would end them."""
         self._others_disconnected.wait(secs)
+
+    def take_reports(self) -> list[Report]:
+        """What processes have reported since the last call, in the order in which it came; the oldest are dropped if
+        nobody takes them."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     async def _serve(self, listener: socket.socket) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_exception)
@@ -173,6 +190,8 @@ class Coordinator:
             case {"barrier": str(name), "values": dict(values)} if len(member.barriers) < MOST_BARRIERS:
                 member.barriers[name] = values
                 self._release(name)
+            case {"report": dict(numbers)} if _are_numbers(numbers):
+                self._reports.append(Report(rank, member.host, numbers))
             case {"heartbeat": _}:
                 self._send(member.writer, {"heartbeat": True})
             case {"phases": _}:
@@ -249,6 +268,10 @@ def _is_same(token: object, ours: str) -> bool:
     if not isinstance(token, str):
         return False
     return hmac.compare_digest(token.encode(errors="surrogatepass"), ours.encode(errors="surrogatepass"))
+
+
+def _are_numbers(values: Mapping[str, Any]) -> bool:
+    return len(values) <= MOST_NUMBERS and all(type(x) in (int, float) and abs(x) < 2**53 for x in values.values())
 
 
 def no_heartbeat(config: DistributedConfig) -> str:

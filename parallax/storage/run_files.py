@@ -9,6 +9,7 @@ from parallax.errors import check_local
 from parallax.storage.files import lines_in, object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
+GOODPUT = "goodput"  # of a start in metadata.json: when it began and ended, and seconds of its parts
 # Files beside a trace: a description, and the program that ran. The name of the span around all steps in the trace.
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
 # In checkpoints of imported weights: the original folder's metadata that a run does not need.
@@ -18,6 +19,16 @@ GENERATION_CONFIG = "generation_config.json"
 
 # In lines of metrics.jsonl of their own: seconds until a step's state was copied, and until it was on disk.
 COPIED, ON_DISK = "perf/copied_secs", "perf/on_disk_secs"
+
+# When a line of metrics.jsonl was written, in seconds since 1970; and seconds in which training stood still: to compile
+# the step, to evaluate, until a step's state was copied to be saved, and until the last save was on disk.
+WRITTEN_AT = "time"
+COMPILE_SECS, EVAL_SECS = "perf/compile_secs", "perf/eval_secs"
+SAVE_SECS, LAST_SAVE_SECS = "perf/save_secs", "perf/last_save_secs"
+
+# In lines of metrics.jsonl: mean seconds of a step that each process spends for itself, by part; and of the whole step.
+OWN_PARTS = ("data", "host", "copy", "write")
+PROCESS_STEP_SECS = "processes/step_secs"
 
 LARGEST_STEP = 1 << 53  # beyond it, floats cannot distinguish consecutive steps
 
@@ -41,6 +52,11 @@ class RunFiles:
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb.json"
         self.profile = self.path / "profile"
+
+
+def process_key(part: str) -> str:
+    """The name in metrics.jsonl of what each process spends for itself in a part."""
+    return f"processes/{part}_secs"
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:
@@ -70,8 +86,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_of_save(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl says only that a step was copied, or is on disk."""
-    return (COPIED in row or ON_DISK in row) and "train/loss" not in row
+    """Whether a line of metrics.jsonl says only how long a save took."""
+    return not {COPIED, ON_DISK, LAST_SAVE_SECS}.isdisjoint(row) and "train/loss" not in row
 
 
 def number_of(value: Any) -> float | None:

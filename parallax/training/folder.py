@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from parallax.config.settings import Settings
 from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
-from parallax.storage.run_files import TIME, RunFiles
+from parallax.storage.run_files import GOODPUT, TIME, RunFiles
 from parallax.version import VERSION, versions
 
 OWNER_LETTERS = 200  # most characters of a lock that are shown
@@ -65,8 +65,9 @@ class RunFolder(RunFiles):
         """Write the config as JSON, for resuming and generating."""
         _replace(self.config, settings.to_dict())
 
-    def write_metadata(self, **about: Any) -> None:
-        """Record where, when and with which versions the run was started; the latest start comes last."""
+    def write_metadata(self, *, began: float, **about: Any) -> None:
+        """Record where, when and with which versions the run was started; the latest start comes last. `began` is when
+        its process did, in seconds since 1970."""
         if not is_first():
             return
         starts = self.starts()
@@ -78,6 +79,7 @@ class RunFolder(RunFiles):
             "versions": {"parallax": VERSION, **versions()},
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             **about,
+            GOODPUT: {"began": began},
         }
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
         self._started = True
@@ -86,9 +88,18 @@ class RunFolder(RunFiles):
         """Record how the run ended, in the entry of its latest start."""
         # The run may end because the disk is full: then that error is reported, not this one.
         with contextlib.suppress(OSError):
-            if self._started and (starts := self.starts()):
-                starts[-1] = {**starts[-1], "ended": {"time": time.strftime(TIME), "reason": reason}}
-                _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
+            self._add_to_start({"ended": time.time()}, ended={"time": time.strftime(TIME), "reason": reason})
+
+    def write_goodput(self, secs: Mapping[str, float]) -> None:
+        """Record what the latest start has spent before its first step."""
+        self._add_to_start(secs)
+
+    def _add_to_start(self, secs: Mapping[str, float], **about: Any) -> None:
+        if self._started and (starts := self.starts()):
+            spent = starts[-1].get(GOODPUT)
+            spent = (spent if isinstance(spent, dict) else {}) | {part: round(x, 3) for part, x in secs.items()}
+            starts[-1] = {**starts[-1], **about, GOODPUT: spent}
+            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def starts(self) -> list[Any]:
         """The starts so far; empty if the file cannot be read."""

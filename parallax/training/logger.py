@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from parallax.display.progress import clear_progress, printing_progress, progres
 from parallax.errors import CheckpointError, first_line, imported, tell, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
-from parallax.storage.run_files import ON_DISK, RunFiles, row_of
+from parallax.storage.run_files import ON_DISK, WRITTEN_AT, RunFiles, row_of
+from parallax.training.goodput import StepSeconds
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WANDB_SECS = 60  # timeout of the service at the start and at the end of a run
@@ -34,6 +35,7 @@ class RunLogger:
         self._writers = writers
         self._waits: list[str] | None = []  # progress lines, held back from log.txt until the first other line
         self._speaking = printing_progress(progress_printer(sys.stdout, self._keep_wait) if self._speaks else None)
+        self.spent = StepSeconds()  # of the lines of metrics.jsonl
         self._days: dict[str, str] = {}  # day of the last line in the log and on the console
 
     def __enter__(self) -> "RunLogger":
@@ -95,15 +97,23 @@ class RunLogger:
         self._days[where] = day
         return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
-    def begin(self, step: int, source: Path | None = None) -> None:
+    def begin(self, step: int, source: Path | None = None, *, since: int = 0) -> StepSeconds:
         """Prepare for metrics after `step`: later ones of an earlier start are dropped and will be recomputed. With
-        `source`, the metrics.jsonl of the run from which this one goes on, those up to `step` are that run's."""
+        `source`, the metrics.jsonl of the run from which this one goes on, those up to `step` are that run's. Returns
+        the seconds of the dropped lines; `spent` has those of the lines after the step `since` that are kept."""
+        self.spent, dropped = StepSeconds(since), StepSeconds(since)
         if self._speaks:
             with writing(self._metrics_path.parent, files.WHEN_FULL):
-                drop_after(self._metrics_path, step, source)
+                drop_after(
+                    self._metrics_path,
+                    step,
+                    source,
+                    note=lambda row: (self.spent if row["step"] <= step else dropped).add(row),
+                )
                 self._metrics = files.AppendFile(self._metrics_path)
                 for writer in self._writers:
                     writer.begin(step, self.say)
+        return dropped
 
     def on_disk(self, step: int, secs: float) -> None:
         """Print and record that a step's checkpoint is on disk, `secs` after its save began."""
@@ -114,20 +124,34 @@ class RunLogger:
         """Write a line of metrics.jsonl, and a step of each writer. Non-finite numbers are null, since JSON has no
         NaN."""
         if self._speaks:
-            row = {"step": step, **{name: _as_json(value) for name, value in values.items()}}
+            about = {"step": step, WRITTEN_AT: round(time.time(), 3)}
+            row = about | {name: _as_json(value) for name, value in values.items()}
             self._metrics.write(json.dumps(row) + "\n")
+            self.spent.add(row)
             for writer in self._writers:
                 with writing(self._metrics_path.parent, files.WHEN_FULL):
                     writer.write(step, values)
 
 
-def drop_after(path: Path, step: int, source: Path | None = None) -> None:
+def drop_after(
+    path: Path, step: int, source: Path | None = None, note: Callable[[dict[str, Any]], None] = lambda row: None
+) -> None:
     """Drop the lines of metrics.jsonl after `step`, and incomplete ones; with `source` they become the lines of that
-    file, if it is there."""
-    lines_of = source if source and source.exists() else path
-    if lines_of.exists():
-        kept = (line + b"\n" for line in files.lines_in(lines_of) if (row := row_of(line)) and row["step"] <= step)
-        files.write_whole(path, kept)
+    file, if it is there. `note` is called with each complete line that was there before."""
+
+    def kept(lines_of: Path, note: Callable[[dict[str, Any]], None]) -> Iterator[bytes]:
+        for line in files.lines_in(lines_of):
+            if row := row_of(line):
+                note(row)
+                if row["step"] <= step:
+                    yield line + b"\n"
+
+    if source and source.exists():
+        for row in filter(None, map(row_of, files.lines_in(path) if path.exists() else ())):
+            note(row)
+        files.write_whole(path, kept(source, lambda row: None))
+    elif path.exists():
+        files.write_whole(path, kept(path, note))
 
 
 def _as_json(value: Any) -> Any:

@@ -15,7 +15,7 @@ from parallax.display.progress import FIRST_SECS, waiting
 from parallax.errors import DataError, ParallaxError
 from parallax.processes import job
 from parallax.step.step import TrainState
-from parallax.storage.run_files import COPIED
+from parallax.storage.run_files import COPIED, EVAL_SECS, SAVE_SECS
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, not_finite
 from parallax.training.logger import RunLogger
@@ -82,17 +82,20 @@ class TrainingLoop:
         pending = None  # the step that runs while the next one is dispatched
         for done in range(start + 1, self.settings.train.steps + 1):
             batch, waited = self.next_batch(done)
+            self.reports.times.waited_for_data(waited)
             state, metrics = self.take(state, batch, done)
             before, pending = pending, self.reports.dispatched(done, metrics, waited)
             if before is not None:
                 self.reports.finish(before, state.params)
-            self.checkpoints.check()
+            with self.reports.times.apart():
+                self.checkpoints.check()
             due = self.due(done)
             if any(due):
                 due, pending = self.act(due, pending, state), None
             elif done == self.reports.first:  # its report does not wait for the second step
                 self.reports.finish(pending, state.params)
                 pending = None
+            self.reports.end_of_turn(done)
             if due.stop:
                 break
         return state, done
@@ -120,21 +123,27 @@ class TrainingLoop:
         values = self.reports.read(ended, state.params)
         self.watchdog.pause()
         if due.profile:
-            self.profile.end(state)
+            with self.reports.times.apart():
+                self.profile.end(state)
         due, self.postponed = self.divided(due, ended.step, values)
         if due.evaluate:
+            began = time.monotonic()
             job.set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
-                values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+                with self.reports.times.apart():
+                    values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError as error:  # all processes raise it at the same batch
                 self.data_error, due = error, due._replace(save=True, stop=True)
             else:
                 check_eval_loss(ended.step, self.eval_loss)
+                values[EVAL_SECS] = time.monotonic() - began
         self.reports.report(ended, values)
         if due.save:
-            self.save(ended.step, state, values.get("eval/loss"))
+            with self.reports.times.apart():
+                self.save(ended.step, state, values.get("eval/loss"))
         if due.profile and not due.stop:
-            self.profile.begin(ended.step, state)
+            with self.reports.times.apart():
+                self.profile.begin(ended.step, state)
         self.reports.meter.pause()
         return due
 
@@ -174,11 +183,16 @@ class TrainingLoop:
     def take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """Dispatch a step; every `train.check_every`-th is run twice and compared."""
         compiles = done == self.reports.first
-        what = "compiling the training step" if compiles else f"taking step {done}"
+        what, began = "compiling the training step" if compiles else f"taking step {done}", time.monotonic()
         with self.profile.around(done), waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
             if _is_turn(done, self.settings.train.check_every):
-                return self.corruption_check.take(self.train_step, state, batch, done)
-            return self.train_step(state, batch)
+                with self.reports.times.apart():
+                    taken = self.corruption_check.take(self.train_step, state, batch, done)
+            else:
+                taken = self.train_step(state, batch)
+        if compiles:
+            self.reports.compile_secs = time.monotonic() - began
+        return taken
 
     def save(self, step: int, state: TrainState, loss: float | None) -> None:
         """Start to save a state; DivergenceError if its parameters are not finite."""
@@ -188,12 +202,14 @@ class TrainingLoop:
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
         job.set_phase(f"saving step {step}")
+        stopped = time.monotonic()
         with waiting("writing the checkpoint of an earlier step"):
             self.checkpoints.wait()
         began = time.monotonic()
         with waiting(f"copying step {step}"):  # it is written while the next steps run
             self.checkpoints.save(step, checkpoint_trees(state), loss=loss)
-        self.logger.record(step, {COPIED: time.monotonic() - began})
+        copied = time.monotonic()
+        self.logger.record(step, {COPIED: copied - began, SAVE_SECS: copied - stopped})
 
 
 def _is_turn(step: int, interval: int) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +32,18 @@ from parallax.step.step import (
     with_first_scales,
 )
 from parallax.storage.files import check_writable, write_file
-from parallax.storage.run_files import RunFiles
+from parallax.storage.run_files import LAST_SAVE_SECS, RunFiles
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
 from parallax.training.evaluation import mean_loss
 from parallax.training.facts import StepCosts, next_commands, run_facts, step_costs
 from parallax.training.folder import RunFolder
+from parallax.training.goodput import before_first_step, goodput, starts_of
 from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import TrainingLoop, checkpoint_trees, state_from
 from parallax.training.meter import Meter
+from parallax.training.process_times import ProcessTimes
 from parallax.training.profile import Profile
 from parallax.training.resume import load_newest, load_params, load_step, step_to_continue, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
@@ -67,6 +70,7 @@ def train(
     warnings: Sequence[str] = (),
     code: Mapping[str, Any] = NO_CODE,
     changed_code: bool = False,
+    began: float | None = None,
 ) -> Outcome:
     """Train with a config in the folder `workdir`, which is created, or resume the run in it.
 
@@ -75,8 +79,10 @@ def train(
 
     Raises a ParallaxError for everything that a user can get wrong, before anything is compiled if possible. SIGTERM,
     Ctrl-C and the end of `max_runtime_secs` stop the run after the step in progress, which is saved. `warnings` about
-    the config are printed and logged before the run begins.
+    the config are printed and logged before the run begins. `began` is when the process did, in seconds since 1970, for
+    the run's goodput; by default now.
     """
+    began = time.time() if began is None else began
     settings = read_settings(config, code=code)
     if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
@@ -119,7 +125,7 @@ def train(
         for warning in warnings:
             logger.say(warning)
         try:
-            outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh)
+            outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh, began=began)
         except BaseException as error:
             folder.write_end(f"{type(error).__name__}: {error}")
             raise
@@ -131,26 +137,41 @@ def train(
 
 
 def run_to_end(
-    components: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int, *, fresh: bool
+    components: RunComponents,
+    folder: RunFolder,
+    logger: RunLogger,
+    stop: StopRequest,
+    start: int,
+    *,
+    fresh: bool,
+    began: float,
 ) -> Outcome:
     """Print the run's facts, create or load its state, run its steps, and finish. A `fresh` run has no steps of its
-    own: if `start` is not 0, it goes on from the step of another one."""
+    own: if `start` is not 0, it goes on from the step of another one. Its process `began` in seconds since 1970."""
     settings, model = components.settings, components.model
+    earlier = starts_of(folder.starts())
     source = settings.train.continue_from if fresh else ""
     with contextlib.ExitStack() as stack:
         tidy_checkpoints(components, folder, logger)
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
+        loads, loading_at = bool(start or settings.train.first_run), time.time()
         state, start = continued(components) if source else begin(components, folder, start, logger.say)
+        restore_secs = time.time() - loading_at if loads else 0.0
         checkpoints = stack.enter_context(open_checkpoints(components, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
-            folder.write_metadata(mesh=model.axis_sizes, start=start, **({"continued_from": source} if source else {}))
+            about = {"continued_from": source} if source else {}
+            folder.write_metadata(mesh=model.axis_sizes, start=start, began=began, **about)
             if job.is_first():
                 components.train_data.tokenizer.save(folder.path)
         costs = step_costs(components)
         logger.say("\n".join(run_facts(components, costs, folder.path, start, source)))
+        start_secs = time.time() - began - restore_secs
         meter = meter_of(components, costs)
-        logger.begin(start, RunFiles(settings.train.first_run).metrics if source else None)
+        metrics = RunFiles(settings.train.first_run).metrics if source else None
+        dropped = logger.begin(start, metrics, since=earlier[0].step if earlier else start)
+        with writing(folder.path):
+            folder.write_goodput(before_first_step(earlier, began, start_secs, restore_secs, logger.spent, dropped))
         train_step = TrainStep(model, components.tx, settings.train.seed, settings.guard)
         put = put_batches(components)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
@@ -170,6 +191,9 @@ def run_to_end(
                 skips=SkippedSteps(settings, components.train_data, model, put, folder, logger),
                 first=start + 1,
                 sensors=local_sensors(),
+                processes=ProcessTimes(
+                    settings.train.slow_process_share, settings.train.slow_process_steps, logger.say
+                ),
             ),
             stop=stop,
             watchdog=stack.enter_context(Watchdog(settings.train.stall_factor)),
@@ -179,15 +203,25 @@ def run_to_end(
         job.barrier("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
         job.set_phase("finishing the last save")
+        waiting_at = time.monotonic()
         with waiting(f"writing the checkpoint of step {done}"):
             checkpoints.wait()
+        logger.record(done, {LAST_SAVE_SECS: time.monotonic() - waiting_at})
         if done < settings.train.steps:
             cause = stop.signal or "another process"
             logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
+            say_goodput(folder, logger)
             return Outcome("stopped", done)
         logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
         conclude(components, state, loop.eval_loss, folder.path, logger.say)
+        say_goodput(folder, logger)
         return Outcome("finished", done, loop.eval_loss)
+
+
+def say_goodput(folder: RunFolder, logger: RunLogger) -> None:
+    """Print what the run's time went into, since it began."""
+    if (spent := goodput(starts_of(folder.starts()), logger.spent, time.time())) is not None:
+        logger.say(f"goodput {spent.text()}")
 
 
 def tidy_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLogger) -> None:

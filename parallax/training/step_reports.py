@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,14 @@ from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.display.progress import FIRST_SECS, waiting
 from parallax.hardware.sensors import Sensors
+from parallax.processes import job
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
+from parallax.storage.run_files import COMPILE_SECS
 from parallax.training.divergence import SkippedSteps
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
+from parallax.training.process_times import OwnTimes, ProcessTimes
 
 RATES_BLOCK = 1024  # updates whose learning rates are computed together
 PATIENCE_SECS = 10.0  # time before a wait for a step is reported
@@ -59,6 +62,9 @@ class StepReports:
     skips: SkippedSteps
     first: int
     sensors: Sensors
+    processes: ProcessTimes
+    times: OwnTimes = field(default_factory=OwnTimes)
+    compile_secs: float = 0.0  # of the first step
     said_at: float = 0.0  # when the latest line was printed
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array], waited_secs: float) -> DispatchedStep:
@@ -66,6 +72,14 @@ class StepReports:
         if self.is_logged(step):
             self.sensors.begin()
         return DispatchedStep(step, metrics, self.meter.ending(metrics), waited_secs)
+
+    def end_of_turn(self, step: int) -> None:
+        """Tell process 0 what this process has spent for itself since the step before; it compares all processes. The
+        first step compiles, and does not count."""
+        secs = self.times.take()
+        if step > self.first:
+            job.report({"step": step, **secs})
+        self.processes.update()
 
     def finish(self, ended: DispatchedStep, params: Any) -> None:
         """Read a step and report it."""
@@ -78,7 +92,8 @@ class StepReports:
             DivergenceError: too many steps were not finite; the search for the reason uses the newest `params`.
         """
         first = ended.step == self.first
-        with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
+        patience_secs = FIRST_SECS if first else PATIENCE_SECS
+        with self.times.apart(), waiting(f"taking step {ended.step}", patience_secs=patience_secs):
             metrics = jax.device_get(ended.metrics)
         counts = metrics.pop(EXPERT_COUNTS, None)
         metrics = {name: float(value) for name, value in metrics.items()}
@@ -91,6 +106,8 @@ class StepReports:
         if self.skips.too_many(metrics):
             self.logger.record(ended.step, values)
             self.skips.stop(ended.step, metrics, params)
+        if first:
+            values[COMPILE_SECS] = self.compile_secs
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
     def is_logged(self, step: int) -> bool:
@@ -101,7 +118,7 @@ class StepReports:
     def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
         """Record a step's metrics, and print its line if one is due."""
         if self.is_logged(ended.step):
-            values |= self.sensors.take()
+            values |= self.sensors.take() | self.processes.table()
         self.logger.record(ended.step, values)
         due = self.is_logged(ended.step) or time.monotonic() - self.said_at > SILENCE_SECS
         if due or "eval/loss" in values:

@@ -18,7 +18,7 @@ from rich.console import Console
 from parallax.cli import watch
 from parallax.cli.watch import Metrics, WatchedRun, follow, main, picture, plot, write_svg
 from parallax.errors import CheckpointError
-from parallax.storage.run_files import COPIED
+from parallax.storage.run_files import COPIED, OWN_PARTS, PROCESS_STEP_SECS, WRITTEN_AT, process_key
 
 GONE = 2**22 + 1  # no process has this number: it is more than Linux gives
 
@@ -207,6 +207,8 @@ def test_a_folder_without_a_run_is_refused_by_what_was_looked_for(tmp_path, ther
         (["--width=10"], "--width=10 must be a whole number of 40 or more"),
         (["--svg=/nowhere/at/all.svg"], "--svg=/nowhere/at/all.svg cannot be written"),
         (["--twice"], "unrecognized arguments: --twice"),
+        (["--sort=loss"], "--sort=loss sorts a table; add --table"),
+        (["--table", "--sort=los"], "--sort='los' is unknown"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, capsys, arguments, words):
@@ -291,3 +293,78 @@ def test_a_run_without_experts_has_no_load_to_draw(tmp_path, capsys):
     assert "largest load" not in shown_of(WatchedRun(folder))
     assert main([str(folder), "--once", f"--load={tmp_path / 'load.svg'}"]) == 2
     assert "no line of metrics.jsonl has experts/shares" in capsys.readouterr().err
+
+
+# ---- goodput, processes, and many runs
+
+
+def timed_run(folder, *, steps=3, ended=None, goodput=None, **more):
+    rows = [row(number, loss=4.0 - number, **more) | {WRITTEN_AT: 1000.0 + number} for number in range(1, steps + 1)]
+    write_run(folder, rows, ended=ended, owner=GONE)
+    about = json.loads((folder / "metadata.json").read_text())
+    about["starts"][0]["goodput"] = {"began": 990.0, "start": 8.0} if goodput is None else goodput
+    (folder / "metadata.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_the_goodput_of_a_run_is_that_of_its_files_until_its_last_sign_of_life(tmp_path):
+    run = WatchedRun(timed_run(tmp_path))
+    assert run.goodput.secs["steps"] == pytest.approx(3 * 0.4) and run.goodput.wall == pytest.approx(13.0)
+    assert "goodput      9.2 % of 13s: steps 1s, start 8s, other 4s" in shown_of(run)
+    assert "goodput" not in shown_of(WatchedRun(write_run(tmp_path / "earlier", [row(1)])))
+
+
+def test_the_lines_of_another_run_do_not_count_when_the_metadata_comes_later(tmp_path):
+    metadata = timed_run(tmp_path, steps=4) / "metadata.json"
+    about = json.loads(metadata.read_text())
+    metadata.write_text("{}")
+    run = WatchedRun(tmp_path)
+    assert run.goodput is None
+    about["starts"][0]["start"] = 3
+    metadata.write_text(json.dumps(about))
+    run.refresh()
+    assert run.goodput.secs["steps"] == pytest.approx(0.4) and run.metrics.steps == [1, 2, 3, 4]
+
+
+def of_processes(*seconds, step_secs=1.0):
+    """The keys of a line of metrics.jsonl for processes that need these seconds for data."""
+    keys = dict.fromkeys(map(process_key, OWN_PARTS), [0.0] * len(seconds))
+    return keys | {process_key("data"): [*seconds], PROCESS_STEP_SECS: [step_secs] * len(seconds)}
+
+
+def test_processes_are_a_strip_and_the_slow_one_is_named(tmp_path):
+    write_run(tmp_path, [row(1) | of_processes(0.0, 0.6, 0.1), row(2)])
+    run = WatchedRun(tmp_path)
+    assert "processes    ▁▅▂ none is slow" in shown_of(run)  # the config does not say how slow is slow
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"steps": 20, "slow_process_share": 0.2}}))
+    run.refresh()
+    assert run.slow == {1: "data"}
+    said = "processes    ▁▅▂; process 1 is slow: 0.60 s a step waiting for its data, median 0.10 s"
+    assert said in shown_of(run)
+    many = WatchedRun(write_run(tmp_path / "many", [row(1) | of_processes(*[0.0] * 999, 1.0)]))
+    assert f"processes    {'▁' * 31}█" in shown_of(many)
+
+
+@pytest.mark.parametrize("value", [None, 3, "0.5", [], [1.0], [1.0, -1.0], [1.0, "x"], [1.0, None], [1.0, 1e300]])
+def test_odd_seconds_of_processes_are_not_drawn(tmp_path, value):
+    run = WatchedRun(write_run(tmp_path / "run", [row(1) | of_processes(0.0, 0.6) | {PROCESS_STEP_SECS: value}]))
+    assert "processes" not in shown_of(run) and run.step == 1
+
+
+def names_of(text):
+    return [line.split()[0] for line in text.splitlines() if line.strip().startswith("run")]
+
+
+def test_a_folder_of_runs_is_a_table_that_sorts(tmp_path, capsys):
+    timed_run(tmp_path / "run-a", steps=2, ended="finished", perf_tokens_per_second=500.0)
+    timed_run(tmp_path / "run-b", steps=5, goodput={})
+    write_run(tmp_path / "run-c", [], steps=9)
+    (tmp_path / "notes").mkdir()
+    expected = {"name": "abc", "step": "bac", "loss": "bac", "tokens/s": "bac", "goodput": "abc", "state": "abc"}
+    for column, order in expected.items():
+        assert main([str(tmp_path), "--table", f"--sort={column}", "--width=110"]) == 0
+        shown = capsys.readouterr().out
+        assert names_of(shown) == [f"run-{letter}" for letter in order], (column, shown)
+    assert "500" in shown and "finished" in shown and "2.0000" in shown
+    assert main([str(tmp_path / "run-a"), str(tmp_path / "run-c"), "--table"]) == 0
+    assert names_of(capsys.readouterr().out) == ["run-a", "run-c"]

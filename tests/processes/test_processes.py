@@ -16,6 +16,8 @@ from support.run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.cli import launch
+from parallax.config.sections import DistributedConfig
+from parallax.storage.run_files import PROCESS_STEP_SECS, process_key, read_metrics
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1, "model.dropout": 0.0}
@@ -178,6 +180,33 @@ def test_any_number_of_processes_has_the_losses_of_one(corpus, tmp_path, process
     assert is_close(losses(tmp_path), losses(tmp_path / "alone"))
 
 
+@pytest.mark.slow
+def test_a_job_goes_on_with_another_number_of_processes_bit_for_bit(corpus, tmp_path):
+    """On one mesh of six devices: two processes, of which one is killed; three; then one, as two that nothing stops."""
+    mesh = {"mesh.pp": 1, "mesh.replica": 3, "mesh.dp": 2, "mesh.tp": 1, "pipeline.microbatches": 1}
+    changes = mesh | {"mesh.simulate": 6, "data.global_batch": 6, "train.steps": 24, "train.eval_batches": 0}
+    flags = flags_of(corpus, **changes)
+    with launched("train.py", *flags, f"--workdir={tmp_path / 'whole'}", devices=3) as job:
+        status, text = job.end()
+    assert status == 0, text
+    own = [*flags, f"--workdir={tmp_path / 'own'}"]
+    with launched(FAULTY, "die", "1", "13", *own, devices=3) as job:
+        assert job.end()[0] == 128 + signal.SIGKILL
+    killed = latest_step(tmp_path / "own" / "checkpoints")
+    with launched("train.py", *own, processes=3, devices=2) as job:
+        job.wait_for(f"step {killed + 4}/24")
+        job.send(signal.SIGTERM)
+        status, text = job.end()
+    stopped = latest_step(tmp_path / "own" / "checkpoints")
+    assert status == 0 and f"going on from step {killed}" in text and 0 < killed < stopped < 24, text
+    with Started("train.py", *own) as run:
+        status, text = run.end()
+    assert status == 0 and f"going on from step {stopped}" in text and "finished: step 24" in text, text
+    assert losses(tmp_path / "own") == losses(tmp_path / "whole")
+    own, whole = (read_manifest(tmp_path / name / "checkpoints", 24)["arrays"] for name in ("own", "whole"))
+    assert own == whole  # parameters and the optimizer's state, by their fingerprints
+
+
 @pytest.fixture(scope="module")
 def by_two(corpus, tmp_path_factory):
     """The losses of two processes that nothing stops."""
@@ -206,6 +235,29 @@ def test_after_a_kill_while_starting_or_saving_the_same_command_goes_on_bit_for_
         status, text = job.end()
     assert status == 0 and "finished: step 8" in text, text
     assert losses(tmp_path) == by_two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rank", "in_what"), [("slow-data", 1, "waiting for its data"), ("slow-host", 2, "on the host")]
+)
+def test_of_three_processes_the_slow_one_is_named_with_what_it_is_slow_in(corpus, tmp_path, fault, rank, in_what):
+    mesh = {"mesh.pp": 1, "mesh.replica": 3, "mesh.dp": 1, "mesh.tp": 1, "pipeline.microbatches": 1}
+    own = {"mesh.simulate": 3, "data.global_batch": 6, "train.steps": 25, "train.slow_process_steps": 10}
+    own |= {"train.eval_batches": 0, "checkpoint.every_steps": 12}
+    flags = [*flags_of(corpus, **mesh, **own), f"--workdir={tmp_path}"]
+    with launched(FAULTY, fault, str(rank), "400", *flags, processes=3, devices=1) as job:
+        status, text = job.end()
+    assert status == 0, text
+    said = r"process (\d) on (\S+) is slow: of \S+ s a step it spends \S+ s ([a-z ]+), the median is \S+ s \(steps"
+    assert {*re.findall(said, text)} == {(str(rank), socket.gethostname(), in_what)}, text
+    # All take as long, and the others wait; what is kept of each process says which one it is.
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if PROCESS_STEP_SECS in row]
+    assert len(rows) > 15
+    walls, spent = (np.mean([row[key] for row in rows], axis=0) for key in (PROCESS_STEP_SECS, process_key(fault[5:])))
+    assert max(walls) < 1.2 * min(walls) and spent[rank] > max(0.1, 2 * (sum(spent) - spent[rank])), (walls, spent)
+    for part in ("copy", "write"):  # Orbax says so, of every process
+        assert np.all(np.sum([row[process_key(part)] for row in rows], axis=0) > 0)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, drop_after
 from parallax.training.loop import Due, TrainingLoop
 from parallax.training.meter import Meter
+from parallax.training.process_times import ProcessTimes
 from parallax.training.profile import Profile
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
@@ -432,6 +433,7 @@ def loop_of(settings, step, *, logger=None, meter=None, first=1, rates=None, ski
     meter = meter or Meter(settings.train.steps, 1, 1.0, None, 1)
     rates, skips = rates or (lambda update: 0.0), skips or NoSkips()
     told = dict(logger=logger, meter=meter, rates=rates, skips=skips, sensors=Sensors(dict))
+    told["processes"] = ProcessTimes(0.2, 50, print)
     reports = StepReports(settings=settings, first=first, **told)
     parts = dict.fromkeys(("checkpoints", "watchdog", "corruption_check"), Stub())
     parts |= {"stop": SimpleNamespace(after=lambda step: False), "profile": Profile(settings, None, None)}
