@@ -16,7 +16,6 @@ from support.run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.cli import launch
-from parallax.config.sections import DistributedConfig
 from parallax.storage.run_files import PROCESS_STEP_SECS, process_key, read_metrics
 from parallax.training.run import train
 
