@@ -458,6 +458,7 @@ def _read_windows(fields: Fields, kind: Architecture, count: int, rotated: Seque
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
+    fields.only("sliding_window_size", None, window)  # of the first files of Gemma 2, beside the other
     full = 0
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
