@@ -542,6 +542,7 @@ CHANGES = [
     "A norm",
     "An optimizer",
     "Adapters",
+    "A product of low rank",
     "A kind of layer",
     "A loss",
     "A schedule",

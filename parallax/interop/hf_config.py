@@ -165,7 +165,7 @@ class Fields:
             self.refuse(name, value, supported)
         return kind(value)
 
-    def rename(self, written: str, usual: str) -> None:
+    def read_as(self, written: str, usual: str) -> None:
         """Read a field of another name as the usual one; errors quote it as it is written."""
         if self.left.get(written) is not None:
             self.left[usual], self._written[usual] = self.take(written, None), written
@@ -238,7 +238,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
     for theirs, usual in kind.renamed.items():
-        fields.rename(theirs, usual)
+        fields.read_as(theirs, usual)
     block, mxfp4 = _read_quantization(fields, kind)
     model = {**kind.keys, "sliding_window": 0, "rope": True, "layers_of": "", "kinds": ""}
     absent = {**ABSENT_FIELDS, **kind.absent}
@@ -458,6 +458,7 @@ def _read_windows(fields: Fields, kind: Architecture, count: int, rotated: Seque
     absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
     least = 0 if kind.windows.endswith("if used") else 1  # where another field may say that it is not
     window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent, least=least)
+    fields.only("sliding_window_size", None, window)  # of the first files of Gemma 2, beside the other
     full = 0
     if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)

@@ -60,12 +60,12 @@ class Dense(nn.Module):
 
     def setup(self):
         x, y, weight = Layout.parse(self.x), Layout.parse(self.y), Layout.parse(self.weight)
-        inputs = [name for name in weight.names if name in x.names]
+        inputs = self.inputs.split()
         deviation = self.scale * math.prod(self.sizes[name] for name in inputs) ** -0.5
         initial = nn.initializers.normal(deviation)
         zeros, scales = nn.initializers.zeros, scales_of(self.matmul) if self.matmul != COMPUTE else ""
         self.amax = None
-        of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=" ".join(inputs))
+        of_weight = dict(role="weight", part=self.part, at_rest=self.at_rest, inputs=self.inputs)
         of_weight |= dict(products=self.matmul, scales=scales)
         if self.stored:
             of_weight |= dict(stored=self.stored, unit=KERNEL_UNIT)
@@ -107,16 +107,57 @@ class Dense(nn.Module):
             return y
         return y + _of_columns(self.shift.astype(self.dtype), y)
 
+    @property
+    def inputs(self) -> str:
+        """The names of the dims that the product contracts."""
+        x = Layout.parse(self.x)
+        return " ".join(name for name in Layout.parse(self.weight).names if name in x.names)
+
+    @nn.nowrap
+    def into(self, dim: str) -> str:
+        """The layout of a matrix from this product's inputs to `dim`, sharded as the kernel is.
+
+        >>> down = Dense("d_ff/tp d_model", "batch/dp seq d_ff/tp", "batch/dp seq/tp d_model", sizes={})
+        >>> down.into("rank"), down.back("rank")
+        ('d_ff/tp rank', 'rank d_model')
+        """
+        weight = Layout.parse(self.weight)
+        return " ".join([*("/".join((name, *weight.cut_of(name))) for name in self.inputs.split()), dim])
+
+    @nn.nowrap
+    def back(self, dim: str) -> str:
+        """The layout of a matrix from `dim` to this product's outputs, sharded as `y` is."""
+        y, inputs = Layout.parse(self.y), self.inputs.split()
+        outputs = (name for name in Layout.parse(self.weight).names if name not in inputs)
+        return " ".join([dim, *("/".join((name, *y.cut_of(name))) for name in outputs)])
+
+    @nn.nowrap
+    def between(self, dim: str) -> str:
+        """The layout of `x` times a matrix `into(dim)`, when it is added up: tokens as in `y`, and `dim` whole.
+
+        >>> down = Dense("d_ff/tp d_model", "batch/dp seq d_ff/tp", "batch/dp seq/tp d_model", sizes={})
+        >>> down.partial_sums("rank"), down.between("rank")
+        ('batch/dp seq rank +tp', 'batch/dp seq/tp rank')
+        """
+        y = Layout.parse(self.y)
+        return " ".join([*("/".join((name, *y.cut_of(name))) for name in y.names[:2]), dim])
+
+    @nn.nowrap
+    def partial_sums(self, dim: str) -> str:
+        """The same before it is added up."""
+        names = Layout.parse(self.between(dim)).names
+        return str(einsum_layout([Layout.parse(self.x), Layout.parse(self.into(dim))], names))
+
     def _product(self, pattern: str, x: Array | ProductInput, zeros_after: int) -> Array:
-        kernel = _padded(self.kernel.astype(self.dtype), zeros_after)
+        kernel = padded(self.kernel.astype(self.dtype), zeros_after)
         if self.stored:
             sums = einsum(pattern, x, kernel)
-            units = _of_columns(_padded(self.unit, zeros_after), sums)
+            units = _of_columns(padded(self.unit, zeros_after), sums)
             return (sums.astype(jnp.float32) * units).astype(self.dtype)
         if self.matmul == COMPUTE:
             return einsum(pattern, x, kernel)
         rounded = self.get_variable(ROUNDED, KERNEL) if self.has_variable(ROUNDED, KERNEL) else None
-        rounded = _padded(rounded, zeros_after)
+        rounded = padded(rounded, zeros_after)
         form, residuals = self.matmul, self.matmul_residuals
         return scaled_product(pattern, x, kernel, self.amax, form=form, residuals=residuals, rounded=rounded)
 
@@ -131,10 +172,10 @@ def _of_columns(x: Array, y: Array) -> Array:
     return x.reshape((1,) * (y.ndim - x.ndim) + x.shape)
 
 
-def _padded(kernel: Array | Operand | None, zeros: int) -> Array | Operand | None:
-    """The kernel with `zeros` appended to the last dim."""
+def padded(kernel: Array | Operand | None, zeros: int) -> Array | Operand | None:
+    """A kernel, or a product, with `zeros` appended to the last dim."""
     if kernel is None or not zeros:
         return kernel
     if isinstance(kernel, Operand):
-        return kernel._replace(values=_padded(kernel.values, zeros))
+        return kernel._replace(values=padded(kernel.values, zeros))
     return jnp.pad(kernel, [*((0, 0) for _ in kernel.shape[:-1]), (0, zeros)])

@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jax import Array
 
 from parallax.config.sections import ADAPTER, EXPERT_ADAPTER, ModelConfig
 from parallax.errors import ConfigError, nearest, quoted
 from parallax.model.context import Context
-from parallax.model.dense import Dense, unrounded
+from parallax.model.dense import Dense, padded, unrounded
 from parallax.model.dropout import Dropout
 from parallax.model.products import KERNEL, ProductInput
 from parallax.sharding.collectives import reshard
-from parallax.sharding.einsum import einsum, einsum_layout
+from parallax.sharding.einsum import einsum
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import parameter, specs_of
 from parallax.sharding.zigzag import ZIGZAG
@@ -55,15 +54,10 @@ class LoRA(Dense):
         self.is_adapted = adapts(self.model, self.path)
         if not self.is_adapted:
             return
-        x, y, kernel = map(Layout.parse, (self.x, self.y, self.weight))
-        inputs = [name for name in kernel.names if name in x.names]
-        outputs = [name for name in kernel.names if name not in inputs]
-        self.into = " ".join([*("/".join((name, *kernel.cut_of(name))) for name in inputs), "rank"])
-        self.back = " ".join(["rank", *("/".join((name, *y.cut_of(name))) for name in outputs)])
-        sizes, what = {**self.sizes, "rank": self.model.lora_rank}, dict(role="weight", part=ADAPTER, adapts=KERNEL)
-        first = first_matrix(math.prod(self.sizes[name] for name in inputs))
-        self.lora_a = parameter(self, LORA_A, self.into, sizes, first, inputs=" ".join(inputs), **what)
-        self.lora_b = parameter(self, LORA_B, self.back, sizes, nn.initializers.zeros, inputs="rank", **what)
+        sizes, what = {**self.sizes, RANK: self.model.lora_rank}, dict(role="weight", part=ADAPTER, adapts=KERNEL)
+        first, zeros = first_matrix(math.prod(self.sizes[name] for name in self.inputs.split())), nn.initializers.zeros
+        self.lora_a = parameter(self, LORA_A, self.into(RANK), sizes, first, inputs=self.inputs, **what)
+        self.lora_b = parameter(self, LORA_B, self.back(RANK), sizes, zeros, inputs=RANK, **what)
         site = zlib.crc32("/".join(self.path).encode()) >> 1  # it becomes an int32
         self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site, order=self.order)
 
@@ -75,9 +69,10 @@ class LoRA(Dense):
         """A kernel plus what its adapter stands for; `layout` has its dims, of which inputs are whole."""
         if not self.is_adapted:
             return kernel
-        inputs = " ".join(Layout.parse(self.into).names)
-        a = reshard(f"{self.into} -> {inputs}", self.lora_a.astype(self.dtype))
-        return kernel + self._factor * einsum(f"{inputs}, {self.back} -> {layout}", a, self.lora_b.astype(self.dtype))
+        into, back = self.into(RANK), self.back(RANK)
+        inputs = " ".join(Layout.parse(into).names)
+        a = reshard(f"{into} -> {inputs}", self.lora_a.astype(self.dtype))
+        return kernel + self._factor * einsum(f"{inputs}, {back} -> {layout}", a, self.lora_b.astype(self.dtype))
 
     def _dropped(self, x: Array) -> Array:
         layer = self.scope.root
@@ -86,15 +81,11 @@ class LoRA(Dense):
         return self.drop(x, layer.get_variable(ADAPTER_NOISE, _ROWS), layer.get_variable(ADAPTER_NOISE, _KEY))
 
     def _added(self, x: Array, zeros_after: int) -> Array:
-        y, into = Layout.parse(self.y), Layout.parse(self.into)
-        tokens = y.names[:2]
-        sums = einsum_layout([Layout.parse(self.x), into], (*tokens, "rank"))
-        whole = Layout((*tokens, "rank"), (*map(y.cut_of, tokens), ()))
-        narrow = einsum(f"{self.x}, {self.into} -> {sums}", x, self.lora_a.astype(self.dtype))
+        sums, whole = self.partial_sums(RANK), self.between(RANK)
+        narrow = einsum(f"{self.x}, {self.into(RANK)} -> {sums}", x, self.lora_a.astype(self.dtype))
         narrow = reshard(f"{sums} -> {whole}", narrow)
-        added = einsum(f"{whole}, {self.back} -> {self.y}", narrow, self.lora_b.astype(self.dtype))
-        added *= self._factor
-        return jnp.pad(added, [*((0, 0) for _ in added.shape[:-1]), (0, zeros_after)]) if zeros_after else added
+        added = einsum(f"{whole}, {self.back(RANK)} -> {self.y}", narrow, self.lora_b.astype(self.dtype))
+        return padded(added * self._factor, zeros_after)
 
     @property
     def _factor(self) -> float:

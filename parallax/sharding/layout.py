@@ -254,7 +254,12 @@ def parse_move(pattern: str) -> tuple[Layout, Layout]:
 
 
 def check_rank(pattern: str, layout: Layout, x: Any) -> None:
-    """Raise NotationError if an array does not have as many dims as `layout`, a layout of `pattern`."""
+    """Raise NotationError if x is no array, or does not have as many dims as `layout`, a layout of `pattern`."""
+    if not hasattr(x, "ndim"):
+        raise NotationError(
+            f"{pattern!r}: {str(layout)!r} is given a {type(x).__name__}, not an array; the array in what a projection "
+            "reads is parallax.model.dense.unrounded(x), and a parameter is an array in the module that declares it."
+        )
     if x.ndim != len(layout.names):
         raise NotationError(
             f"{pattern!r}: {str(layout)!r} has {len(layout.names)} dims, the array has {x.ndim}: {x.shape}."

@@ -324,6 +324,16 @@ def test_caps_of_gemma_are_those_of_its_file_and_null_is_none():
             model_of(gemma | {field: value})
 
 
+def test_fields_of_the_code_that_came_with_a_model_are_read_at_the_value_that_changes_nothing():
+    phi = TAKEN["microsoft/Phi-3-mini-4k-instruct"][0]
+    told = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+    assert read_config(phi | told) == read_config(phi)
+    assert read_config(GEMMA2 | {"sliding_window_size": 4096}) == read_config(GEMMA2)
+    for config, name in ((phi, "full_attn_mod"), (phi, "interpolate_factor"), (GEMMA2, "sliding_window_size")):
+        with pytest.raises(ConfigError, match=f"{name}=2 is not supported; supported: null or "):
+            read_config(config | {name: 2})
+
+
 def test_layers_of_gemma_3_rotate_by_what_their_type_says():
     gemma, _ = FORMS["google/gemma-3-1b-pt"]
     model = model_of(gemma)

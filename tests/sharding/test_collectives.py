@@ -24,6 +24,7 @@ from support.traced_equations import equations
 
 from parallax.config.sections import AXES
 from parallax.errors import NotationError
+from parallax.model.products import ProductInput
 from parallax.sharding.collectives import (
     all_gather,
     all_reduce,
@@ -304,6 +305,18 @@ def test_a_pattern_that_cannot_be_is_refused_with_a_reason(function, pattern, me
     with pytest.raises(NotationError) as caught:
         function(pattern, jnp.ones((3, 4)))
     assert message in str(caught.value)
+
+
+def test_what_is_no_array_is_refused_by_a_sentence_that_says_how_to_have_one():
+    x, kernel = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
+    pattern = "batch/dp seq d_model, d_model d_ff/tp -> batch/dp seq d_ff/tp"
+    message = r"'batch/dp seq d_model' is given a ProductInput, not an array; .* parallax.model.dense.unrounded\(x\)"
+    with pytest.raises(NotationError, match=message):
+        einsum(pattern, ProductInput(x, None, None), kernel)
+    with pytest.raises(NotationError, match="'d_model d_ff/tp' is given a NoneType, not an array; "):
+        einsum(pattern, x, None)
+    with pytest.raises(NotationError, match="'d_ff seq' is given a list, not an array; "):
+        reshard("d_ff seq -> d_ff seq", [1.0])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from parallax.model.transformer import Block
 from parallax.schedules import Action, Schedule
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
-from parallax.sharding.einsum import einsum, einsum_layout
-from parallax.sharding.layout import Layout, new_dims
+from parallax.sharding.einsum import einsum
+from parallax.sharding.layout import new_dims
 from parallax.sharding.parameter import parameter
 
 new_dims("rank")
@@ -67,22 +67,16 @@ class LoRA(Dense):
 
     def setup(self):
         super().setup()
-        x, y, weight = (Layout.parse(layout) for layout in (self.x, self.y, self.weight))
-        inputs = " ".join("/".join((name, *weight.cut_of(name))) for name in weight.names if name in x.names)
-        outputs = " ".join("/".join((name, *y.cut_of(name))) for name in weight.names if name not in x.names)
-        self.narrow, self.wide, sizes = f"{inputs} rank", f"rank {outputs}", {**self.sizes, "rank": self.rank}
-        of_adapter = dict(role="weight", part="adapters")
-        names = " ".join(Layout.parse(inputs).names)
-        self.a = parameter(self, "a", self.narrow, sizes, nn.initializers.normal(0.1), inputs=names, **of_adapter)
-        self.b = parameter(self, "b", self.wide, sizes, nn.initializers.normal(0.1), inputs="rank", **of_adapter)
+        sizes, of_adapter = {**self.sizes, "rank": self.rank}, dict(role="weight", part="adapters")
+        first = nn.initializers.normal(0.1)
+        self.a = parameter(self, "a", self.into("rank"), sizes, first, inputs=self.inputs, **of_adapter)
+        self.b = parameter(self, "b", self.back("rank"), sizes, first, inputs="rank", **of_adapter)
 
     def __call__(self, x, *, zeros_after=0):
-        y, tokens = Layout.parse(self.y), Layout.parse(self.y).names[:2]
-        partial_sums = einsum_layout([Layout.parse(self.x), Layout.parse(self.narrow)], (*tokens, "rank"))
-        whole = Layout((*tokens, "rank"), (*(y.cut_of(name) for name in tokens), ()))
-        narrow = einsum(f"{self.x}, {self.narrow} -> {partial_sums}", unrounded(x), self.a.astype(self.dtype))
-        narrow = reshard(f"{partial_sums} -> {whole}", narrow)
-        added = einsum(f"{whole}, {self.wide} -> {self.y}", narrow, self.b.astype(self.dtype))
+        sums, whole = self.partial_sums("rank"), self.between("rank")
+        narrow = einsum(f"{self.x}, {self.into('rank')} -> {sums}", unrounded(x), self.a.astype(self.dtype))
+        narrow = reshard(f"{sums} -> {whole}", narrow)
+        added = einsum(f"{whole}, {self.back('rank')} -> {self.y}", narrow, self.b.astype(self.dtype))
         return super().__call__(x, zeros_after=zeros_after) + added
 
 

@@ -4,11 +4,13 @@ import json
 import pathlib
 import sys
 import textwrap
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from support import user_parts
+from support.docs_commands import EXTEND, blocks
 from support.run_examples import losses, tiny_config, train
 
 import parallax as px
@@ -17,6 +19,7 @@ from parallax.config.settings import read_settings
 from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.interop.export import export_params, import_params
 from parallax.interop.huggingface import to_hf
+from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_split
 from parallax.storage.run_files import RunFiles
 from parallax.training.run import Outcome
@@ -127,6 +130,26 @@ def test_adapters_begin_on_the_weights_of_another_run_and_train_alone(corpus, wh
     kernels = [params["blocks"]["mlp"]["up"]["kernel"] for params in (base, tuned)]
     np.testing.assert_array_equal(*map(jax.device_get, kernels))
     assert np.abs(tuned["blocks"]["mlp"]["up"]["a"]).max() > 0
+
+
+@pytest.mark.slow
+def test_the_low_rank_product_of_the_docs_has_the_same_losses_on_a_mesh(corpus, whole_run, tmp_path, monkeypatch):
+    (code,) = [block.text for block in blocks(EXTEND.read_text()) if block.title == "low_rank.py"]
+    (tmp_path / "low_rank.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    few = {"train.steps": 3, "train.eval_batches": 0, "optimizer.warmup_steps": 0}
+    config = tiny_config(corpus, **{"train.init_from": str(whole_run), **few})
+    config.optimizer.frozen = "embedding head blocks/*/kernel blocks/*_norm"
+    config.model.dense = "low_rank:LowRank(rank=2)"
+    for name, size in (("one", 1), ("mesh", 2)):
+        config.mesh.update(dict(dp=size, tp=size))
+        monkeypatch.setattr("parallax.training.build.make_mesh", partial(make_mesh, devices=jax.devices()[: size**2]))
+        train(config, tmp_path / name)
+    one, mesh = (np.asarray(losses(tmp_path / name)) for name in ("one", "mesh"))
+    np.testing.assert_allclose(mesh, one, rtol=1e-6)
+    assert len({*one}) == len(one) >= 3
+    assert "has no blocks.attention.k.a, " in (tmp_path / "mesh" / "log.txt").read_text()
+    del sys.modules["low_rank"]
 
 
 # ---- sources
