@@ -714,7 +714,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     def blocks(self) -> dict[str, "ModelConfig"]:
         """`of_block` of each kind of `layer_kinds`.
 
-        >>> blocks = ModelConfig(kinds="narrow=(heads=4, kv_heads=4)", layers_of="dense*3 narrow").blocks
+        >>> blocks = ModelConfig(kinds="narrow=(heads=4)", layers_of="dense*3 narrow").blocks
         >>> {kind: block.heads for kind, block in blocks.items()}
         {'dense': 8, 'narrow': 4}
         """

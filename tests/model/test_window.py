@@ -68,8 +68,8 @@ def test_a_kind_with_settings_may_have_a_class_too():
             "model.kinds.near: model.rope_factor=2.0 does nothing with model.rope_scaling='none'",
         ),
         (
-            "near=(d_model=2)",
-            "model.kinds.near.d_model is not a setting in which kinds of layers differ; known: base, ",
+            "near=(vocab=2)",
+            "model.kinds.near.vocab is not a setting in which kinds of layers differ; known: base, ",
         ),
         ("near=(base='mow')", "model.kinds.near.base='mow' is unknown; did you mean 'moe'?"),
         ("near=() near=()", 'must be "NAME=module:name"'),
