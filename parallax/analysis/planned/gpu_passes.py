@@ -18,7 +18,13 @@ from parallax.analysis.traced.memory import SAME_BYTES
 from parallax.jaxprs import called, programs_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
-SLICE, GATHER, PADDING, ADDS, CONVERTS = "dynamic_slice", "gather", "pad", "scatter-add", "convert_element_type"
+SLICES_AT, GATHERS_ROWS, PADDING, ADDS, CONVERTS = (
+    "dynamic_slice",
+    "gather",
+    "pad",
+    "scatter-add",
+    "convert_element_type",
+)
 SAME_VALUES = SAME_BYTES | {"transpose"}
 
 
@@ -37,9 +43,9 @@ class GpuPasses:
         name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
         if name in REDUCTIONS:
             return _bytes(x) + _bytes(out)
-        if name == SLICE:
+        if name == SLICES_AT:
             return 2 * _bytes(out) * (out in self.for_products)
-        if name == GATHER:  # of one row it is a slice
+        if name == GATHERS_ROWS:  # of one row it is a slice
             return 2 * _bytes(out) * (math.prod(equation.invars[1].aval.shape[:-1]) > 1)
         if name == PADDING:
             return 2 * _bytes(out) * (_bytes(out) > _bytes(x))
