@@ -8,11 +8,11 @@ Numbers:  the published configuration of gpt-oss-20b (OpenAI 2025, "gpt-oss-120b
           201,088. How it was trained was not published: batch, rates and steps are ours.
 Command:  python train.py --config=configs/gpt_oss_20b.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: eight NVIDIA H100 of 80 GB.
-Memory:   68.3 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
-          --topology=H100:1x8). JAX reserves 60 by default: set XLA_CLIENT_MEM_FRACTION=0.92.
-Time:     not yet run. As compiled with kernels at 70 % of peak 5.1 s a step (MFU 15 %); as planned 2.4 s, a lower
-          bound: grouped products of GPUs are loops over blocks of rows, far from what the chip can do
-          (docs/measured/ep.md). Attention is "xla", which has sinks; cuDNN's has none.
+Memory:   54.3 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
+          --topology=H100:1x8), of 60 that JAX reserves by default; XLA_CLIENT_MEM_FRACTION=0.92 leaves more room.
+Time:     not yet run. As compiled 4.6 s a step (MFU 16 %), as planned 4.7: grouped products of GPUs are loops over
+          blocks of rows, far from what the chip can do (docs/measured/ep.md). Attention is "xla", which has sinks;
+          cuDNN's has none.
 Loss:     not yet run.
 """
 

@@ -1,13 +1,14 @@
 """What XLA for GPU moves through memory beside matrix products, as its compiled programs do.
 
-A product reads whole arrays: what is sliced out of one at an index that the program computes is copied first, as the
-matrix of a group or the keys of a block. Rows that are gathered, and arrays that are padded, are copied, too. What is
-added to a slice of sums is read again, with that slice. What is rounded to fewer bits is written once for its readers,
-unless a product writes it so. A reduction reads its operand once: what comes between two of them is in the second.
+A product reads whole arrays: what is sliced out of one at an index that the program computes is copied for it, as the
+matrix of a group or the keys of a block. Rows that are gathered, and arrays that grow by padding, are copied, too. What
+is added to a slice of sums is read again, with that slice. What is rounded to fewer bits is written once for its
+readers, unless a product writes it so. A reduction reads its operand once: what comes between two of them is in the
+second.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
@@ -17,52 +18,80 @@ from parallax.analysis.traced.memory import SAME_BYTES
 from parallax.jaxprs import called, programs_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
-COPIES = ("dynamic_slice", "gather", "pad")
-ADDS = "scatter-add"
-ROUNDS = "convert_element_type"
+SLICES_AT, GATHERS_ROWS, PADDING, ADDS, CONVERTS = (
+    "dynamic_slice",
+    "gather",
+    "pad",
+    "scatter-add",
+    "convert_element_type",
+)
 SAME_VALUES = SAME_BYTES | {"transpose"}
 
 
 class GpuPasses:
-    """The passes of one traced program."""
+    """The passes of one traced program. `by_products` and `for_products` are the values that products write and read,
+    perhaps in another order or shape."""
 
     def __init__(self, program: ClosedJaxpr):
-        self.of_products: set[Any] = set()
-        self._follow(program)
+        self.by_products: set[Any] = set()
+        self.for_products: set[Any] = set()
+        self._find_written(program)
+        self._find_read(program)
 
     def bytes(self, equation: JaxprEqn) -> int | None:
         """Bytes that an equation reads and writes, 0 if it is fused; None for products and for writes into slots."""
-        name, (out, *_) = equation.primitive.name, equation.outvars
+        name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
         if name in REDUCTIONS:
-            return sum(map(_bytes, (equation.invars[0], out)))
-        if name in COPIES:
-            return 2 * _bytes(out)
+            return _bytes(x) + _bytes(out)
+        if name == SLICES_AT:
+            return 2 * _bytes(out) * (out in self.for_products)
+        if name == GATHERS_ROWS:  # of one row it is a slice
+            return 2 * _bytes(out) * (math.prod(equation.invars[1].aval.shape[:-1]) > 1)
+        if name == PADDING:
+            return 2 * _bytes(out) * (_bytes(out) > _bytes(x))
         if name == ADDS:
             return 3 * _bytes(equation.invars[2])
-        if name == ROUNDS:
-            return self._rounded(equation.invars[0], out)
+        if name == CONVERTS:
+            rounds = _bytes(out) < _bytes(x) and not _is_in(self.by_products, x)
+            return (_bytes(x) + _bytes(out)) * rounds
         return None
 
-    def _rounded(self, x: Any, out: Any) -> int:
-        by_product = not isinstance(x, Literal) and x in self.of_products
-        return 0 if by_product or _bytes(out) >= _bytes(x) else _bytes(x) + _bytes(out)
-
-    def _follow(self, program: ClosedJaxpr) -> None:
-        """Find the values that are a product's result, perhaps in another order or shape."""
+    def _find_written(self, program: ClosedJaxpr) -> None:
         for equation in program.jaxpr.eqns:
             for inner in programs_of(equation):
-                self._follow(inner)
-            self.of_products.update(self._results(equation))
+                self._find_written(inner)
+            outs, inner = equation.outvars, called(equation)
+            if inner is not None:
+                pairs = zip(outs, inner.jaxpr.outvars)
+                self.by_products.update(out for out, of_inner in pairs if _is_in(self.by_products, of_inner))
+            elif _passes_on(equation, _is_in(self.by_products, *equation.invars[:1])):
+                self.by_products.update(outs)
 
-    def _results(self, equation: JaxprEqn) -> Iterator[Any]:
-        name, inner = equation.primitive.name, called(equation)
-        if inner is not None:
-            yield from (o for o, i in zip(equation.outvars, inner.jaxpr.outvars) if self._is_product(i))
-        elif name in PRODUCT_PRIMITIVES or (name in SAME_VALUES and self._is_product(equation.invars[0])):
-            yield from equation.outvars
+    def _find_read(self, program: ClosedJaxpr) -> None:
+        for equation in reversed(program.jaxpr.eqns):
+            ins, inner = equation.invars, called(equation)
+            if inner is not None:
+                pairs = zip(equation.outvars, inner.jaxpr.outvars)
+                self._add_read(of_inner for out, of_inner in pairs if out in self.for_products)
+            for program_of_it in programs_of(equation):
+                self._find_read(program_of_it)
+            if inner is not None:
+                self._add_read(x for x, of_inner in zip(ins, inner.jaxpr.invars) if of_inner in self.for_products)
+            elif _passes_on(equation, _is_in(self.for_products, *equation.outvars[:1])):
+                self._add_read(ins)
 
-    def _is_product(self, value: Any) -> bool:
-        return not isinstance(value, Literal) and value in self.of_products
+    def _add_read(self, values: Iterable[Any]) -> None:
+        self.for_products.update(value for value in values if not isinstance(value, Literal))
+
+
+def _passes_on(equation: JaxprEqn, of_product: bool) -> bool:
+    """Whether an equation is a product, or only another order or shape of a value `of_product`."""
+    name = equation.primitive.name
+    return name in PRODUCT_PRIMITIVES or (name in SAME_VALUES and of_product)
+
+
+def _is_in(values: set[Any], value: Any = None) -> bool:
+    return not isinstance(value, Literal) and value in values
 
 
 def _bytes(value: Any) -> int:

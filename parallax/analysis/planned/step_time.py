@@ -6,7 +6,8 @@ The estimate needs no compiler and no device:
 
 *Work* is a sum of three terms. A matrix product takes the longer of FLOPs over the chip's peak and bytes of factors and
 result over its memory bandwidth. A reduction reads its operand twice, since later operations wait for its result. A
-write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these.
+write into slots and sums, such as residuals, writes and reads. All other operations are assumed to be fused with these;
+on GPUs some are passes of their own: parallax/analysis/planned/gpu_passes.py.
 *Bubble* is that of the schedule in lockstep, where a recomputed pass counts as a forward pass. *Messages* are the
 traced collectives over the links of their axes, with a latency for each; where several arrays are one message, they are
 copied together and apart. Gathers of single layers over data axes overlap with the work, as do the permutes of
