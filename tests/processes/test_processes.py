@@ -193,25 +193,25 @@ def test_a_job_goes_on_with_another_number_of_processes(corpus, tmp_path, mesh, 
     """Killed the first time and asked to stop after that; as with the first number when nothing stops it. Each load
     compares parameters and optimizer states with the fingerprints of what was saved."""
     devices, one = mesh["mesh.dp"] * mesh.get("mesh.replica", 1), {"mesh.pp": 1, "mesh.tp": 1}
-    own = {"mesh.simulate": devices, "data.global_batch": 6, "train.steps": 20, "train.eval_batches": 0}
+    own = {"mesh.simulate": devices, "data.global_batch": 6, "train.steps": 28, "train.eval_batches": 0}
     flags = flags_of(corpus, **mesh, **one, **own, **{"pipeline.microbatches": 1})
     with launched("train.py", *flags, f"--workdir={tmp_path / 'whole'}", devices=devices // 2) as job:
         assert job.end()[0] == 0
     flags, steps = [*flags, f"--workdir={tmp_path / 'own'}"], tmp_path / "own" / "checkpoints"
-    with launched(FAULTY, "die", "1", "12", *flags, devices=devices // 2) as job:
+    with launched(FAULTY, "die", "1", "20", *flags, devices=devices // 2) as job:
         assert job.end()[0] == 128 + signal.SIGKILL
     for count in counts[1:]:
         done = latest_step(steps)
         with launched("train.py", *flags, processes=count, devices=devices // count) as job:
             if count != counts[-1]:
-                job.wait_for(f"step {done + 2}/20")
+                job.wait_for(f"step {done + 2}/28")
                 job.send(signal.SIGTERM)
             status, text = job.end()
         assert status == 0 and f"going on from step {done}" in text and 0 < done < latest_step(steps), text
     here, whole = (losses(tmp_path / name) for name in ("own", "whole"))
-    assert len(here) == 20 and is_close(here, whole)
+    assert len(here) == 28 and is_close(here, whole)
     if bitwise:
-        arrays = [read_manifest(tmp_path / name / "checkpoints", 20)["arrays"] for name in ("own", "whole")]
+        arrays = [read_manifest(tmp_path / name / "checkpoints", 28)["arrays"] for name in ("own", "whole")]
         assert here == whole and arrays[0] == arrays[1]
 
 
