@@ -50,6 +50,7 @@ MACHINE = {
     r"(?m)^\d\d:\d\d:\d\d ": "TIME ",
     # A step's speed, memory and time left; where it had to wait, its columns are narrower.
     r"(?m)^TIME (step .* lr +\S+) .*$": lambda line: " ".join(["TIME", *line[1].split(), "SPEED"]),
+    r"(?m)^TIME goodput .*$": "TIME goodput SHARE",
     r"\d[\d.,]* [kMGT]?FLOP/s \(measured": "SPEED (measured",
     r"tokens_per_second \d[\d.,]*": "tokens_per_second SPEED",
     r"\bin \d[\d.,]* s\b": "in SECS",

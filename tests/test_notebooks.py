@@ -140,6 +140,7 @@ ALIKE = {
     "a step that waited": (STEP, STEP.replace("  ", " ").replace("left", "wait 2% left")),
     "the last digit": (STEP, STEP.replace("2.7583", "2.7584")),
     "an error of rounding": ("differs by 2.5e-06", "differs by 8.1e-07"),
+    "another goodput": ("12:00:01 goodput 46.2 % of 13s: steps 6s\n", "12:00:02 goodput 9.1 % of 1m00s: start 9s\n"),
     "a line of what is saved meanwhile": (STEP, "12:00:01 step 50 is on disk\n" + STEP),
 }
 OTHER = {

@@ -180,30 +180,38 @@ def test_any_number_of_processes_has_the_losses_of_one(corpus, tmp_path, process
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_another_number_of_processes_bit_for_bit(corpus, tmp_path):
-    """On one mesh of six devices: two processes, of which one is killed; three; then one, as two that nothing stops."""
-    mesh = {"mesh.pp": 1, "mesh.replica": 3, "mesh.dp": 2, "mesh.tp": 1, "pipeline.microbatches": 1}
-    changes = mesh | {"mesh.simulate": 6, "data.global_batch": 6, "train.steps": 24, "train.eval_batches": 0}
-    flags = flags_of(corpus, **changes)
-    with launched("train.py", *flags, f"--workdir={tmp_path / 'whole'}", devices=3) as job:
-        status, text = job.end()
-    assert status == 0, text
-    own = [*flags, f"--workdir={tmp_path / 'own'}"]
-    with launched(FAULTY, "die", "1", "13", *own, devices=3) as job:
+@pytest.mark.parametrize(
+    ("mesh", "counts", "bitwise"),
+    [
+        ({"mesh.dp": 2, "mesh.replica": 3}, (2, 3, 1), False),  # three terms are added up in another order
+        ({"mesh.dp": 2}, (2, 1), True),  # the order of two is no other
+    ],
+    ids=["2 3 1", "2 1"],
+)
+def test_a_job_goes_on_with_another_number_of_processes(corpus, tmp_path, mesh, counts, bitwise):
+    """Killed the first time and asked to stop after that; as with the first number when nothing stops it. Each load
+    compares parameters and optimizer states with the fingerprints of what was saved."""
+    devices, one = mesh["mesh.dp"] * mesh.get("mesh.replica", 1), {"mesh.pp": 1, "mesh.tp": 1}
+    own = {"mesh.simulate": devices, "data.global_batch": 6, "train.steps": 28, "train.eval_batches": 0}
+    flags = flags_of(corpus, **mesh, **one, **own, **{"pipeline.microbatches": 1})
+    with launched("train.py", *flags, f"--workdir={tmp_path / 'whole'}", devices=devices // 2) as job:
+        assert job.end()[0] == 0
+    flags, steps = [*flags, f"--workdir={tmp_path / 'own'}"], tmp_path / "own" / "checkpoints"
+    with launched(FAULTY, "die", "1", "20", *flags, devices=devices // 2) as job:
         assert job.end()[0] == 128 + signal.SIGKILL
-    killed = latest_step(tmp_path / "own" / "checkpoints")
-    with launched("train.py", *own, processes=3, devices=2) as job:
-        job.wait_for(f"step {killed + 4}/24")
-        job.send(signal.SIGTERM)
-        status, text = job.end()
-    stopped = latest_step(tmp_path / "own" / "checkpoints")
-    assert status == 0 and f"going on from step {killed}" in text and 0 < killed < stopped < 24, text
-    with Started("train.py", *own) as run:
-        status, text = run.end()
-    assert status == 0 and f"going on from step {stopped}" in text and "finished: step 24" in text, text
-    assert losses(tmp_path / "own") == losses(tmp_path / "whole")
-    own, whole = (read_manifest(tmp_path / name / "checkpoints", 24)["arrays"] for name in ("own", "whole"))
-    assert own == whole  # parameters and the optimizer's state, by their fingerprints
+    for count in counts[1:]:
+        done = latest_step(steps)
+        with launched("train.py", *flags, processes=count, devices=devices // count) as job:
+            if count != counts[-1]:
+                job.wait_for(f"step {done + 2}/28")
+                job.send(signal.SIGTERM)
+            status, text = job.end()
+        assert status == 0 and f"going on from step {done}" in text and 0 < done < latest_step(steps), text
+    here, whole = (losses(tmp_path / name) for name in ("own", "whole"))
+    assert len(here) == 28 and is_close(here, whole)
+    if bitwise:
+        arrays = [read_manifest(tmp_path / name / "checkpoints", 28)["arrays"] for name in ("own", "whole")]
+        assert here == whole and arrays[0] == arrays[1]
 
 
 @pytest.fixture(scope="module")
