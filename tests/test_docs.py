@@ -181,7 +181,11 @@ def test_commands_that_are_not_run_are_read():
     """Programs of the project read their line, make says what it would do, pip's extras and files are there."""
     told = [command for page in PAGES for command in named_in_text(page)]
     listed = [*PARSED, *filter(is_whole, told)]
-    programs = [line for line in listed if line.startswith("python ") and not re.search("pytest|http.server", line)]
+    listed = [re.sub(r"^(?:\.venv/bin/)?parallax-", "python -m parallax.", line) for line in listed]
+    listed = [re.sub(r"^(?:nohup )?(?:\.venv/bin/)?python (.*?)(?: &)?$", r"python \1", line) for line in listed]
+    programs = [
+        line for line in listed if line.startswith("python ") and not re.search("pytest|http.server|venv", line)
+    ]
     assert not read_by_programs(sorted({*programs}))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for command in [*PARSED, *told]:

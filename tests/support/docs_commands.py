@@ -199,6 +199,9 @@ PARSED = {
         )
     },
 }
+# Pages about machines, schedulers and clouds that are not here.
+PLATFORMS = sorted(ROOT.glob("docs/platforms/*.md"))
+PARSED |= {command: POD for page in PLATFORMS for command in commands(page)}
 # What compiles, or traces for seconds: run with the slow tests.
 SLOW = re.compile(r"train\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/")
 # A command that is in no block, and that nobody would run here.
