@@ -464,7 +464,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     def _check_mlp(self) -> None:
         written = {name: getattr(self, name) for name in ("mlp", "activation", "mlp_bias")}
         changed = [name for name, value in written.items() if value != getattr(ModelConfig, name)]
-        if changed and not self.has_dense and not self.kinds:
+        if changed and not self.has_dense:
             name = changed[0]
             raise ConfigError(
                 f"model.{name}={quoted(written[name])} does nothing with model.layers_of={quoted(self.layers_of)}, "
