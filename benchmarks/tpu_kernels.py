@@ -118,7 +118,7 @@ def compile_for(device: Any, attend: Callable, args: Any) -> None:
 def take_schedule(folder: Path, kernel: str) -> str:
     """The last schedule of this kernel that the compiler wrote."""
     written = [path for path in folder.glob(f"*{kernel}*-final_bundles.txt") if "analysis" not in path.name]
-    return max(written).read_text()
+    return max(written).read_text(encoding="utf-8")
 
 
 def cycles_of(kernel: Kernel, schedule: str) -> int:

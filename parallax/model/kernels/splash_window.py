@@ -53,7 +53,7 @@ def attention_in_short_window(
 def _forward(
     q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, form: ShortWindow
 ) -> tuple[Array, Any]:
-    blocks = Blocks.of(q, k, form.window)
+    blocks = WindowBlocks.of(q, k, form.window)
     (rows, heads, seq, _), width = q.shape, v.shape[-1]
     out, logsumexp = _call(
         "splash_window_fwd",
@@ -72,7 +72,7 @@ def _forward(
 
 def _backward(form: ShortWindow, saved: Any, dy: Array) -> tuple[Array, Array, Array, None, Array | None]:
     q, k, v, segments, sinks, out, logsumexp = saved
-    blocks, width = Blocks.of(q, k, form.window), v.shape[-1]
+    blocks, width = WindowBlocks.of(q, k, form.window), v.shape[-1]
     dq, dk, dv = _call(
         "splash_window_bwd",
         functools.partial(_backward_kernel, blocks=blocks, form=form),
@@ -93,7 +93,7 @@ def _backward(form: ShortWindow, saved: Any, dy: Array) -> tuple[Array, Array, A
 attention_in_short_window.defvjp(_forward, _backward)
 
 
-class Blocks(NamedTuple):
+class WindowBlocks(NamedTuple):
     """The blocks of a call; a step is of a row, a key head, a block of queries, and one of a `group` of heads."""
 
     size: int
@@ -102,7 +102,7 @@ class Blocks(NamedTuple):
     group: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, window: int) -> "Blocks":
+    def of(cls, q: Array, k: Array, window: int) -> "WindowBlocks":
         seq = q.shape[2]
         size, tokens = window_tokens(seq, window)
         return cls(size, tokens, seq // size, q.shape[1] // k.shape[1])
@@ -180,7 +180,7 @@ def _forward_kernel(
     out_ref: Any,
     logsumexp_ref: Any,
     *,
-    blocks: Blocks,
+    blocks: WindowBlocks,
     form: ShortWindow,
 ) -> None:
     sink = sinks_ref[0, pl.program_id(1) * blocks.group + pl.program_id(3)]
@@ -209,7 +209,7 @@ def _backward_kernel(
     dk_sum_ref: Any,
     dv_sum_ref: Any,
     *,
-    blocks: Blocks,
+    blocks: WindowBlocks,
     form: ShortWindow,
 ) -> None:
     block, member, size = pl.program_id(2), pl.program_id(3), blocks.size
@@ -243,7 +243,7 @@ def _backward_kernel(
         gradient_ref[...] = sum_ref[:size].astype(gradient_ref.dtype)
 
 
-def _firsts(blocks: Blocks) -> tuple[Array, Array]:
+def _firsts(blocks: WindowBlocks) -> tuple[Array, Array]:
     """The places of the first key and the first query of a step."""
     block = pl.program_id(2)
     return blocks.size * blocks.first_key(block), blocks.size * block
