@@ -74,7 +74,7 @@ def main() -> int:
             break_at(int(step), raise_data_error, split="eval")
         else:
             break_at(int(step), FAULTS[fault])
-    return train.main(["train.py", *arguments])
+    return train.as_command(["train.py", *arguments])
 
 
 def be_late(module: Any, name: str, secs: int) -> None:

@@ -34,17 +34,6 @@ class LayerVjp(NamedTuple):
     structure: Any  # of the vjp, a tree
     known: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
 
-    def with_residuals(self, weights: Any, context: Context, residuals: list[Array]) -> Any:
-        """The vjp again: a function from the output's gradient to those of weights and input."""
-        there, rest = jax.tree.leaves((weights, context)), iter(residuals)
-        leaves = [next(rest) if place is None else there[place] for place in self.known]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def output_of(block: nn.Module, weights: Any, x: Array, context: Context) -> Array:
-    """The output of a layer with these weights, which are collections of its variables."""
-    return block.apply(weights | noise_of(context), x, context)
-
 
 def traced_vjp(
     block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
@@ -55,7 +44,7 @@ def traced_vjp(
     def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
         def run(trained: Any, x: Array) -> Array:
             params = jax.tree.map(lambda weight, new: weight if new is None else new, weights["params"], trained)
-            return output_of(block, weights | {"params": params}, x, context)
+            return block.apply(weights | {"params": params} | noise_of(context), x, context)
 
         return jax.vjp(run, plan.trained_of(weights["params"], stack), x)
 
@@ -82,7 +71,7 @@ class SaveAll:
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         """The layer's output."""
-        return output_of(self.block, weights, x, context)
+        return self.block.apply(weights | noise_of(context), x, context)
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
@@ -91,7 +80,9 @@ class SaveAll:
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
-        dw, dx = self.vjp.with_residuals(weights, context, self.residuals(weights, context, saved))(dy)
+        there, rest = jax.tree.leaves((weights, context)), iter(self.residuals(weights, context, saved))
+        held = [next(rest) if place is None else there[place] for place in self.vjp.known]
+        dw, dx = jax.tree.unflatten(self.vjp.structure, held)(dy)
         return dx, dw, {}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
@@ -127,7 +118,7 @@ class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
-        return output_of(self.block, weights, x, context), {"FB": [x]}
+        return self.block.apply(weights | noise_of(context), x, context), {"FB": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["FB"]
@@ -153,7 +144,10 @@ class Divided:
         residuals; otherwise B does."""
 
         def backward(weights: Any, context: Context, residuals: Any, dy: Array) -> tuple[Any, Array]:
-            return whole.vjp.with_residuals(weights, context, residuals)(dy)
+            dx, dw, _ = saves_all.backward(weights, context, {"FB": residuals}, dy)
+            return dw, dx
+
+        saves_all = SaveAll(whole.block, whole.vjp, whole.program, {})
 
         given = weights, context, residuals, y
         traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)

@@ -42,10 +42,6 @@ class LayerWeights:
         weights = self.model.devices.after(read_slot(self.resident, place), x)
         return {"params": self.model.plan.use(weights, self.stack)}
 
-    def completed(self, grads: Any) -> Any:
-        """Sums of gradients of these layers after all passes."""
-        return grads
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundedWeights(LayerWeights):
@@ -73,6 +69,7 @@ class RoundedWeights(LayerWeights):
         return apart(plan.use(rounded_kernels(weights, *given), self.stack), *given)
 
     def completed(self, grads: Any) -> Any:
+        """Sums of gradients of these layers after all passes, with the maxima that products do not measure."""
         return with_largest_weights(grads, self.largest)
 
 

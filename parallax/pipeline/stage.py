@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ class Pass(NamedTuple):
     rounding: Array | None = None  # key of the microbatch's random bits
     work: str = ""  # set by what runs it: "run", "forward", "backward", "weight_gradients" or "observe"
     gathered: Any = None  # the first layer's weights, if the pass before this one has gathered them
+    hands_on: bool = True  # whether it returns the last layer's weights, for a pass that begins there
 
     @property
     def from_last(self) -> bool:
@@ -182,56 +184,52 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 # ---- the loop over layers
 
 
-def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list, Any]:
+def each_layer(
+    this: Pass, carry: Any, grads: list, read: Any = None, repeat: Repeat | None = None, count: Array | int = 0
+) -> tuple[Any, list, Any]:
     """Do the work of a pass for each layer of the stage. `carry` is the residual stream, or its gradient, and what is
-    saved; `read` is as in `one_layer`. Returns both after the last layer, `grads` plus the layers' gradients, and what
-    `each_place` does of the last run.
+    saved; `read` is as in `one_layer`. Returns both after the last layer, `grads` plus the layers' gradients, and the
+    last layer's weights, if they are gathered ahead.
 
     Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
-    theirs. So a program does not grow with the number of layers.
+    theirs, whose turn number `count` is a call with that `repeat`. So a program does not grow with the number of
+    layers.
+
+    With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer. The
+    last turn gathers its own layer once more: these are the weights that are returned.
     """
-    repeats, state = this.layers.model.arrangement.repeats, (carry, grads)
-    for repeat in reversed(repeats) if this.from_last else repeats:
+    model, state, gathered = this.layers.model, (carry, grads), None
+    for each in in_order(this, model.arrangement.repeats if repeat is None else [repeat]):
+        if each.times > 1 and repeat is None:
+            turn = partial(each_layer, this, read=read, repeat=each)
+            state = lax.fori_loop(0, each.times, lambda n, state, turn=turn: turn(*state, count=n)[:2], state)
+            this, gathered = this._replace(gathered=None), None
+            continue
+        time = each.times - 1 - count if this.from_last else count
+        for run in in_order(this, each.runs):
+            run, gathered = each.run_in(run, time), None
+            if model.prefetches(run) and this.work != "weight_gradients":
+                gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
+            turn = partial(one_place, this, run, read)
+            state, gathered = lax.fori_loop(0, run.places, turn, (state, gathered))
+            this = this._replace(gathered=None)
+    return *state, gathered if this.hands_on else None
 
-        def turn(count: Array | int, state: Any, this: Pass = this, repeat: Repeat = repeat) -> Any:
-            count, gathered = repeat.times - 1 - count if this.from_last else count, None
-            for run in reversed(repeat.runs) if this.from_last else repeat.runs:
-                state, gathered = each_place(this, repeat.run_in(run, count), state, read)
-                this = this._replace(gathered=None)
-            return state, gathered
 
-        if repeat.times > 1:
-            state, gathered = lax.fori_loop(0, repeat.times, lambda *of: turn(*of)[0], state), None
-        else:
-            state, gathered = turn(0, state)
-        this = this._replace(gathered=None)
-    return *state, gathered
-
-
-def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> tuple[Any, Any]:
-    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
-
-    With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
-    The last turn gathers its own layer once more: what is returned beside the state, for a pass that begins there.
-    """
+def one_place(this: Pass, run: LayerRun, read: Any, count: Array | int, carried: Any) -> tuple[Any, Any]:
+    """The same for one place of a run, and the weights of the next place, if the turns of its loop carry them. Stages
+    may differ in the kind of layer in a place, and in whether there is one."""
+    (state, weights), place = carried, _place_of(this, run, count)
     kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-
-    def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
-        place = _place_of(this, run, count)
-        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
-        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
-        if len(run.kinds) > 1:
-            return lax.switch(_looked_up(this, run, place, 0), branches)
-        return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
-
-    def turn_with_gathered(count: Array | int, carried: Any) -> Any:
-        state = turn(count, *carried)
-        return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
-
-    if not this.layers.model.prefetches(run) or this.work == "weight_gradients":
-        return lax.fori_loop(0, run.places, turn, state), None
-    gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
-    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered))
+    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
+    branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+    if len(run.kinds) > 1:
+        state = lax.switch(_looked_up(this, run, place, 0), branches)
+    else:
+        state = lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
+    if weights is None:
+        return state, None
+    return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
 
 def one_layer(
@@ -327,7 +325,8 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(ahead, run, *run.kinds, place, state, weights)
             else:
-                state, _ = each_place(ahead, run.narrowed(place), state)
+                here = partial(one_place, ahead, run.narrowed(place), None)
+                state, _ = lax.fori_loop(0, 1, here, (state, None))
             (x, saved), _ = state
         dy = model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
@@ -335,7 +334,8 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             if plain:
                 state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
             else:
-                state, _ = each_place(back, run_back.narrowed(place_back), state, read)
+                here = partial(one_place, back, run_back.narrowed(place_back), read)
+                state, _ = lax.fori_loop(0, 1, here, (state, None))
             (dy, saved), grads = state
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
@@ -345,6 +345,11 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
 
 
 # ---- a layer's weights and places
+
+
+def in_order(this: Pass, places: Sequence) -> Sequence:
+    """Parts of a stage in the order in which a pass comes to them."""
+    return places[::-1] if this.from_last else places
 
 
 def gathered_place(this: Pass, run: LayerRun, count: Array | int, x: Array) -> Any:

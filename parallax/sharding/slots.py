@@ -82,8 +82,3 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     return tuple(
         np.int32(number) if isinstance(number, int) else lax.convert_element_type(number, jnp.int32) for number in known
     )
-
-
-def index(stacked: Array, number: Array) -> Array:
-    """The entry with this number in the first dim."""
-    return lax.dynamic_index_in_dim(stacked, number, keepdims=False)

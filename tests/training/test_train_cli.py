@@ -97,7 +97,7 @@ def asked(monkeypatch, *arguments):
     given = []
     train = lambda *config_and_folder, **more: given.append(config_and_folder) or Outcome("finished", 3)  # noqa: E731
     monkeypatch.setattr(command_line, "train", train)
-    assert command_line.main(["train.py", *arguments]) == 0
+    assert command_line.as_command(["train.py", *arguments]) == 0
     return given.pop()
 
 
@@ -122,18 +122,18 @@ def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
 @pytest.mark.parametrize("written", ["soon", "-3h", "0", "1d"])
 def test_a_runtime_that_is_no_time_is_refused(written, capsys):
     config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
-    assert command_line.main(["train.py", config, f"--max-runtime={written}"]) == 2
+    assert command_line.as_command(["train.py", config, f"--max-runtime={written}"]) == 2
     assert f"--max-runtime='{written}' is not a time; write it as 3h, 90m" in capsys.readouterr().err
 
 
 def test_half_a_place_among_processes_is_refused(capsys):
     command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", "--distributed.process-id=1"]
-    assert command_line.main(command) == 2
+    assert command_line.as_command(command) == 2
     assert "--distributed.process-id=1 without --distributed.coordinator" in capsys.readouterr().err
 
 
 def test_help_config_lists_every_key_with_its_default(capsys):
-    assert command_line.main(["train.py", "--help-config"]) == 0
+    assert command_line.as_command(["train.py", "--help-config"]) == 0
     out = capsys.readouterr().out
     for section, keys in read_settings(tiny_config(ROOT)).to_dict().items():
         assert all(f"  --config.{section}.{key} = " in out for key in keys)
@@ -151,7 +151,7 @@ def test_help_config_lists_every_key_with_its_default(capsys):
 def test_a_scheduler_can_be_told_that_a_run_was_stopped(monkeypatch, tmp_path, reason, flag, status):
     monkeypatch.setattr(command_line, "train", lambda *_, **how: Outcome(reason, 3))
     config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
-    assert command_line.main(["train.py", config, f"--workdir={tmp_path}", *flag]) == status
+    assert command_line.as_command(["train.py", config, f"--workdir={tmp_path}", *flag]) == status
 
 
 def test_a_run_of_one_process_has_the_limits_of_its_config(monkeypatch, tmp_path):
@@ -159,7 +159,7 @@ def test_a_run_of_one_process_has_the_limits_of_its_config(monkeypatch, tmp_path
     monkeypatch.setattr(command_line, "limited", lambda config: limits.append(config) or contextlib.nullcontext())
     monkeypatch.setattr(command_line, "train", lambda *_, **how: Outcome("finished", 3))
     config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
-    command_line.main(["train.py", config, f"--workdir={tmp_path}", "--config.distributed.wait_secs=77"])
+    command_line.as_command(["train.py", config, f"--workdir={tmp_path}", "--config.distributed.wait_secs=77"])
     assert [config.wait_secs for config in limits] == [77]
 
 
