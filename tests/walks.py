@@ -5,7 +5,9 @@
 
 A way is a list of functions. Each is named in one of those before it (what makes or calls an object, by its class), and
 jedi finds its definition from there. WALKS has for each value the shortest chain of calls to where it acts; PASSED has
-every function that it passes on the way, closures, helpers and what holds it included.
+every function that it passes on the way, closures, helpers and what holds it included: those that are called when it
+acts are found in a step that is traced (tests/test_walks.py). Left out are collectives that only move or mark it, whose
+pattern says what they do, and the checks of a config.
 """
 
 import ast
@@ -138,6 +140,8 @@ PASSED = {
 }
 # Behind `block.apply`, and behind the block's `self.mlp`.
 CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
+# It says which ranks take a branch, and hands on what that returns.
+MARKS = {"sharding/collectives.py cond_over_pp"}
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 
