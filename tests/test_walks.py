@@ -7,6 +7,7 @@ import pytest
 import walks
 from support.call_stacks import recorded
 from support.traced_settings import ROWS, SEQ, settings_of
+from support.value_flow import Flow
 
 import parallax as px
 from parallax.model import dense, loss
@@ -36,16 +37,32 @@ def test_a_value_passes_so_many_functions(name):
 
 
 @pytest.fixture(scope="module")
-def stacks():
-    """The calls at which each value acts, while a step of 1F1B with zero3 and remat="layer" is traced."""
+def traced():
+    """A step of 1F1B with zero3 and remat="layer": its program, the places of labels and of a weight among the
+    arguments, and the calls at which each value acts."""
     settings = settings_of("all-1f1b")
     step = px.step_of(settings, px.mesh_of(pp=2, dp=2, tp=2))
-    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32))
+    batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32) for name in BATCH_ARRAYS}
+    state = step_module.abstract_state(step.model, step.tx)
     ends = dict(labels=(loss, "cross_entropy"), weight=(dense, "parameter"), optax=(optax, "apply_updates"))
     ends |= dict(gradient=(collectives, "reduce_scatter"))
-    with pytest.MonkeyPatch.context() as monkeypatch, recorded(monkeypatch, **ends) as found:
-        jax.eval_shape(step.train_step, step_module.abstract_state(step.model, step.tx), batch)
-    return found
+    with pytest.MonkeyPatch.context() as monkeypatch, recorded(monkeypatch, **ends) as stacks:
+        program = jax.make_jaxpr(step.train_step)(state, batch)
+    values = dict(labels=batch["labels"], weight=state.params["blocks"]["mlp"]["gate"]["kernel"])
+    leaves = jax.tree.leaves((state, batch))
+    places = {name: [leaf is value for leaf in leaves].index(True) for name, value in values.items()}
+    return program, places, stacks
+
+
+@pytest.mark.parametrize(
+    ("name", "until"), [("labels", "model/loss.py cross_entropy"), ("weight", "model/dense.py Dense.product")]
+)
+def test_no_function_whose_operations_a_value_goes_through_is_left_out(traced, name, until):
+    program, places, _ = traced
+    stops = Flow(program, places[name]).until(until)
+    arrived = [stop for stop in stops if stop.startswith(("model/dense.py", "sharding/einsum.py"))]
+    assert [stop for stop in stops if stop not in {*walks.PASSED[name], *walks.KNOWN, *walks.MARKS, *arrived}] == []
+    assert len(stops) > 10
 
 
 @pytest.mark.parametrize(
@@ -62,10 +79,10 @@ def stacks():
         ("gradient", "optax", "", "step/step.py TrainStep.train_step"),
     ],
 )
-def test_no_function_that_is_called_on_the_way_is_left_out(stacks, name, end, within, first):
+def test_no_function_that_is_called_on_the_way_is_left_out(traced, name, end, within, first):
     """Of the calls through the stop `within`, in the forward pass for a weight; from the stop `first` on."""
     passes = {"weight": "pipeline/layer_passes.py SaveLayerInput.forward"}.get(name, within)
-    calls = [stack for stack in stacks[end] if within in ("", *stack) and passes in ("", *stack)]
+    calls = [stack for stack in traced[2][end] if within in ("", *stack) and passes in ("", *stack)]
     assert calls
     for stack in calls:
         called = [stop for stop in stack[stack.index(first) :] if stop not in walks.MARKS]

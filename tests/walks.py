@@ -5,9 +5,9 @@
 
 A way is a list of functions. Each is named in one of those before it (what makes or calls an object, by its class), and
 jedi finds its definition from there. WALKS has for each value the shortest chain of calls to where it acts; PASSED has
-every function that it passes on the way, closures, helpers and what holds it included: those that are called when it
-acts are found in a step that is traced (tests/test_walks.py). Left out are collectives that only move or mark it, whose
-pattern says what they do, and the checks of a config.
+every function that it passes on the way, closures, helpers and what holds it included. They are held to a step that is
+traced (tests/test_walks.py): to the functions that are being called when a value acts, and to those whose operations a
+weight or labels go through. Left out are MARKS and the checks of a config.
 """
 
 import ast
@@ -104,7 +104,7 @@ PASSED = {
         "sharding/plan.py ShardingPlan.load",
         "pipeline/layer_weights.py LayerWeights.of_step",
         *LAYER,
-        "sharding/slots.py read_slot",
+        "sharding/slots.py read_entry",
         "sharding/plan.py ShardingPlan.use",
         "sharding/collectives.py all_gather",
         "pipeline/layer_passes.py SaveLayerInput.forward",
@@ -140,8 +140,11 @@ PASSED = {
 }
 # Behind `block.apply`, and behind the block's `self.mlp`.
 CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
-# It says which ranks take a branch, and hands on what that returns.
-MARKS = {"sharding/collectives.py cond_over_pp"}
+# They say which ranks take a branch, over which axes an array varies, which piece of it a device keeps, and when.
+MARKS = {
+    f"sharding/collectives.py {name}"
+    for name in ("cond_over_pp", "as_varying", "cut", "after", "SimulatedDevices.after")
+}
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 

@@ -61,12 +61,8 @@ def chunked_loss(
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
     losses_of = partial(_summed_losses, config, table, entries, logit_form)
-
-    def step(_, chunk):
-        hidden_CD, labels_C = chunk
-        return None, losses_of(labels_C, _products(hidden_CD, table_VD))
-
-    return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
+    chunks = _chunks(config, hidden_ND, labels_N)
+    return lax.scan(lambda _, chunk: (None, losses_of(chunk[1], _products(chunk[0], table_VD))), None, chunks)[1].sum(0)
 
 
 def chunked_loss_and_grads(

@@ -20,17 +20,7 @@ from parallax.model.batch import BATCH_ARRAYS, IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
-from parallax.sharding.activations import (
-    BATCH,
-    BATCH_AXES,
-    CONTEXT_AXIS,
-    ROWS,
-    SEQ,
-    SHARED_ROWS,
-    TOKEN_AXES,
-    TOKENS,
-    with_rows,
-)
+from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, offset, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS, ShardingPlan
@@ -65,7 +55,7 @@ class Tokens:
         rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
         if context_ranks() > 1:
             arrays = Layout.parse(f"entries {TOKENS}")
-            whole = all_gather(f"{arrays} -> {arrays.without(CONTEXT_AXIS)}", jnp.stack(list(batch.values())))
+            whole = all_gather(f"{arrays} -> {arrays.without('cp')}", jnp.stack(list(batch.values())))
             batch = dict(zip(batch, own_tokens(whole, 2, order))) | {"segments": dict(zip(batch, whole))["segments"]}
         if shared:
             batch = {name: _share_of_each(x, microbatches) for name, x in batch.items()}

@@ -6,7 +6,7 @@ in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,21 +25,12 @@ from parallax.sharding.slots import row_major
 Pools = dict[str, list[Array]]  # a layer's residuals
 
 
-class LayerVjp(NamedTuple):
-    """A layer's vjp in its weights and its input, as data: the arrays that it holds, in order.
-
-    Weights and context are there again when the gradient is taken. What is left are the layer's residuals.
-    """
-
-    structure: Any  # of the vjp, a tree
-    known: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
-
-
 def traced_vjp(
     block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
-) -> tuple[LayerVjp, ClosedJaxpr]:
-    """The vjp in weights and x of arguments of these shapes, and the program from (weights, x, context) to
-    (y, *residuals). Weights that are not trained are constants, and so are rounded kernels."""
+) -> tuple[Any, tuple[int | None, ...], ClosedJaxpr]:
+    """The vjp in weights and x of arguments of these shapes, as a tree's structure and `held` of SaveAll, and the
+    program from (weights, x, context) to (y, *residuals). Weights that are not trained are constants, and so are
+    rounded kernels."""
 
     def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
         def run(trained: Any, x: Array) -> Array:
@@ -55,15 +46,20 @@ def traced_vjp(
     known = tuple(None if isinstance(var, Literal) else places.get(var) for var in held)
     residuals = [var for var, place in zip(held, known, strict=True) if place is None]
     program = part(jaxpr.eqns, jaxpr.invars, [y, *residuals], jaxpr.constvars, traced.consts)
-    return LayerVjp(jax.tree.structure(pull), known), program
+    return jax.tree.structure(pull), known, program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveAll:
-    """Passes that save all that the backward pass reads."""
+    """Passes that save all that the backward pass reads.
+
+    The vjp holds arrays. Weights and context are there again when the gradient is taken; what is left are the layer's
+    residuals.
+    """
 
     block: nn.Module
-    vjp: LayerVjp
+    vjp: Any  # its structure, a tree of the arrays that it holds
+    held: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
     program: ClosedJaxpr  # see traced_vjp
     saved: Pools  # shapes of a layer's residuals
     names: tuple[str, ...] = ()  # of the first residuals in "FB"
@@ -81,8 +77,8 @@ class SaveAll:
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
         there, rest = jax.tree.leaves((weights, context)), iter(self.residuals(weights, context, saved))
-        held = [next(rest) if place is None else there[place] for place in self.vjp.known]
-        dw, dx = jax.tree.unflatten(self.vjp.structure, held)(dy)
+        arrays = [next(rest) if place is None else there[place] for place in self.held]
+        dw, dx = jax.tree.unflatten(self.vjp, arrays)(dy)
         return dx, dw, {}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
@@ -147,7 +143,7 @@ class Divided:
             dx, dw, _ = saves_all.backward(weights, context, {"FB": residuals}, dy)
             return dw, dx
 
-        saves_all = SaveAll(whole.block, whole.vjp, whole.program, {})
+        saves_all = SaveAll(whole.block, whole.vjp, whole.held, whole.program, {})
 
         given = weights, context, residuals, y
         traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)
@@ -221,7 +217,7 @@ def layer_passes(
     save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
-    vjp, program = traced_vjp(block, plan, stack, weights, x, context)
+    *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
     given = jax.tree.leaves((weights, x, context))
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
@@ -231,9 +227,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, *vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, vjp, program, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, *vjp, program, {"FB": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, *vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

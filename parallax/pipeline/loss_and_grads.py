@@ -36,7 +36,7 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
     pipeline = pipeline_of(model, params, batch, noise, "train")
     state = first_state(pipeline)
     if not pipeline.carries_residuals:
-        state = state._replace(residuals=None)
+        state = state._replace(saved=None)
     for segment in model.schedule.segments:
         if segment.kinds:  # a file may have empty ticks
             tables = tables_of(model.schedule, segment)
@@ -57,7 +57,7 @@ def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], n
 
 def observations(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None) -> Array:
     """Observations of activations, see ShardedModel.activations."""
-    return of_all_devices(run_forward(pipeline_of(model, params, batch, noise, "observe")).residuals)
+    return of_all_devices(run_forward(pipeline_of(model, params, batch, noise, "observe")).saved)
 
 
 def logits_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None) -> Array:
@@ -98,7 +98,7 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
     ends_form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
     ends = ends_form(parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight)
-    passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
+    passes = [SaveAll(block, None, (), None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     resident = [weights[stack] for stack in model.orders]
@@ -121,9 +121,9 @@ def first_state(pipeline: Pipeline) -> State:
     of_ends = pipeline.ends.start(schedule.exit_slots)
     x = jax.eval_shape(lambda: pipeline.ends.first_stage_input(of_ends, jnp.int32(0)))
     x = jax.eval_shape(lambda: zeros(x))
-    residuals, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
+    saved, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
     messages = {kind: zeros(x, count) for kind, count in schedule.message_slots.items()}
-    return State(messages, residuals, grads, of_ends)
+    return State(messages, saved, grads, of_ends)
 
 
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:

@@ -104,14 +104,14 @@ class SaveLayers(SaveNothing):
     def zero_grads(self, layers: Layers) -> list[Any]:
         return [layers.model.plan.zero_grads(weights.stack, weights.resident) for weights in layers.weights]
 
-    def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads`
+    def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
+        """B of one microbatch: the gradient of the stage's input, `saved` with those for W written, and `grads`
         plus its share."""
-        (dx, residuals), grads, _ = each_layer(this._replace(work="backward"), (dy, residuals), grads)
-        return dx, residuals, grads
+        (dx, saved), grads, _ = each_layer(this._replace(work="backward"), (dy, saved), grads)
+        return dx, saved, grads
 
     def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
     ) -> tuple[Array, Array, Any, list]:
         """F of one microbatch and B of another as one pass: what `forward` and `backward` return.
 
@@ -119,9 +119,9 @@ class SaveLayers(SaveNothing):
         """
         pools = [pool for pool in ("FB", "FW") if pool in back.slots]
         with jax.named_scope(BACKWARD):
-            read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
+            read = {pool: read_slot(saved[pool], *back.slots[pool]) for pool in pools}
         back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
-        return both_ways(ahead._replace(work=self.work), back, x, dy, residuals, grads, read)
+        return both_ways(ahead._replace(work=self.work), back, x, dy, saved, grads, read)
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         slots = []
@@ -140,27 +140,27 @@ class SaveStageInput(SaveLayers):
         y, _, gathered = SaveNothing().forward(this, x, None)
         return y, saved, gathered
 
-    def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self._again(this._replace(gathered=None), residuals)
-        dx, saved, grads = super().backward(here, dy, residuals | recomputed, grads)
-        return dx, saved | {"FB": residuals["FB"]}, grads
+    def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
+        here, _, recomputed = self._again(this._replace(gathered=None), saved)
+        dx, after, grads = super().backward(here, dy, saved | recomputed, grads)
+        return dx, after | {"FB": saved["FB"]}, grads
 
     def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
     ) -> tuple[Array, Array, Any, list]:
         with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, residuals)
+            here, y, recomputed = self._again(back, saved)
         x = back.layers.model.devices.after(x, y)
         with jax.named_scope(FORWARD):
-            inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
+            inputs = [write_slot(saved["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
-        saved = residuals | recomputed
-        y, dx, saved, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
-        return y, dx, saved | {"FB": inputs}, grads
+        read = saved | recomputed
+        y, dx, after, grads = both_ways(ahead, here, x, dy, read, grads, read)
+        return y, dx, after | {"FB": inputs}, grads
 
-    def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
+    def _again(self, this: Pass, saved: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
-        (x,) = read_slot(residuals["FB"][0], *this.slots["FB"])
+        (x,) = read_slot(saved["FB"][0], *this.slots["FB"])
         kinds = enumerate(this.layers.passes)
         empty = [[zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["FB"]] for kind, passes in kinds]
         here = this._replace(slots=this.slots | {"FB": ()})  # for this pass alone: one slot
@@ -171,9 +171,9 @@ class SaveStageInput(SaveLayers):
         return [[_new_slots(layers, LAYER_INPUT, x, count)]] if pool == "FB" else super()._slots(layers, x, pool, count)
 
 
-def weight_gradients(this: Pass, residuals: Any, grads: list) -> list:
+def weight_gradients(this: Pass, saved: Any, grads: list) -> list:
     """W of one microbatch: `grads` plus the share that B left out."""
-    return each_layer(this._replace(work="weight_gradients"), (None, residuals), grads)[1]
+    return each_layer(this._replace(work="weight_gradients"), (None, saved), grads)[1]
 
 
 def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Array:
@@ -225,8 +225,10 @@ def one_place(this: Pass, run: LayerRun, read: Any, count: Array | int, carried:
     branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
     if len(run.kinds) > 1:
         state = lax.switch(_looked_up(this, run, place, 0), branches)
+    elif run.uneven:
+        state = lax.cond(_is_there(this, run, place), *branches)
     else:
-        state = lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
+        state = branches[0]()
     if weights is None:
         return state, None
     return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
@@ -312,6 +314,12 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
     plain = all(len(each.kinds) == 1 and not each.uneven for each in runs)
     prefetch = plain and model.prefetches(run)
 
+    def layer(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any, read: Any = None) -> Any:
+        if plain:
+            return one_layer(this, run, *run.kinds, place, state, weights, read)
+        here = partial(one_place, this, run.narrowed(place), read)
+        return lax.fori_loop(0, 1, here, (state, None))[0]
+
     def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
         if prefetch:
             return gathered_place(ahead, run, count, x), gathered_place(back, run_back, count, dy)
@@ -319,24 +327,12 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
 
     def turn(count: Array | int, carried: Any) -> Any:
         (x, dy, saved, grads), (weights, weights_back) = carried
-        place, place_back = count, _place_of(back, run_back, count)
+        place_back = _place_of(back, run_back, count)
         with jax.named_scope(FORWARD):
-            state = (x, saved), []
-            if plain:
-                state = one_layer(ahead, run, *run.kinds, place, state, weights)
-            else:
-                here = partial(one_place, ahead, run.narrowed(place), None)
-                state, _ = lax.fori_loop(0, 1, here, (state, None))
-            (x, saved), _ = state
+            (x, saved), _ = layer(ahead, run, count, ((x, saved), []), weights)
         dy = model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
-            state = (dy, saved), grads
-            if plain:
-                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
-            else:
-                here = partial(one_place, back, run_back.narrowed(place_back), read)
-                state, _ = lax.fori_loop(0, 1, here, (state, None))
-            (dy, saved), grads = state
+            (dy, saved), grads = layer(back, run_back, place_back, ((dy, saved), grads), weights_back, read)
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
         return (x, dy, saved, grads), following

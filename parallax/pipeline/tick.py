@@ -32,7 +32,7 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import cond_over_pp, permute, vary_over_pp
+from parallax.sharding.collectives import cond_over_pp, permute
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
 from parallax.sharding.slots import read_slot
@@ -53,7 +53,7 @@ class State(NamedTuple):
     """The state that ticks carry."""
 
     messages: dict[str, Array]  # for F and for B, [slots, ...]: received and not read yet
-    residuals: Any  # see SaveLayers; None between ticks that allocate their own
+    saved: Any  # residuals, see SaveLayers; None between ticks that allocate their own
     grads: list[Any]  # a tree for each kind of layers, in the plan's summed layouts
     ends: EndsState
 
@@ -96,21 +96,19 @@ def tick(
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
-        state = state._replace(residuals=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
+        state = state._replace(saved=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
-        # Without other stages, the layer that ends F begins B.
-        hands_on = pipeline.schedule.stages == 1 and row.always(alone["F"])
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals, gathered = cond_over_pp(
+            outputs["F"], saved, gathered = cond_over_pp(
                 row.acts(alone["F"]),
                 lambda: pipeline.saves.forward(
                     x=received(pipeline, state, row, "F"),
-                    this=pass_of(pipeline, row, "F")._replace(hands_on=hands_on),
-                    saved=state.residuals,
+                    this=pass_of(pipeline, row, "F"),
+                    saved=state.saved,
                 ),
-                lambda: (jnp.zeros_like(state.messages["F"][0]), state.residuals, None),
+                lambda: (jnp.zeros_like(state.messages["F"][0]), state.saved, None),
             )
-        state = state._replace(residuals=residuals)
+        state = state._replace(saved=saved)
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
@@ -121,38 +119,34 @@ def tick(
         )
         state = state._replace(ends=ends)
     if "B" in kinds:
+        unchanged = state.grads, state.saved, state.ends
         with jax.named_scope(BACKWARD):
-            outputs["B"], grads, residuals, ends = cond_over_pp(
+            outputs["B"], grads, saved, ends = cond_over_pp(
                 row.acts(alone["B"]),
                 lambda: backward(pipeline, state, row, gathered),
-                lambda: (
-                    outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]),
-                    state.grads,
-                    state.residuals,
-                    state.ends,
-                ),
+                lambda: (outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]), *unchanged),
             )
-        state = state._replace(grads=grads, residuals=residuals, ends=ends)
+        state = state._replace(grads=grads, saved=saved, ends=ends)
     if "W" in kinds:
         with jax.named_scope(WEIGHTS):
             grads = cond_over_pp(
                 row.acts("W"),
-                lambda: weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads),
+                lambda: weight_gradients(pass_of(pipeline, row, "W"), state.saved, state.grads),
                 lambda: state.grads,
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
         outputs, state = head_of_joint_tick(pipeline, state, row, outputs)
     if not pipeline.carries_residuals:
-        state = state._replace(residuals=None)
+        state = state._replace(saved=None)
     return send(pipeline, state, row, outputs), None
 
 
 def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple[Array, list[Any], Any, EndsState]:
-    """B: the gradient of the stage's input, and gradients, residuals and both ends after it."""
+    """B: the gradient of the stage's input, then gradients, what is saved and both ends after it."""
     dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
-    dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
-    return dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)
+    dx, saved, grads = pipeline.saves.backward(this, dy, state.saved, state.grads)
+    return dx, grads, saved, embedding_gradient(pipeline, state, row, dx)
 
 
 def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
@@ -163,17 +157,17 @@ def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Ar
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
             dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
+        y, dx, saved, grads = pipeline.saves.both(ahead, back, x, dy, state.saved, state.grads)
         with jax.named_scope(BACKWARD):
-            return vary_over_pp((y, dx, residuals, grads, embedding_gradient(pipeline, state, row, dx)))
+            return y, dx, saved, grads, embedding_gradient(pipeline, state, row, dx)
 
     with jax.named_scope(JOINT):
-        y, dx, residuals, grads, ends = cond_over_pp(
+        y, dx, saved, grads, ends = cond_over_pp(
             row.values[JOINT] >= 0,
             both,
-            lambda: (y, jnp.zeros_like(state.messages["B"][0]), state.residuals, state.grads, state.ends),
+            lambda: (y, jnp.zeros_like(state.messages["B"][0]), state.saved, state.grads, state.ends),
         )
-    return y, dx, state._replace(residuals=residuals, grads=grads, ends=ends)
+    return y, dx, state._replace(saved=saved, grads=grads, ends=ends)
 
 
 def head_of_joint_tick(
@@ -253,7 +247,10 @@ def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
     key = pipeline.layers.rounding
-    return Pass(pipeline.layers, context, chunk, slots, None if key is None else jax.random.fold_in(key, row[kind]))
+    key = None if key is None else jax.random.fold_in(key, row[kind])
+    # Without other stages, the layer that ends F begins B.
+    hands_on = kind != "F" or (pipeline.schedule.stages == 1 and row.always(kind))
+    return Pass(pipeline.layers, context, chunk, slots, key, hands_on=hands_on)
 
 
 def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:

@@ -139,11 +139,6 @@ class ParameterPlan:
         return 0 if self.spec.is_constant or self.grads_on == HOST else jnp.dtype(self.grads).itemsize
 
     @property
-    def adds_in_place(self) -> bool:
-        """Whether gradients are added in float32 on the device."""
-        return (self.grads, self.grads_on) == ("float32", DEVICE)
-
-    @property
     def is_gathered_per_use(self) -> bool:
         return self.resident != self.compute
 
@@ -492,7 +487,7 @@ class ShardingPlan:
                 total = sums[index]
                 if row.spec.role == Role.MAXIMA:
                     sums[index] = total.at[place].max(share.astype(total.dtype))
-                elif row.adds_in_place:
+                elif (row.grads, row.grads_on) == ("float32", DEVICE):
                     sums[index] = total.at[place].add(share.astype(total.dtype))
                 else:
                     share += read_layer(total, place)
