@@ -54,8 +54,7 @@ class Tokens:
         """
         rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
         if context_ranks() > 1:
-            arrays = Layout.parse(f"entries {TOKENS}")
-            whole = all_gather(f"{arrays} -> {arrays.without('cp')}", jnp.stack(list(batch.values())))
+            whole = all_gather(f"entries {TOKENS} -> entries {ROWS} seq", jnp.stack(list(batch.values())))
             batch = dict(zip(batch, own_tokens(whole, 2, order))) | {"segments": dict(zip(batch, whole))["segments"]}
         if shared:
             batch = {name: _share_of_each(x, microbatches) for name, x in batch.items()}
