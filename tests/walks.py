@@ -5,7 +5,9 @@
 
 A way is a list of functions. Each is named in one of those before it (what makes or calls an object, by its class), and
 jedi finds its definition from there. WALKS has for each value the shortest chain of calls to where it acts; PASSED has
-every function that it passes on the way, closures, helpers and what holds it included.
+every function that it passes on the way, closures, helpers and what holds it included. They are held to a step that is
+traced (tests/test_walks.py): to the functions that are being called when a value acts, and to those whose operations a
+weight or labels go through. Left out are MARKS and the checks of a config.
 """
 
 import ast
@@ -19,7 +21,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "parallax"
 STEP = ["step/step.py TrainStep.train_step", "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics"]
 STEP += ["pipeline/loss_and_grads.py loss_and_grads", "pipeline/loss_and_grads.py pipeline_of"]
-TICK = ["pipeline/tick.py run_ticks", "pipeline/tick.py tick"]
 DECLARED = [
     "model/transformer.py Parts.build",
     "model/transformer.py Block.setup",
@@ -29,29 +30,37 @@ DECLARED = [
     "sharding/layout.py Layout.local_shape",
     "sharding/collectives.py bound_axis_sizes",
 ]
-LOOP = ["pipeline/stage.py each_layer", "pipeline/stage.py each_place", "pipeline/stage.py one_layer"]
+HEAD = [
+    "pipeline/tick.py tick",
+    "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
+    "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
+    "model/loss.py chunked_loss_and_grads",
+]
+LAYER = [
+    "pipeline/tick.py tick",
+    "pipeline/stage.py SaveNothing.forward",
+    "pipeline/stage.py each_layer",
+    "pipeline/stage.py one_place",
+    "pipeline/stage.py one_layer",
+    "pipeline/layer_weights.py LayerWeights.gathered",
+]
 OPTAX = "optax GradientTransformationExtraArgs.update"
+MESH_TP = [
+    "cli/train.py start_run",
+    "cli/command.py read_line",
+    "cli/command.py load_config",
+    "training/run.py train",
+    "config/settings.py read_settings",
+    "training/build.py build",
+    "sharding/mesh.py make_mesh",
+]
 WALKS = {
-    "labels": [
-        *STEP,
-        "pipeline/loss_and_grads.py microbatches",
-        *TICK,
-        "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
-        "pipeline/embed_and_head.py MicrobatchHead._share",
-        "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
-        "model/loss.py chunked_loss_and_grads",
-        "model/loss.py _losses",
-        "model/loss.py cross_entropy",
-    ],
+    "labels": [*STEP, *HEAD, "model/loss.py _summed_losses", "model/loss.py cross_entropy"],
     "weight": [
         *STEP,
         "sharding/plan.py ShardingPlan.load",
-        *TICK,
-        "pipeline/stage.py SaveNothing.forward",
-        *LOOP,
-        "pipeline/layer_weights.py LayerWeights.gathered",
+        *LAYER,
         "sharding/plan.py ShardingPlan.use",
-        "sharding/plan.py ShardingPlan._gather",
         "sharding/collectives.py all_gather",
         "pipeline/layer_passes.py SaveLayerInput.forward",
         "model/transformer.py Block.__call__",
@@ -72,13 +81,7 @@ WALKS = {
         OPTAX,
     ],
     "mesh.tp": [
-        "cli/train.py main",
-        "cli/command.py read_line",
-        "cli/command.py load_config",
-        "training/run.py train",
-        "config/settings.py read_settings",
-        "training/build.py build",
-        "sharding/mesh.py make_mesh",
+        *MESH_TP,
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
         *DECLARED,
@@ -86,74 +89,38 @@ WALKS = {
 }
 PASSED = {
     "labels": [
-        "step/step.py TrainStep.train_step",
-        "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics",
-        "pipeline/loss_and_grads.py loss_and_grads",
-        "pipeline/loss_and_grads.py pipeline_of",
-        "pipeline/loss_and_grads.py microbatches",
-        "pipeline/loss_and_grads.py in_context_order",
+        *STEP,
+        "pipeline/embed_and_head.py Tokens.of",
         "sharding/zigzag.py own_tokens",
-        "pipeline/embed_and_head.py Tokens",
         "pipeline/embed_and_head.py MicrobatchHead",
-        *TICK,
-        "pipeline/tick.py tick.with_head",
-        "pipeline/tick.py tick.with_head.head",
-        "pipeline/embed_and_head.py MicrobatchHead.on_last_stage_output",
-        "pipeline/embed_and_head.py MicrobatchHead._share",
-        "sharding/slots.py index",
-        "pipeline/embed_and_head.py EmbedAndHead.head_loss_and_grads",
-        "pipeline/embed_and_head.py EmbedAndHead._by_token",
-        "model/loss.py chunked_loss_and_grads",
+        *HEAD,
         "model/loss.py _chunks",
         "model/loss.py chunked_loss_and_grads.step",
-        "model/loss.py chunked_loss_and_grads.step.summed_losses",
-        "model/loss.py _losses",
+        "model/loss.py _summed_losses",
         "model/loss.py cross_entropy",
     ],
     "weight": [
-        "pipeline/sharded_model.py ShardedModel.loss_grads_and_statistics",
-        "pipeline/loss_and_grads.py loss_and_grads",
-        "pipeline/loss_and_grads.py pipeline_of",
+        *STEP[1:],
         "sharding/plan.py ShardingPlan.load",
-        "sharding/plan.py ParameterPlan.load_cast",
-        "pipeline/layers_on_ranks.py Arrangement.moved",
-        "sharding/plan.py ShardingPlan._gather",
-        "sharding/bucket.py Packed.of",
-        "sharding/collectives.py all_gather",
-        "pipeline/stage.py Layers",
-        *TICK,
-        "pipeline/tick.py tick.forward",
-        "pipeline/stage.py SaveNothing.forward",
-        "pipeline/stage.py each_layer",
-        "pipeline/stage.py each_layer.turn",
-        "pipeline/stage.py each_place",
-        "pipeline/stage.py each_place.turn",
-        "pipeline/stage.py one_layer",
-        "pipeline/layer_weights.py LayerWeights.gathered",
-        "sharding/slots.py read_slot",
+        "pipeline/layer_weights.py LayerWeights.of_step",
+        *LAYER,
+        "sharding/slots.py read_entry",
         "sharding/plan.py ShardingPlan.use",
-        "sharding/plan.py ShardingPlan._gather",
         "sharding/collectives.py all_gather",
         "pipeline/layer_passes.py SaveLayerInput.forward",
         "model/transformer.py Block.__call__",
         "model/mlp.py GatedMLP.__call__",
-        "model/dense.py Dense.__call__",
         "model/dense.py Dense.setup",
         "sharding/parameter.py parameter",
     ],
     "gradient": [
         "pipeline/stage.py one_layer",
         "pipeline/layer_passes.py SaveAll.backward",
-        "pipeline/layer_passes.py LayerVjp.with_residuals",
         "sharding/plan.py ShardingPlan.add_up",
-        "sharding/plan.py ShardingPlan.buckets_of_gradients",
         "sharding/plan.py ShardingPlan._scatter",
-        "sharding/bucket.py Packed.of",
         "sharding/collectives.py reduce_scatter",
         "pipeline/loss_and_grads.py loss_and_grads",
         "sharding/plan.py ShardingPlan.store",
-        "sharding/plan.py ShardingPlan._scatter_alone",
-        "pipeline/layers_on_ranks.py Arrangement.moved",
         "sharding/plan.py ShardingPlan._sum",
         "step/step.py TrainStep.train_step",
         "step/step.py TrainStep.grad_norm",
@@ -164,14 +131,7 @@ PASSED = {
         OPTAX,
     ],
     "mesh.tp": [
-        "cli/train.py main",
-        "cli/train.py main.act",
-        "cli/command.py read_line",
-        "cli/command.py load_config",
-        "training/run.py train",
-        "config/settings.py read_settings",
-        "training/build.py build",
-        "sharding/mesh.py make_mesh",
+        *MESH_TP,
         "step/resolve.py resolve",
         "pipeline/sharded_model.py ShardedModel",
         "pipeline/model_on_mesh.py ModelOnMesh.__init__",
@@ -180,8 +140,11 @@ PASSED = {
 }
 # Behind `block.apply`, and behind the block's `self.mlp`.
 CALLED_BY_FLAX = {"model/transformer.py Block.__call__", "model/mlp.py GatedMLP.__call__"}
-# Methods of a plan's `orders` and rows, whose classes jedi does not see: `orders` are Any, rows come out of a `zip`.
-UNSEEN = {"pipeline/layers_on_ranks.py Arrangement.moved", "sharding/plan.py ParameterPlan.load_cast"}
+# They say which ranks take a branch, over which axes an array varies, which piece of it a device keeps, and when.
+MARKS = {
+    f"sharding/collectives.py {name}"
+    for name in ("cond_over_pp", "as_varying", "cut", "after", "SimulatedDevices.after")
+}
 KNOWN = STEP[:3]  # where each walk through a step begins
 OF_A_CLASS = ("__init__", "setup", "__call__")  # found by the name of their class
 

@@ -51,29 +51,28 @@ FLAGS = {
 }
 
 
+def start_run(argv: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit status of a run that ends well."""
+    with reporting():
+        line = read_line(argv, FLAGS, config=config_of_run(argv))
+        limit = line.values["max-runtime"]
+        limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
+        workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
+        join_job(line)
+        workdir = workdir or default_workdir(line.path)
+        with limited(read_settings(line.config).distributed):
+            given = {name: line.values[name.replace("_", "-")] for name in ("resume", "changed_code")}
+            given |= {"max_runtime_secs": limit_secs, "warnings": line.warnings, "began": STARTED}
+            outcome = train(line.config, workdir, **given)
+    return int(line.values["stopped-status"]) if outcome.reason == "stopped" else 0
+
+
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
-
-    if_all_is_well = 0
-
-    def act(argv: Sequence[str]) -> None:
-        nonlocal if_all_is_well
-        with reporting():
-            line = read_line(argv, FLAGS, config=config_of_run(argv))
-            limit = line.values["max-runtime"]
-            limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
-            workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
-            join_job(line)
-            workdir = workdir or default_workdir(line.path)
-            with limited(read_settings(line.config).distributed):
-                given = {name: line.values[name.replace("_", "-")] for name in ("resume", "changed_code")}
-                given |= {"max_runtime_secs": limit_secs, "warnings": line.warnings, "began": STARTED}
-                outcome = train(line.config, workdir, **given)
-        if outcome.reason == "stopped":
-            if_all_is_well = int(line.values["stopped-status"])
-
+    """Start or continue a run; returns the exit status. What a user got wrong is one line on stderr."""
+    if_well: list[int] = []
+    failed = leave(lambda: run_command(lambda argv: if_well.append(start_run(argv)), argv, __doc__, USAGE, FLAGS))
     # The others are left as after any run that ends well: only the scheduler hears another status.
-    return leave(lambda: run_command(act, argv, __doc__, USAGE, FLAGS)) or if_all_is_well
+    return failed or next(iter(if_well), 0)
 
 
 def join_job(line: Line) -> None:

@@ -60,13 +60,9 @@ def chunked_loss(
     logit_form: LogitForm = PLAIN,
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
-    losses_of = partial(_losses, config, table, entries, logit_form)
-
-    def step(_, chunk):
-        hidden_CD, labels_C = chunk
-        return None, losses_of(_products(hidden_CD, table_VD), labels_C).sum(axis=1)
-
-    return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
+    losses_of = partial(_summed_losses, config, table, entries, logit_form)
+    chunks = _chunks(config, hidden_ND, labels_N)
+    return lax.scan(lambda _, chunk: (None, losses_of(chunk[1], _products(chunk[0], table_VD))), None, chunks)[1].sum(0)
 
 
 def chunked_loss_and_grads(
@@ -92,18 +88,13 @@ def chunked_loss_and_grads(
     every bound axis: its gradient is this device's share, which the caller sums once. With `config.table_first` it is
     whole before the last chunk's gradient of hidden.
     """
-
-    losses_of = partial(_losses, config, table, entries, logit_form)
+    losses_of = partial(_summed_losses, config, table, entries, logit_form)
     wide = dict(preferred_element_type=jnp.float32)
 
     def step(grad_VD, chunk, table_first=False):
         hidden_CD, labels_C = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
-
-        def summed_losses(products_CV: Array) -> Array:
-            return losses_of(products_CV, labels_C).sum(axis=1)
-
-        loss, pull = jax.vjp(summed_losses, _products(hidden_CD, table_VD))
+        loss, pull = jax.vjp(partial(losses_of, labels_C), _products(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)
@@ -127,10 +118,10 @@ def chunked_loss_and_grads(
     return losses.sum(axis=0), grad_VD, rearrange(grad_ND, "count C D -> (count C) D")[: len(hidden_ND)]
 
 
-def _losses(
-    config: LossConfig, table: Layout, entries: int | None, logit_form: LogitForm, products_CV: Array, labels_C: Array
+def _summed_losses(
+    config: LossConfig, table: Layout, entries: int | None, logit_form: LogitForm, labels_C: Array, products_CV: Array
 ) -> Array:
-    """Both losses of each token, [2, C], as loss.name says. Raises ConfigError if a user's own have another shape."""
+    """The sums [2] of both losses, as loss.name says. Raises ConfigError if a user's own are not [2, C]."""
     loss = named("loss.name", config.name, {"cross_entropy": cross_entropy})
     of_chunk = dict(logits_CV=logit_form(products_CV), labels_C=labels_C, table=table)
     losses = loss(**of_chunk, z_coefficient=config.z_coefficient, entries=entries)
@@ -140,7 +131,7 @@ def _losses(
             f"loss.name={quoted(config.name)} returns {quoted(losses) if shape is None else f'the shape {shape}'} for "
             f"{len(labels_C)} tokens; return [2, {len(labels_C)}], as cross_entropy: the loss and the z-loss of each."
         )
-    return losses
+    return losses.sum(axis=1)
 
 
 def _products(hidden_CD: Array, table_VD: Array) -> Array:

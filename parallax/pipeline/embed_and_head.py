@@ -7,6 +7,7 @@ layers. Sharing takes two more messages per microbatch.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +16,17 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
-from parallax.model.batch import IGNORED
+from parallax.model.batch import BATCH_ARRAYS, IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
-from parallax.sharding.activations import ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
-from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
+from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
+from parallax.sharding.collectives import all_gather, as_varying, cut, offset, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS, ShardingPlan
-from parallax.sharding.slots import index
+from parallax.sharding.zigzag import context_ranks, own_tokens
+
+DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +41,46 @@ class Tokens:
     rows: Array  # [M, B], indices in the global batch
     key: Array | None  # of this step's dropout
 
+    @staticmethod
+    def of(
+        batch: Mapping[str, Array], noise: Array | None, microbatches: int, *, order: str, drops: bool, shared: bool
+    ) -> "Tokens":
+        """Those of this device's part of a batch. If microbatches are `shared`, each has consecutive rows of the batch
+        on every mesh, which data ranks share; otherwise each rank divides its own rows.
+
+        Communication:
+            forward   all_gather of the batch's arrays over cp
+            backward  nothing
+        """
+        rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
+        if context_ranks() > 1:
+            whole = all_gather(f"entries {TOKENS} -> entries {ROWS} seq", jnp.stack(list(batch.values())))
+            batch = dict(zip(batch, own_tokens(whole, 2, order))) | {"segments": dict(zip(batch, whole))["segments"]}
+        if shared:
+            batch = {name: _share_of_each(x, microbatches) for name, x in batch.items()}
+            rows = _share_of_each(rows, microbatches)
+        arrays = {name: rearrange(x, "(M B) S -> M B S", M=microbatches) for name, x in batch.items()}
+        key = None
+        if noise is not None and drops:
+            root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
+            key = as_varying(jax.random.fold_in(root, noise[1]))
+        return Tokens(*(arrays[name] for name in BATCH_ARRAYS), rows.reshape(microbatches, -1), key)
+
     def count(self) -> Array:
         """Number of labels in the whole global batch that are not ignored, float32."""
         return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), TOKEN_AXES)
+
+
+def _share_of_each(x: Array, count: int) -> Array:
+    """This rank's rows of each of so many microbatches with consecutive rows of the batch, from its own rows.
+
+    Communication:
+        forward   all_gather of x over data axes
+        backward  nothing
+    """
+    whole = all_gather(f"{ROWS} seq -> batch seq", as_varying(x.reshape(len(x), -1), BATCH_AXES))
+    shares = rearrange(whole, "(M ranks B) S -> ranks (M B) S", M=count, ranks=len(whole) // len(x))
+    return shares[offset(BATCH, "batch", 1)].reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +106,16 @@ class EmbedAndHead:
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered(EMBEDDING))  # its values are not needed
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), wide)
         (grads,) = pull(dx)
-        return {EMBEDDING: self.plan.added_up(EMBEDDING, grads)}
-
-    def head_loss(self, y: Array, labels_BS: Array) -> Array:
-        """Cross-entropy and z-loss, [2], summed over this device's tokens."""
-        weights = self._gathered(HEAD)
-        arrays, head = (self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)), self.parts.head
-        return chunked_loss(self.loss, head.form.table, *arrays, entries=head.entries, logit_form=head.logit_form)
+        return {EMBEDDING: self.plan.to_summed(EMBEDDING, grads)}
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
-        """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
-        gradient with respect to y."""
+        """Cross-entropy and z-loss, [2], summed over this device's tokens, `totals` plus the gradients of the stored
+        parameters, and the gradient with respect to y."""
         weights, head = self._gathered(HEAD), self.parts.head
         home = EMBEDDING if head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), self.weight
+        table, labels = as_varying(self._table(weights)), cut(self._cut_of_labels, labels_BS)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
@@ -94,7 +129,7 @@ class EmbedAndHead:
             totals = totals | {home: totals[home] | {"table": d_table}}
         elif trained:
             shares.setdefault(home, {})["table"] = d_table
-        shares = {part: self.plan.added_up(part, share) for part, share in shares.items()}
+        shares = {part: self.plan.to_summed(part, share) for part, share in shares.items()}
         if self.loss.table_first:
             dy, shares = lax.optimization_barrier((dy, shares))  # before the layers' backward pass, which reads dy
         return loss, add_gradients(totals, shares), dy
@@ -121,10 +156,11 @@ class EmbedAndHead:
         weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
-    def _by_token(self, hidden: Array, labels_BS: Array) -> tuple[Array, Array]:
+    @property
+    def _cut_of_labels(self) -> str:
+        """The move of labels to the tokens of which this device computes logits."""
         rows = self.parts.head.rows
-        labels = cut(f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}", labels_BS)
-        return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        return f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}"
 
     def zero_grads(self) -> Any:
         return {part: self.plan.zero_grads(part, self.weights[part]) for part in self.weights}
@@ -180,44 +216,44 @@ class MicrobatchHead(EmbedAndHead):
 
     def first_stage_input(self, state: EndsState | None, microbatch: Array) -> Array:
         """The first stage's input."""
-        return self.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
+        return self.embed(*self._ids_and_rows(microbatch))
 
     def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
         """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
-        whole, share = self._residual
-        loss, grads, d_share = self.head_loss_and_grads(*self._share(y, microbatch), state.grads)
-        with jax.named_scope(GRADIENTS):
-            dy = all_gather(f"{share} -> {whole}", d_share).reshape(y.shape)
-        exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
-        return EndsState(None, exits, state.loss + loss, grads)
-
-    def last_stage_gradient(self, state: EndsState, microbatch: Array, slot: Array) -> Array:
-        """The gradient with respect to the last stage's output."""
-        return index(state.exits, slot)
-
-    def on_first_stage_gradient(self, state: EndsState, microbatch: Array, dx: Array) -> EndsState:
-        """Take the gradient with respect to the first stage's input."""
-        ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
-        return state._replace(grads=add_gradients(state.grads, self.embed_grads(ids, rows, dx)))
-
-    def finish(self, state: EndsState) -> EndsState:
-        """What is left to do after the last tick."""
-        return state
-
-    def _share(self, y: Array, microbatch: Array) -> tuple[Array, Array]:
-        """This rank's tokens of the last stage's output, and their labels.
-
-        If there are fewer rows than ranks, they are folded: pieces of a row become rows, since the head works by
-        tokens.
-        """
+        # If there are fewer rows than ranks, they are folded: pieces of a row become rows, since the head works by
+        # tokens.
         whole, share = self._residual
         mine, fold = jnp.where(lax.axis_index("pp") == self.last, y, 0), folds(len(y), lax.axis_size("pp"))
         y_of_share = reduce_scatter(f"{whole} -> {share}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
         # Labels are folded in the same way as every tp rank folds its own piece of seq.
         pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
-        labels_BS, pattern = index(self.tokens.labels, microbatch), "B (pieces fold S) -> (B fold) (pieces S)"
-        folded = rearrange(labels_BS, pattern, pieces=pieces, fold=fold)
-        return y_of_share, cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
+        labels_BS = lax.dynamic_index_in_dim(self.tokens.labels, microbatch, keepdims=False)
+        folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
+        labels_of_share = cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
+        loss, grads, d_share = self.head_loss_and_grads(y_of_share, labels_of_share, state.grads)
+        exits = state.exits
+        if exits is not None:
+            with jax.named_scope(GRADIENTS):
+                dy = all_gather(f"{share} -> {whole}", d_share).reshape(y.shape)
+            exits = lax.dynamic_update_index_in_dim(exits, as_varying(dy), slot, 0)
+        return EndsState(None, exits, state.loss + loss, grads)
+
+    def last_stage_gradient(self, state: EndsState, microbatch: Array, slot: Array) -> Array:
+        """The gradient with respect to the last stage's output."""
+        return lax.dynamic_index_in_dim(state.exits, slot, keepdims=False)
+
+    def on_first_stage_gradient(self, state: EndsState, microbatch: Array, dx: Array) -> EndsState:
+        """Take the gradient with respect to the first stage's input."""
+        grads = self.embed_grads(*self._ids_and_rows(microbatch), dx)
+        return state._replace(grads=add_gradients(state.grads, grads))
+
+    def _ids_and_rows(self, microbatch: Array) -> list[Array]:
+        arrays = self.tokens.ids, self.tokens.rows
+        return [lax.dynamic_index_in_dim(x, microbatch, keepdims=False) for x in arrays]
+
+    def finish(self, state: EndsState) -> EndsState:
+        """What is left to do after the last tick."""
+        return state
 
 
 class LossOnly(MicrobatchHead):
@@ -226,9 +262,13 @@ class LossOnly(MicrobatchHead):
     def start(self, slots: int) -> EndsState:
         return EndsState(None, None, self.zero_loss(), None)
 
-    def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
-        loss = self.head_loss(*self._share(y, microbatch))
-        return state._replace(loss=state.loss + loss)
+    def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: None) -> tuple[Array, None, None]:
+        weights, head = self._gathered(HEAD), self.parts.head
+        table, hidden = self._table(weights), self._hidden(weights, y)
+        labels = cut(self._cut_of_labels, labels_BS)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        form = dict(entries=head.entries, logit_form=head.logit_form)
+        return chunked_loss(self.loss, head.form.table, *arrays, **form), None, None
 
 
 def folds(rows: int, ranks: int) -> int:
@@ -259,7 +299,7 @@ class BatchedHead(EmbedAndHead):
 
     def first_stage_input(self, state: EndsState, microbatch: Array) -> Array:
         """The first stage's input."""
-        return index(state.entries, microbatch)
+        return lax.dynamic_index_in_dim(state.entries, microbatch, keepdims=False)
 
     def on_last_stage_output(self, state: EndsState, microbatch: Array, slot: Array, y: Array) -> EndsState:
         """Keep the last stage's output, which is `y` on its rank."""
@@ -276,7 +316,7 @@ class BatchedHead(EmbedAndHead):
 
     def last_stage_gradient(self, state: EndsState, microbatch: Array, slot: Array) -> Array:
         """The gradient with respect to the last stage's output."""
-        return index(state.exits, microbatch)
+        return lax.dynamic_index_in_dim(state.exits, microbatch, keepdims=False)
 
     def on_first_stage_gradient(self, state: EndsState, microbatch: Array, dx: Array) -> EndsState:
         """Keep the gradient with respect to the first stage's input."""

@@ -6,7 +6,7 @@ in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,37 +25,17 @@ from parallax.sharding.slots import row_major
 Pools = dict[str, list[Array]]  # a layer's residuals
 
 
-class LayerVjp(NamedTuple):
-    """A layer's vjp in its weights and its input, as data: the arrays that it holds, in order.
-
-    Weights and context are there again when the gradient is taken. What is left are the layer's residuals.
-    """
-
-    structure: Any  # of the vjp, a tree
-    known: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
-
-    def with_residuals(self, weights: Any, context: Context, residuals: list[Array]) -> Any:
-        """The vjp again: a function from the output's gradient to those of weights and input."""
-        there, rest = jax.tree.leaves((weights, context)), iter(residuals)
-        leaves = [next(rest) if place is None else there[place] for place in self.known]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def output_of(block: nn.Module, weights: Any, x: Array, context: Context) -> Array:
-    """The output of a layer with these weights, which are collections of its variables."""
-    return block.apply(weights | noise_of(context), x, context)
-
-
 def traced_vjp(
     block: nn.Module, plan: ShardingPlan, stack: str, weights: Any, x: Array, context: Context
-) -> tuple[LayerVjp, ClosedJaxpr]:
-    """The vjp in weights and x of arguments of these shapes, and the program from (weights, x, context) to
-    (y, *residuals). Weights that are not trained are constants, and so are rounded kernels."""
+) -> tuple[Any, tuple[int | None, ...], ClosedJaxpr]:
+    """The vjp in weights and x of arguments of these shapes, as a tree's structure and `held` of SaveAll, and the
+    program from (weights, x, context) to (y, *residuals). Weights that are not trained are constants, and so are
+    rounded kernels."""
 
     def forward(weights: Any, x: Array, context: Context) -> tuple[Array, Any]:
         def run(trained: Any, x: Array) -> Array:
             params = jax.tree.map(lambda weight, new: weight if new is None else new, weights["params"], trained)
-            return output_of(block, weights | {"params": params}, x, context)
+            return block.apply(weights | {"params": params} | noise_of(context), x, context)
 
         return jax.vjp(run, plan.trained_of(weights["params"], stack), x)
 
@@ -66,15 +46,20 @@ def traced_vjp(
     known = tuple(None if isinstance(var, Literal) else places.get(var) for var in held)
     residuals = [var for var, place in zip(held, known, strict=True) if place is None]
     program = part(jaxpr.eqns, jaxpr.invars, [y, *residuals], jaxpr.constvars, traced.consts)
-    return LayerVjp(jax.tree.structure(pull), known), program
+    return jax.tree.structure(pull), known, program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveAll:
-    """Passes that save all that the backward pass reads."""
+    """Passes that save all that the backward pass reads.
+
+    The vjp holds arrays. Weights and context are there again when the gradient is taken; what is left are the layer's
+    residuals.
+    """
 
     block: nn.Module
-    vjp: LayerVjp
+    vjp: Any  # its structure, a tree of the arrays that it holds
+    held: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
     program: ClosedJaxpr  # see traced_vjp
     saved: Pools  # shapes of a layer's residuals
     names: tuple[str, ...] = ()  # of the first residuals in "FB"
@@ -82,7 +67,7 @@ class SaveAll:
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
         """The layer's output."""
-        return output_of(self.block, weights, x, context)
+        return self.block.apply(weights | noise_of(context), x, context)
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
@@ -91,7 +76,9 @@ class SaveAll:
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
-        dw, dx = self.vjp.with_residuals(weights, context, self.residuals(weights, context, saved))(dy)
+        there, rest = jax.tree.leaves((weights, context)), iter(self.residuals(weights, context, saved))
+        arrays = [next(rest) if place is None else there[place] for place in self.held]
+        dw, dx = jax.tree.unflatten(self.vjp, arrays)(dy)
         return dx, dw, {}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
@@ -127,7 +114,7 @@ class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
-        return output_of(self.block, weights, x, context), {"FB": [x]}
+        return self.block.apply(weights | noise_of(context), x, context), {"FB": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         (x,) = saved["FB"]
@@ -153,7 +140,10 @@ class Divided:
         residuals; otherwise B does."""
 
         def backward(weights: Any, context: Context, residuals: Any, dy: Array) -> tuple[Any, Array]:
-            return whole.vjp.with_residuals(weights, context, residuals)(dy)
+            dx, dw, _ = saves_all.backward(weights, context, {"FB": residuals}, dy)
+            return dw, dx
+
+        saves_all = SaveAll(whole.block, whole.vjp, whole.held, whole.program, {})
 
         given = weights, context, residuals, y
         traced, (dw, _) = jax.make_jaxpr(backward, return_shape=True)(*given)
@@ -227,7 +217,7 @@ def layer_passes(
     save all for the time of B.
     Raises ConfigError if the block names an activation that `pipeline.remat` does not know.
     """
-    vjp, program = traced_vjp(block, plan, stack, weights, x, context)
+    *vjp, program = traced_vjp(block, plan, stack, weights, x, context)
     given = jax.tree.leaves((weights, x, context))
     y, *residuals = jax.eval_shape(
         lambda *given: [as_varying(x, ["pp"]) for x in jaxpr_as_fun(program)(*given)], *given
@@ -237,9 +227,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, *vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, vjp, program, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, *vjp, program, {"FB": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, *vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

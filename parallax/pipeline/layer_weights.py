@@ -20,7 +20,7 @@ from parallax.model.products import (
 )
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.sharding.plan import entry
-from parallax.sharding.slots import read_slot
+from parallax.sharding.slots import read_entry
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +39,9 @@ class LayerWeights:
     def gathered(self, place: Array | int, x: Array | None = None) -> dict[str, Any]:
         """The collections of a layer's weights, gathered; on simulated devices only after `x`, which its pass reads
         first."""
-        weights = self.model.devices.after(read_slot(self.resident, place), x)
+        weights = jax.tree.map(lambda weight: read_entry(weight, place), self.resident)
+        weights = self.model.devices.after(weights, x)
         return {"params": self.model.plan.use(weights, self.stack)}
-
-    def completed(self, grads: Any) -> Any:
-        """Sums of gradients of these layers after all passes."""
-        return grads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,12 +64,14 @@ class RoundedWeights(LayerWeights):
 
     def gathered(self, place: Array | int, x: Array | None = None) -> dict[str, Any]:
         plan, config = self.model.plan, self.model.config
-        weights = self.model.devices.after(read_slot(self.resident, place), x)
-        maxima = None if self.maxima is None else read_slot(self.maxima, place)
+        weights = jax.tree.map(lambda weight: read_entry(weight, place), self.resident)
+        weights = self.model.devices.after(weights, x)
+        maxima = None if self.maxima is None else jax.tree.map(lambda most: read_entry(most, place), self.maxima)
         given = plan.scales(self.stack), config.dtype, config.matmul_form, maxima
         return apart(plan.use(rounded_kernels(weights, *given), self.stack), *given)
 
     def completed(self, grads: Any) -> Any:
+        """Sums of gradients of these layers after all passes, with the maxima that products do not measure."""
         return with_largest_weights(grads, self.largest)
 
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
-from jax import Array
+from jax import Array, lax
 
 from parallax.config.sections import EMBEDDING, HEAD
-from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.context import Context
 from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead, Tokens
 from parallax.pipeline.layer_passes import LayerPasses, SaveAll, layer_passes
@@ -23,18 +21,15 @@ from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput
-from parallax.pipeline.tick import Pipeline, State, run_ticks
+from parallax.pipeline.tick import Pipeline, State, tables_of, tick
 from parallax.schedules import gpipe_on
 from parallax.sharding import activations
-from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, SHARED_ROWS, TOKENS
-from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
+from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
+from parallax.sharding.collectives import as_varying, reshard, sum_over
 from parallax.sharding.compiler import relays_what_is_read
-from parallax.sharding.layout import Layout
 from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
-from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
-
-DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
+from parallax.sharding.zigzag import context_ranks, to_order
 
 
 def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None):
@@ -42,15 +37,16 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
     pipeline = pipeline_of(model, params, batch, noise, "train")
     state = first_state(pipeline)
     if not pipeline.carries_residuals:
-        state = state._replace(residuals=None)
+        state = state._replace(saved=None)
     for segment in model.schedule.segments:
         if segment.kinds:  # a file may have empty ticks
-            state = run_ticks(pipeline, state, segment, segment.kinds)
+            tables = tables_of(model.schedule, segment)
+            state, _ = lax.scan(partial(tick, pipeline, tables, segment.kinds), state, tables)
         if "F" in segment.kinds and model.schedule.head == "between":
             state = state._replace(ends=pipeline.ends.run_head(state.ends))
-    ended, layers = pipeline.ends.finish(state.ends), pipeline.layers
-    pairs = zip(layers.weights, state.grads, strict=True)
-    of_layers = {weights.stack: weights.completed(grads) for weights, grads in pairs}
+    ended, of_layers = pipeline.ends.finish(state.ends), dict(zip(model.orders, state.grads, strict=True))
+    if model.rounds_kernels:
+        of_layers = {weights.stack: weights.completed(of_layers[weights.stack]) for weights in pipeline.layers.weights}
     return _metrics(pipeline, ended.loss), *model.plan.store(ended.grads | of_layers)
 
 
@@ -62,7 +58,7 @@ def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], n
 
 def observations(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None) -> Array:
     """Observations of activations, see ShardedModel.activations."""
-    return of_all_devices(run_forward(pipeline_of(model, params, batch, noise, "observe")).residuals)
+    return of_all_devices(run_forward(pipeline_of(model, params, batch, noise, "observe")).saved)
 
 
 def logits_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None) -> Array:
@@ -79,7 +75,8 @@ def run_forward(pipeline: Pipeline) -> State:
     state = first_state(pipeline)
     for segment in pipeline.schedule.segments:
         if "F" in segment.kinds:
-            state = run_ticks(pipeline, state, segment, "F")
+            tables = tables_of(pipeline.schedule, segment)
+            state, _ = lax.scan(partial(tick, pipeline, tables, "F"), state, tables)
     return state
 
 
@@ -91,8 +88,8 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     schedule, weight = model.schedule, None
     if use != "train":
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
-    shared = use == "train" and model.plan.rounds_grads
-    tokens = microbatches(model, batch, noise, schedule.microbatches, shared)
+    form = dict(order=model.layout.order, drops=model.config.drops, shared=use == "train" and model.plan.rounds_grads)
+    tokens = Tokens.of(batch, noise, schedule.microbatches, **form)
     if use == "train":
         weight = 1 / jnp.maximum(tokens.count(), 1)
     # As varying: else the vjp of each use would sum its gradient over the ranks, where the plan sums it once.
@@ -100,9 +97,9 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     batched = model.schedule.head == "between" if use == "train" else use == "logits"
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
-    form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
-    ends = form(parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight)
-    passes = [SaveAll(block, None, None, {}) for block in parts.blocks.values()]
+    ends_form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
+    ends = ends_form(parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight)
+    passes = [SaveAll(block, None, (), None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     resident = [weights[stack] for stack in model.orders]
@@ -125,9 +122,9 @@ def first_state(pipeline: Pipeline) -> State:
     of_ends = pipeline.ends.start(schedule.exit_slots)
     x = jax.eval_shape(lambda: pipeline.ends.first_stage_input(of_ends, jnp.int32(0)))
     x = jax.eval_shape(lambda: zeros(x))
-    residuals, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
+    saved, grads = saves.empty(layers, x, schedule.slots), saves.zero_grads(layers)
     messages = {kind: zeros(x, count) for kind, count in schedule.message_slots.items()}
-    return State(messages, residuals, grads, of_ends)
+    return State(messages, saved, grads, of_ends)
 
 
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:
@@ -150,54 +147,11 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
     ]
 
 
-def microbatches(
-    model: ModelOnMesh, batch: Mapping[str, Array], noise: Array | None, count: int, shared: bool = False
-) -> Tokens:
-    """This device's tokens, in so many microbatches. If these are `shared`, each has consecutive rows of the batch on
-    every mesh, which data ranks share; otherwise each rank divides its own rows."""
-    rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
-    arrays = in_context_order(batch, model.layout.order)
-    if shared:
-        arrays, rows = {name: _share_of_each(x, count) for name, x in arrays.items()}, _share_of_each(rows, count)
-    cut = {name: rearrange(x, "(M B) S -> M B S", M=count) for name, x in arrays.items()}
-    key = None
-    if noise is not None and model.config.drops:
-        root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
-        key = as_varying(jax.random.fold_in(root, noise[1]))
-    return Tokens(*(cut[name] for name in BATCH_ARRAYS), rows.reshape(count, -1), key)
-
-
-def _share_of_each(x: Array, count: int) -> Array:
-    """This rank's rows of each of so many microbatches with consecutive rows of the batch, from its own rows.
-
-    Communication:
-        forward   all_gather of x over data axes
-        backward  nothing
-    """
-    whole = all_gather(f"{ROWS} seq -> batch seq", as_varying(x.reshape(len(x), -1), BATCH_AXES))
-    shares = rearrange(whole, "(M ranks B) S -> ranks (M B) S", M=count, ranks=len(whole) // len(x))
-    return shares[offset(BATCH, "batch", 1)].reshape(x.shape)
-
-
 def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:
     count, ends = pipeline.ends.tokens.count(), pipeline.ends
     loss, z_loss = sum_over(loss_sum, ends.loss_axes) / jnp.maximum(count, 1)
     metrics = {"loss": loss, "tokens": count}
     return metrics | {"z_loss": z_loss} if ends.loss.z_coefficient else metrics
-
-
-def in_context_order(batch: Mapping[str, Array], order: str) -> Mapping[str, Array]:
-    """The tokens of this context rank, in an order of parallax/sharding/zigzag.py, with the segments of whole rows.
-
-    Communication:
-        forward   all_gather of the batch's arrays over cp
-        backward  nothing
-    """
-    if context_ranks() == 1:
-        return batch
-    arrays = Layout.parse(f"entries {TOKENS}")
-    whole = all_gather(f"{arrays} -> {arrays.without(CONTEXT_AXIS)}", jnp.stack(list(batch.values())))
-    return dict(zip(batch, own_tokens(whole, 2, order))) | {"segments": dict(zip(batch, whole))["segments"]}
 
 
 def _in_order_of_text(model: ModelOnMesh, outputs: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +40,6 @@ from parallax.sharding.host import MEMORY_KINDS
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.parameter import stored_as
 from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
-from parallax.sharding.slots import index
 from parallax.user_code import refuse_saved
 
 
@@ -260,7 +259,8 @@ class ModelOnMesh:
     def context(self, tokens: Tokens, microbatch: Array) -> Context:
         """What layers read of a microbatch besides its residual stream."""
         arrays = tokens.positions, tokens.segments, tokens.rows
-        positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
+        of_microbatch = (lax.dynamic_index_in_dim(x, microbatch, keepdims=False) for x in arrays)
+        positions, segments, rows = map(as_varying, of_microbatch)
         weight = None
         if self.config.has_mixtures:
             shares, _ = self._data_ranks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ class Pass(NamedTuple):
     rounding: Array | None = None  # key of the microbatch's random bits
     work: str = ""  # set by what runs it: "run", "forward", "backward", "weight_gradients" or "observe"
     gathered: Any = None  # the first layer's weights, if the pass before this one has gathered them
+    hands_on: bool = True  # whether it returns the last layer's weights, for a pass that begins there
 
     @property
     def from_last(self) -> bool:
@@ -102,14 +104,14 @@ class SaveLayers(SaveNothing):
     def zero_grads(self, layers: Layers) -> list[Any]:
         return [layers.model.plan.zero_grads(weights.stack, weights.resident) for weights in layers.weights]
 
-    def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        """B of one microbatch: the gradient of the stage's input, `residuals` with those for W written, and `grads`
+    def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
+        """B of one microbatch: the gradient of the stage's input, `saved` with those for W written, and `grads`
         plus its share."""
-        (dx, residuals), grads, _ = each_layer(this._replace(work="backward"), (dy, residuals), grads)
-        return dx, residuals, grads
+        (dx, saved), grads, _ = each_layer(this._replace(work="backward"), (dy, saved), grads)
+        return dx, saved, grads
 
     def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
     ) -> tuple[Array, Array, Any, list]:
         """F of one microbatch and B of another as one pass: what `forward` and `backward` return.
 
@@ -117,9 +119,9 @@ class SaveLayers(SaveNothing):
         """
         pools = [pool for pool in ("FB", "FW") if pool in back.slots]
         with jax.named_scope(BACKWARD):
-            read = {pool: read_slot(residuals[pool], *back.slots[pool]) for pool in pools}
+            read = {pool: read_slot(saved[pool], *back.slots[pool]) for pool in pools}
         back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
-        return both_ways(ahead._replace(work=self.work), back, x, dy, residuals, grads, read)
+        return both_ways(ahead._replace(work=self.work), back, x, dy, saved, grads, read)
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         slots = []
@@ -138,27 +140,27 @@ class SaveStageInput(SaveLayers):
         y, _, gathered = SaveNothing().forward(this, x, None)
         return y, saved, gathered
 
-    def backward(self, this: Pass, dy: Array, residuals: Any, grads: list) -> tuple[Array, Any, list]:
-        here, _, recomputed = self._again(this._replace(gathered=None), residuals)
-        dx, saved, grads = super().backward(here, dy, residuals | recomputed, grads)
-        return dx, saved | {"FB": residuals["FB"]}, grads
+    def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
+        here, _, recomputed = self._again(this._replace(gathered=None), saved)
+        dx, after, grads = super().backward(here, dy, saved | recomputed, grads)
+        return dx, after | {"FB": saved["FB"]}, grads
 
     def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, residuals: Any, grads: list
+        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
     ) -> tuple[Array, Array, Any, list]:
         with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, residuals)
+            here, y, recomputed = self._again(back, saved)
         x = back.layers.model.devices.after(x, y)
         with jax.named_scope(FORWARD):
-            inputs = [write_slot(residuals["FB"][0], [x], *ahead.slots["FB"])]
+            inputs = [write_slot(saved["FB"][0], [x], *ahead.slots["FB"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
-        saved = residuals | recomputed
-        y, dx, saved, grads = both_ways(ahead, here, x, dy, saved, grads, saved)
-        return y, dx, saved | {"FB": inputs}, grads
+        read = saved | recomputed
+        y, dx, after, grads = both_ways(ahead, here, x, dy, read, grads, read)
+        return y, dx, after | {"FB": inputs}, grads
 
-    def _again(self, this: Pass, residuals: Any) -> tuple[Pass, Array, Any]:
+    def _again(self, this: Pass, saved: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
-        (x,) = read_slot(residuals["FB"][0], *this.slots["FB"])
+        (x,) = read_slot(saved["FB"][0], *this.slots["FB"])
         kinds = enumerate(this.layers.passes)
         empty = [[zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["FB"]] for kind, passes in kinds]
         here = this._replace(slots=this.slots | {"FB": ()})  # for this pass alone: one slot
@@ -169,9 +171,9 @@ class SaveStageInput(SaveLayers):
         return [[_new_slots(layers, LAYER_INPUT, x, count)]] if pool == "FB" else super()._slots(layers, x, pool, count)
 
 
-def weight_gradients(this: Pass, residuals: Any, grads: list) -> list:
+def weight_gradients(this: Pass, saved: Any, grads: list) -> list:
     """W of one microbatch: `grads` plus the share that B left out."""
-    return each_layer(this._replace(work="weight_gradients"), (None, residuals), grads)[1]
+    return each_layer(this._replace(work="weight_gradients"), (None, saved), grads)[1]
 
 
 def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Array:
@@ -182,56 +184,54 @@ def _new_slots(layers: Layers, name: str | None, like: Any, *leading: int) -> Ar
 # ---- the loop over layers
 
 
-def each_layer(this: Pass, carry: Any, grads: list, read: Any = None) -> tuple[Any, list, Any]:
+def each_layer(
+    this: Pass, carry: Any, grads: list, read: Any = None, repeat: Repeat | None = None, count: Array | int = 0
+) -> tuple[Any, list, Any]:
     """Do the work of a pass for each layer of the stage. `carry` is the residual stream, or its gradient, and what is
-    saved; `read` is as in `one_layer`. Returns both after the last layer, `grads` plus the layers' gradients, and what
-    `each_place` does of the last run.
+    saved; `read` is as in `one_layer`. Returns both after the last layer, `grads` plus the layers' gradients, and the
+    last layer's weights, if they are gathered ahead.
 
     Neighbouring places with layers of one kind are a run with a loop of its own. Runs that repeat have a loop around
-    theirs. So a program does not grow with the number of layers.
+    theirs, whose turn number `count` is a call with that `repeat`. So a program does not grow with the number of
+    layers.
+
+    With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer. The
+    last turn gathers its own layer once more: these are the weights that are returned.
     """
-    repeats, state = this.layers.model.arrangement.repeats, (carry, grads)
-    for repeat in reversed(repeats) if this.from_last else repeats:
+    model, state, gathered = this.layers.model, (carry, grads), None
+    for each in in_order(this, model.arrangement.repeats if repeat is None else [repeat]):
+        if each.times > 1 and repeat is None:
+            turn = partial(each_layer, this, read=read, repeat=each)
+            state = lax.fori_loop(0, each.times, lambda n, state, turn=turn: turn(*state, count=n)[:2], state)
+            this, gathered = this._replace(gathered=None), None
+            continue
+        time = each.times - 1 - count if this.from_last else count
+        for run in in_order(this, each.runs):
+            run, gathered = each.run_in(run, time), None
+            if model.prefetches(run) and this.work != "weight_gradients":
+                gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
+            turn = partial(one_place, this, run, read)
+            state, gathered = lax.fori_loop(0, run.places, turn, (state, gathered))
+            this = this._replace(gathered=None)
+    return *state, gathered if this.hands_on else None
 
-        def turn(count: Array | int, state: Any, this: Pass = this, repeat: Repeat = repeat) -> Any:
-            count, gathered = repeat.times - 1 - count if this.from_last else count, None
-            for run in reversed(repeat.runs) if this.from_last else repeat.runs:
-                state, gathered = each_place(this, repeat.run_in(run, count), state, read)
-                this = this._replace(gathered=None)
-            return state, gathered
 
-        if repeat.times > 1:
-            state, gathered = lax.fori_loop(0, repeat.times, lambda *of: turn(*of)[0], state), None
-        else:
-            state, gathered = turn(0, state)
-        this = this._replace(gathered=None)
-    return *state, gathered
-
-
-def each_place(this: Pass, run: LayerRun, state: Any, read: Any = None) -> tuple[Any, Any]:
-    """The same for one run. Stages may differ in the kind of layer in a place, and in whether there is one.
-
-    With `fsdp.prefetch` the next layer is gathered while one computes: a turn carries the weights of its own layer.
-    The last turn gathers its own layer once more: what is returned beside the state, for a pass that begins there.
-    """
+def one_place(this: Pass, run: LayerRun, read: Any, count: Array | int, carried: Any) -> tuple[Any, Any]:
+    """The same for one place of a run, and the weights of the next place, if the turns of its loop carry them. Stages
+    may differ in the kind of layer in a place, and in whether there is one."""
+    (state, weights), place = carried, _place_of(this, run, count)
     kinds = range(len(this.layers.passes)) if len(run.kinds) > 1 else run.kinds
-
-    def turn(count: Array | int, state: Any, weights: Any = None) -> Any:
-        place = _place_of(this, run, count)
-        branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
-        branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
-        if len(run.kinds) > 1:
-            return lax.switch(_looked_up(this, run, place, 0), branches)
-        return lax.cond(_is_there(this, run, place), *branches) if run.uneven else branches[0]()
-
-    def turn_with_gathered(count: Array | int, carried: Any) -> Any:
-        state = turn(count, *carried)
-        return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
-
-    if not this.layers.model.prefetches(run) or this.work == "weight_gradients":
-        return lax.fori_loop(0, run.places, turn, state), None
-    gathered = gathered_place(this, run, 0, state[0][0]) if this.gathered is None else this.gathered
-    return lax.fori_loop(0, run.places, turn_with_gathered, (state, gathered))
+    branches = [lambda kind=kind: one_layer(this, run, kind, place, state, weights, read) for kind in kinds]
+    branches.append(lambda: vary_over_pp(state))  # where a stage has no layer
+    if len(run.kinds) > 1:
+        state = lax.switch(_looked_up(this, run, place, 0), branches)
+    elif run.uneven:
+        state = lax.cond(_is_there(this, run, place), *branches)
+    else:
+        state = branches[0]()
+    if weights is None:
+        return state, None
+    return state, gathered_place(this, run, jnp.minimum(count + 1, run.places - 1), state[0][0])
 
 
 def one_layer(
@@ -315,6 +315,12 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
     plain = all(len(each.kinds) == 1 and not each.uneven for each in runs)
     prefetch = plain and model.prefetches(run)
 
+    def layer(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any, read: Any = None) -> Any:
+        if plain:
+            return one_layer(this, run, *run.kinds, place, state, weights, read)
+        here = partial(one_place, this, run.narrowed(place), read)
+        return lax.fori_loop(0, 1, here, (state, None))[0]
+
     def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
         if prefetch:
             return gathered_place(ahead, run, count, x), gathered_place(back, run_back, count, dy)
@@ -322,22 +328,12 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
 
     def turn(count: Array | int, carried: Any) -> Any:
         (x, dy, saved, grads), (weights, weights_back) = carried
-        place, place_back = count, _place_of(back, run_back, count)
+        place_back = _place_of(back, run_back, count)
         with jax.named_scope(FORWARD):
-            state = (x, saved), []
-            if plain:
-                state = one_layer(ahead, run, *run.kinds, place, state, weights)
-            else:
-                state, _ = each_place(ahead, run.narrowed(place), state)
-            (x, saved), _ = state
+            (x, saved), _ = layer(ahead, run, count, ((x, saved), []), weights)
         dy = model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
-            state = (dy, saved), grads
-            if plain:
-                state = one_layer(back, run_back, *run_back.kinds, place_back, state, weights_back, read)
-            else:
-                state, _ = each_place(back, run_back.narrowed(place_back), state, read)
-            (dy, saved), grads = state
+            (dy, saved), grads = layer(back, run_back, place_back, ((dy, saved), grads), weights_back, read)
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
         return (x, dy, saved, grads), following
@@ -346,6 +342,11 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
 
 
 # ---- a layer's weights and places
+
+
+def in_order(this: Pass, places: Sequence) -> Sequence:
+    """Parts of a stage in the order in which a pass comes to them."""
+    return places[::-1] if this.from_last else places
 
 
 def gathered_place(this: Pass, run: LayerRun, count: Array | int, x: Array) -> Any:

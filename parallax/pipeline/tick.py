@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.pipeline.embed_and_head import BatchedHead, LossOnly, MicrobatchHead
+from parallax.pipeline.embed_and_head import BatchedHead, EndsState, LossOnly, MicrobatchHead
 from parallax.pipeline.stage import (
     BACKWARD,
     FORWARD,
@@ -32,10 +32,10 @@ from parallax.pipeline.stage import (
     weight_gradients,
 )
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import permute, vary_over_pp
+from parallax.sharding.collectives import cond_over_pp, permute
 from parallax.sharding.host import is_on_host
 from parallax.sharding.plan import GRADIENTS
-from parallax.sharding.slots import index, read_slot
+from parallax.sharding.slots import read_slot
 
 
 class Pipeline(NamedTuple):
@@ -53,9 +53,9 @@ class State(NamedTuple):
     """The state that ticks carry."""
 
     messages: dict[str, Array]  # for F and for B, [slots, ...]: received and not read yet
-    residuals: Any  # see SaveLayers; None between ticks that allocate their own
+    saved: Any  # residuals, see SaveLayers; None between ticks that allocate their own
     grads: list[Any]  # a tree for each kind of layers, in the plan's summed layouts
-    ends: Any
+    ends: EndsState
 
 
 class Row(NamedTuple):
@@ -67,12 +67,12 @@ class Row(NamedTuple):
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
 
-    def acts(self, name: str) -> Array:
-        """Whether this rank has an entry in this tick."""
-        return self.values[name] >= 0
+    def acts(self, name: str) -> Array | bool:
+        """Whether this rank has an entry in this tick; True if every rank has one in every tick."""
+        return self.always(name) or self.values[name] >= 0
 
     def always(self, name: str) -> bool:
-        """Whether every rank has an entry in every tick, so that no branch is needed."""
+        """Whether every rank has an entry in every tick."""
         return bool((self.tables[name] >= 0).all())
 
     def ever(self, name: str) -> bool:
@@ -80,94 +80,73 @@ class Row(NamedTuple):
         return bool((self.tables[name] >= 0).any())
 
 
-def run_ticks(pipeline: Pipeline, state: State, segment: Segment, kinds: str) -> State:
-    """Run the ticks of a segment, and in them actions of these kinds."""
-    tables = tables_of(pipeline.schedule, segment)
+def tick(
+    pipeline: Pipeline, tables: dict[str, np.ndarray], kinds: str, state: State, values: dict[str, Array]
+) -> tuple[State, None]:
+    """One tick, with actions of these kinds, as the body of a scan over `tables`, in which `values` are its row.
 
-    def body(state: State, values: dict[str, Array]) -> tuple[State, None]:
-        here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-        return tick(pipeline, state, Row(here, tables), kinds), None
-
-    return lax.scan(body, state, tables)[0]
-
-
-def tick(pipeline: Pipeline, state: State, row: Row, kinds: str) -> State:
-    """One tick: F and the head, B, W, each if this rank has it, then messages. If F and B are one pass, the head comes
-    after W, since ranks that run other passes would wait for each other there.
+    First F and the head, then B, then W, each if this rank has it, then messages. If F and B are one pass, the head
+    comes after W, since ranks that run other passes would wait for each other there.
 
     All that a pass reads is read in its branch, so that idle ranks read nothing.
     """
-    outputs, gathered = {}, None
+    here = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+    outputs, gathered, row = {}, None, Row(here, tables)
     joint = pipeline.schedule.joint and "F" in kinds and "B" in kinds
     alone = {kind: f"{kind} alone" if joint else kind for kind in "FB"}  # entries of the table
     if not pipeline.carries_residuals:
         x = jax.eval_shape(lambda: state.messages["F"][0])
-        state = state._replace(residuals=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
+        state = state._replace(saved=pipeline.saves.empty(pipeline.layers, x, pipeline.schedule.slots))
     if "F" in kinds:
-        # Without other stages, the layer that ends F begins B.
-        serves_backward = pipeline.schedule.stages == 1 and row.always(alone["F"])
-
-        def forward() -> tuple[Array, Any, Any]:
-            x = received(pipeline, state, row, "F")
-            y, residuals, weights = pipeline.saves.forward(pass_of(pipeline, row, "F"), x, state.residuals)
-            return vary_over_pp((y, residuals, weights if serves_backward else None))
-
-        def idle() -> tuple[Array, Any, Any]:
-            return vary_over_pp((jnp.zeros_like(state.messages["F"][0]), state.residuals, None))
-
         with jax.named_scope(FORWARD):
-            outputs["F"], residuals, gathered = (
-                forward() if row.always(alone["F"]) else lax.cond(row.acts(alone["F"]), forward, idle)
+            outputs["F"], saved, gathered = cond_over_pp(
+                row.acts(alone["F"]),
+                lambda: pipeline.saves.forward(
+                    x=received(pipeline, state, row, "F"),
+                    this=pass_of(pipeline, row, "F"),
+                    saved=state.saved,
+                ),
+                lambda: (jnp.zeros_like(state.messages["F"][0]), state.saved, None),
             )
-        state = state._replace(residuals=residuals)
-
-    def with_head(state: State, y: Array) -> State:
-
-        def head() -> Any:
-            return vary_over_pp(pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y))
-
-        # The condition is the same on every rank, so that no rank waits here for one in the other branch.
-        after_head = (
-            head() if row.always("exit") else lax.cond(row.acts("exit"), head, lambda: vary_over_pp(state.ends))
-        )
-        return state._replace(ends=after_head)
-
+        state = state._replace(saved=saved)
     if joint:
         outputs["F"], outputs["B"], state = joint_pass(pipeline, state, row, outputs["F"])
     elif "F" in kinds and row.ever("exit"):
-        state = with_head(state, outputs["F"])
+        ends = cond_over_pp(
+            row.acts("exit"),  # the same on every rank, so that no rank waits here for one in the other branch
+            lambda: pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], outputs["F"]),
+            lambda: state.ends,
+        )
+        state = state._replace(ends=ends)
     if "B" in kinds:
-
-        def backward() -> tuple[Array, list[Any], Any, Any]:
-            dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
-            dx, residuals, grads = pipeline.saves.backward(this, dy, state.residuals, state.grads)
-            return vary_over_pp((dx, grads, residuals, embedding_gradient(pipeline, state, row, dx)))
-
-        def idle() -> tuple[Array, list[Any], Any, Any]:
-            dx = outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0])
-            return vary_over_pp((dx, state.grads, state.residuals, state.ends))
-
+        unchanged = state.grads, state.saved, state.ends
         with jax.named_scope(BACKWARD):
-            after_backward = backward() if row.always(alone["B"]) else lax.cond(row.acts(alone["B"]), backward, idle)
-        outputs["B"], grads, residuals, of_ends = after_backward
-        state = state._replace(grads=grads, residuals=residuals, ends=of_ends)
+            outputs["B"], grads, saved, ends = cond_over_pp(
+                row.acts(alone["B"]),
+                lambda: backward(pipeline, state, row, gathered),
+                lambda: (outputs["B"] if joint else jnp.zeros_like(state.messages["B"][0]), *unchanged),
+            )
+        state = state._replace(grads=grads, saved=saved, ends=ends)
     if "W" in kinds:
-
-        def weights() -> list[Any]:
-            return vary_over_pp(weight_gradients(pass_of(pipeline, row, "W"), state.residuals, state.grads))
-
         with jax.named_scope(WEIGHTS):
-            grads = (
-                weights() if row.always("W") else lax.cond(row.acts("W"), weights, lambda: vary_over_pp(state.grads))
+            grads = cond_over_pp(
+                row.acts("W"),
+                lambda: weight_gradients(pass_of(pipeline, row, "W"), state.saved, state.grads),
+                lambda: state.grads,
             )
         state = state._replace(grads=grads)
     if joint and row.ever("exit"):
-        devices = pipeline.layers.model.devices
-        state = with_head(state, devices.after(outputs["F"], made_last(pipeline, state, outputs)))
-        outputs = {kind: devices.after(output, state.ends.loss) for kind, output in outputs.items()}
+        outputs, state = head_of_joint_tick(pipeline, state, row, outputs)
     if not pipeline.carries_residuals:
-        state = state._replace(residuals=None)
-    return send(pipeline, state, row, outputs)
+        state = state._replace(saved=None)
+    return send(pipeline, state, row, outputs), None
+
+
+def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple[Array, list[Any], Any, EndsState]:
+    """B: the gradient of the stage's input, then gradients, what is saved and both ends after it."""
+    dy, this = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")._replace(gathered=gathered)
+    dx, saved, grads = pipeline.saves.backward(this, dy, state.saved, state.grads)
+    return dx, grads, saved, embedding_gradient(pipeline, state, row, dx)
 
 
 def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
@@ -178,17 +157,31 @@ def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Ar
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
             dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        y, dx, residuals, grads = pipeline.saves.both(ahead, back, x, dy, state.residuals, state.grads)
+        y, dx, saved, grads = pipeline.saves.both(ahead, back, x, dy, state.saved, state.grads)
         with jax.named_scope(BACKWARD):
-            return vary_over_pp((y, dx, residuals, grads, embedding_gradient(pipeline, state, row, dx)))
-
-    def idle() -> tuple[Array, ...]:
-        dx = jnp.zeros_like(state.messages["B"][0])
-        return vary_over_pp((y, dx, state.residuals, state.grads, state.ends))
+            return y, dx, saved, grads, embedding_gradient(pipeline, state, row, dx)
 
     with jax.named_scope(JOINT):
-        y, dx, residuals, grads, ends = lax.cond(row.acts(JOINT), both, idle)
-    return y, dx, state._replace(residuals=residuals, grads=grads, ends=ends)
+        y, dx, saved, grads, ends = cond_over_pp(
+            row.values[JOINT] >= 0,
+            both,
+            lambda: (y, jnp.zeros_like(state.messages["B"][0]), state.saved, state.grads, state.ends),
+        )
+    return y, dx, state._replace(saved=saved, grads=grads, ends=ends)
+
+
+def head_of_joint_tick(
+    pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]
+) -> tuple[dict[str, Array], State]:
+    """The head after all passes of a tick: the outputs, which wait for it, and the state after it."""
+    devices = pipeline.layers.model.devices
+    y = devices.after(outputs["F"], made_last(pipeline, state, outputs))
+    ends = cond_over_pp(
+        row.acts("exit"),
+        lambda: pipeline.ends.on_last_stage_output(state.ends, row["exit"], row["exit F"], y),
+        lambda: state.ends,
+    )
+    return {kind: devices.after(output, ends.loss) for kind, output in outputs.items()}, state._replace(ends=ends)
 
 
 def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) -> State:
@@ -203,8 +196,8 @@ def send(pipeline: Pipeline, state: State, row: Row, outputs: dict[str, Array]) 
             output = model.devices.after(output, made_last(pipeline, state, outputs))
         with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
             arrived = permute(model.residual, output, axis="pp", shift=shift) if shift else output
-        slots, slot = messages[kind], row[name]
-        entry = jnp.where(row.acts(name), arrived, index(slots, slot))
+        slots, slot, arrives = messages[kind], row[name], row.values[name] >= 0
+        entry = jnp.where(arrives, arrived, lax.dynamic_index_in_dim(slots, slot, keepdims=False))
         messages[kind] = lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
     return state._replace(messages=messages)
 
@@ -226,24 +219,25 @@ def received(pipeline: Pipeline, state: State, row: Row, kind: str) -> Array:
 
     def from_end() -> Array:
         if kind == "F":
-            return vary_over_pp(pipeline.ends.first_stage_input(state.ends, row["F"]))
-        return vary_over_pp(pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"]))
+            return pipeline.ends.first_stage_input(state.ends, row["F"])
+        return pipeline.ends.last_stage_gradient(state.ends, row["B"], row["exit B"])
 
-    if pipeline.schedule.stages == 1:
-        return from_end()
     message = f"message {kind}"
-    return lax.cond(row.values[message] < 0, from_end, lambda: vary_over_pp(index(state.messages[kind], row[message])))
+    return cond_over_pp(
+        pipeline.schedule.stages == 1 or row.values[message] < 0,
+        from_end,
+        lambda: lax.dynamic_index_in_dim(state.messages[kind], row[message], keepdims=False),
+    )
 
 
 def embedding_gradient(pipeline: Pipeline, state: State, row: Row, dx: Array) -> Any:
     """The ends' state after the gradient of the first stage's input, which is `dx` on the first stage's rank."""
-    if pipeline.schedule.stages == 1:
-        return pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)
-    in_first = (row["chunk B"] == 0) & row.acts("B") & (lax.axis_index("pp") == pipeline.schedule.placement[0])
-    return lax.cond(
-        in_first,
-        lambda: vary_over_pp(pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx)),
-        lambda: vary_over_pp(state.ends),
+    first = pipeline.schedule.placement[0]
+    return cond_over_pp(
+        pipeline.schedule.stages == 1
+        or (row["chunk B"] == 0) & (row.values["B"] >= 0) & (lax.axis_index("pp") == first),
+        lambda: pipeline.ends.on_first_stage_gradient(state.ends, row["B"], dx),
+        lambda: state.ends,
     )
 
 
@@ -253,7 +247,10 @@ def pass_of(pipeline: Pipeline, row: Row, kind: str) -> Pass:
     chunk = row[f"chunk {kind}"] if pipeline.schedule.virtual > 1 else 0
     slots = {pool: (row[f"{pool} {kind}"],) for pool, tables in pipeline.schedule.slot.items() if kind in tables}
     key = pipeline.layers.rounding
-    return Pass(pipeline.layers, context, chunk, slots, None if key is None else jax.random.fold_in(key, row[kind]))
+    key = None if key is None else jax.random.fold_in(key, row[kind])
+    # Without other stages, the layer that ends F begins B.
+    hands_on = kind != "F" or (pipeline.schedule.stages == 1 and row.always(kind))
+    return Pass(pipeline.layers, context, chunk, slots, key, hands_on=hands_on)
 
 
 def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:

@@ -59,9 +59,16 @@ def vary_alike(tree: Any) -> Any:
 
 
 def vary_over_pp(tree: Any) -> Any:
-    """Mark results of a cond's branches as varying over pp, whose ranks take different branches: the branches must
-    agree on the axes of their results."""
+    """Mark arrays as varying over pp, as results of branches do that its ranks take differently."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
+
+
+def cond_over_pp(acts: Array | bool, act: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+    """`lax.cond` with branches that ranks of pp take differently: they must agree on the axes of their results. Without
+    a branch if `acts` is True."""
+    if acts is True:
+        return vary_over_pp(act())
+    return lax.cond(acts, lambda: vary_over_pp(act()), lambda: vary_over_pp(idle()))
 
 
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:

@@ -139,11 +139,6 @@ class ParameterPlan:
         return 0 if self.spec.is_constant or self.grads_on == HOST else jnp.dtype(self.grads).itemsize
 
     @property
-    def adds_in_place(self) -> bool:
-        """Whether gradients are added in float32 on the device."""
-        return (self.grads, self.grads_on) == ("float32", DEVICE)
-
-    @property
     def is_gathered_per_use(self) -> bool:
         return self.resident != self.compute
 
@@ -151,7 +146,7 @@ class ParameterPlan:
     def is_cast_at_load(self) -> bool:
         """Whether `load` casts it: parameters that it moves, and those that are not cast where they are used."""
         moves = self.at_rest != self.staged or self.staged != self.resident or self.memory == HOST
-        return self.dtype is not None and (moves or not self.is_gathered_per_use)
+        return self.dtype is None or moves or not self.is_gathered_per_use
 
     @property
     def is_stored_at_once(self) -> bool:
@@ -167,21 +162,16 @@ class ParameterPlan:
         return EIGHT_BIT_DTYPES[kind].name if kind else self.dtype
 
     def cast(self, weight: Array) -> Array:
-        """The weight in the dtype of compute; 8-bit weights stay as they are."""
-        return weight.astype(self.dtype) if self.dtype and weight.dtype.itemsize > 1 else weight
+        """The weight in the dtype of compute; 8-bit weights stay as they are. Parameters that no data axis shards are
+        float32 in a step, whatever dtype they are stored in."""
+        return weight if weight.dtype.itemsize == 1 else weight.astype(self.dtype or jnp.float32)
 
-    def load_cast(self, weight: Array) -> Array:
-        """The array that `load` moves. Parameters that are never cast for sending are float32 in a step, whatever dtype
-        they are stored in."""
-        if self.dtype is None:
-            return weight if weight.dtype == jnp.float32 else weight.astype(jnp.float32)
-        if self.memory == HOST:
-            return self._cast_from_host(to_host(weight))
-        return self.cast(weight) if self.is_cast_at_load else weight
-
-    def _cast_from_host(self, weight: Array) -> Array:
-        """The array that `load` moves, from host memory. Layers are cast one after the other, so that at most one of
-        them is on the device in its stored dtype."""
+    def cast_at_load(self, weight: Array) -> Array:
+        """The array that `load` moves. Layers in host memory are cast one after the other, so that at most one of them
+        is on the device in its stored dtype."""
+        if self.memory != HOST:
+            return self.cast(weight)
+        weight = to_host(weight)
         if not self.spec.stack:
             return self.cast(argument_to_device(weight))
         return lax.map(lambda layer: self.cast(argument_to_device(weight, layer)[0]), jnp.arange(len(weight)))
@@ -401,19 +391,68 @@ class ShardingPlan:
         loaded = {}
         for stack, order in self.stacks.items():
             rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(entry(params, stack))
-            leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
-            if order:
+            pairs = zip(rows, leaves, strict=True)
+            leaves = [row.cast_at_load(x) if row.is_cast_at_load else x for row, x in pairs]
+            if order and not order.in_order:
                 leaves = order.moved([row.at_rest for row in rows], leaves)
             # If pp and data axes shard the same dim of a table, both are gathered at once.
-            before = "staged" if order else "at_rest"
-            loaded[stack] = jax.tree.unflatten(structure, self._gather(rows, before, "resident", leaves))
+            before, loaded[stack] = "staged" if order else "at_rest", jax.tree.unflatten(structure, leaves)
+            if any(getattr(row, before) != row.resident for row in rows):
+                loaded[stack] = self.use(loaded[stack], stack, before, "resident")
         return loaded
 
-    def use(self, weights: Any, part: str = "") -> Any:
-        """The weights that a layer computes with, from resident ones: those of a part or of one of its
-        layers; without a part, all."""
-        rows, (leaves, structure) = self.rows_of(part), jax.tree.flatten(weights)
-        return jax.tree.unflatten(structure, self._gather(rows, "resident", "compute", leaves))
+    def use(self, weights: Any, part: str = "", before: str = "resident", after: str = "compute") -> Any:
+        """The weights that a layer computes with, from resident ones: those of a part or of one of its layers; without
+        a part, all. `load` gathers from another layout of their rows, `before`, to another one, `after`.
+
+        They are cast first, so that fewer bytes are sent.
+        """
+        rows, (whole, structure) = self.rows_of(part), jax.tree.flatten(weights)
+        moves = [(getattr(row, before), getattr(row, after)) for row in rows]
+        rounded = [
+            index
+            for index, row in enumerate(rows)
+            if row.rounded_to and row.is_gathered_per_use == (after == "compute")
+        ]
+        wide = [index for index, (old, new) in enumerate(moves) if old != new and index not in rounded]
+        for scope, members in self.buckets_of_weights(rows, wide, before, after):
+            with jax.named_scope(scope):
+                patterns = [_pattern(*moves[index], whole[index]) for index in members]
+                arrays = [(rows[index], whole[index]) for index in members]
+                sent = [x if x.dtype.itemsize == 1 else x.astype(row.dtype) for row, x in arrays]  # as `cast`
+                if len(members) == 1:
+                    whole[members[0]] = collectives.all_gather(*patterns, *sent, first=self.gather_first)
+                    continue
+                packed = Packed.of(patterns, sent)
+                gathered = packed.apart(collectives.all_gather(packed.pattern, packed.array, first=self.gather_first))
+            for index, x in zip(members, gathered, strict=True):
+                whole[index] = x
+        if rounded:
+            whole = self._gather_rounded(rows, rounded, before, after, whole)
+        return jax.tree.unflatten(structure, whole)
+
+    def _gather_rounded(
+        self, rows: Sequence[ParameterPlan], which: Sequence[int], before: str, after: str, weights: Sequence[Array]
+    ) -> list[Array]:
+        """The same for some of these rows, in 8 bits, bitwise equal to rounding the whole weights. One all_reduce finds
+        all their largest entries."""
+        whole = [*weights]
+        for index in which:
+            whole[index] = rows[index].cast(whole[index])
+        largest, shapes = pack(
+            [largest_entry(rows[index].spec, rows[index].compute, whole[index]) for index in which], "*"
+        )
+        largest_of = dict(zip(which, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True))
+        for scope, members in self.buckets_of_weights(rows, which, before, after):
+            with jax.named_scope(scope):
+                moves = [(getattr(rows[index], before), getattr(rows[index], after)) for index in members]
+                patterns = tuple(_pattern(*move, whole[index]) for move, index in zip(moves, members, strict=True))
+                scales = [scale_of(largest_of[index], self.gather) for index in members]
+                given = [whole[index] for index in members], scales
+                gathered = gather_rounded(patterns, self.gather, self.gather_first, *given)
+            for index, x in zip(members, gathered, strict=True):
+                whole[index] = x
+        return whole
 
     def trained_of(self, weights: Any, part: str) -> Any:
         """A part's weights, with None for constants of the backward pass."""
@@ -448,7 +487,7 @@ class ShardingPlan:
                 total = sums[index]
                 if row.spec.role == Role.MAXIMA:
                     sums[index] = total.at[place].max(share.astype(total.dtype))
-                elif row.adds_in_place:
+                elif (row.grads, row.grads_on) == ("float32", DEVICE):
                     sums[index] = total.at[place].add(share.astype(total.dtype))
                 else:
                     share += read_layer(total, place)
@@ -458,8 +497,8 @@ class ShardingPlan:
                     sums[index] = write_slot(total, share, place)
         return jax.tree.unflatten(structure, sums)
 
-    def added_up(self, part: str, grads: Any) -> Any:
-        """The same for a tree of gradients, which may lack some of the part's leaves."""
+    def to_summed(self, part: str, grads: Any) -> Any:
+        """A tree of gradients of a part, of which it may lack some leaves, in their summed layouts."""
         rows = {name: self.rows[part][name] for name in grads}
         return jax.tree.map(lambda row, grad: self._scatter_alone(row, row.compute, row.summed, grad), rows, grads)
 
@@ -473,20 +512,21 @@ class ShardingPlan:
                 rows, (leaves, structure) = self.rows_of(stack), jax.tree.flatten(summed[stack])
                 for index, row in enumerate(rows):
                     target = row.at_rest if row.is_stored_at_once else row.staged
-                    if row.summed == target and not row.adds_in_place:
+                    if row.spec.is_constant:
                         continue
-                    scatter = partial(self._scatter_alone, row, row.summed, target)
-                    if row.grads != "float32":  # no other rank has a summand of a sum that was rounded
-                        scatter = partial(_scatter_whole, row.summed, target)
-                    x = leaves[index]
-                    leaves[index] = map_slots(scatter, x) if is_on_host(x) else scatter(x)
+                    if row.summed != target:
+                        scatter = partial(self._scatter_alone, row, row.summed, target)
+                        if row.grads != "float32":  # no other rank has a summand of a sum that was rounded
+                            scatter = partial(_scatter_whole, row.summed, target)
+                        x = leaves[index]
+                        leaves[index] = map_slots(scatter, x) if is_on_host(x) else scatter(x)
                     # Of a table each pipeline rank has a summand; layers are on the ranks that ran them.
-                    if not row.spec.stack and not row.spec.is_constant and target != row.at_rest:
+                    if not row.spec.stack and target != row.at_rest:
                         with jax.named_scope(row.scope):
                             leaves[index] = collectives.reduce_scatter(f"{target} -> {row.at_rest}", leaves[index])
-                kept = [index for index, row in enumerate(rows) if order and not row.spec.is_constant]
-                if kept:
-                    here = [leaves[index] if order.in_order else to_device(leaves[index]) for index in kept]
+                if order and not order.in_order:
+                    kept = [index for index, row in enumerate(rows) if not row.spec.is_constant]
+                    here = [to_device(leaves[index]) for index in kept]
                     moved = order.moved([rows[index].at_rest for index in kept], here, back=True)
                     for index, x in zip(kept, moved, strict=True):
                         leaves[index] = to_host(x) if is_on_host(leaves[index]) else x
@@ -548,42 +588,6 @@ class ShardingPlan:
     def _ranks(self, axes: Sequence[str]) -> int:
         return math.prod(self.axis_sizes.get(axis, 1) for axis in axes)
 
-    def _gather(self, rows: Sequence[ParameterPlan], before: str, after: str, weights: Sequence[Array]) -> list[Array]:
-        """Gather weights from one layout of their rows to another after the cast, so that fewer bytes are sent; in 8
-        bits where the plan says so for this move, bitwise equal to rounding the whole weights. One all_reduce finds all
-        their largest entries."""
-        whole, moves = [*weights], [(getattr(row, before), getattr(row, after)) for row in rows]
-        narrow = [
-            index
-            for index, row in enumerate(rows)
-            if row.rounded_to and row.is_gathered_per_use == (after == "compute")
-        ]
-        wide = [index for index, (old, new) in enumerate(moves) if old != new and index not in narrow]
-        for scope, members in self.buckets_of_weights(rows, wide, before, after):
-            with jax.named_scope(scope):
-                patterns = [_pattern(*moves[index], whole[index]) for index in members]
-                packed = Packed.of(patterns, [rows[index].cast(whole[index]) for index in members])
-                gathered = packed.apart(collectives.all_gather(packed.pattern, packed.array, first=self.gather_first))
-            for index, x in zip(members, gathered, strict=True):
-                whole[index] = x
-        if not narrow:
-            return whole
-        for index in narrow:
-            whole[index] = rows[index].cast(whole[index])
-        largest, shapes = pack(
-            [largest_entry(rows[index].spec, rows[index].compute, whole[index]) for index in narrow], "*"
-        )
-        largest_of = dict(zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True))
-        for scope, members in self.buckets_of_weights(rows, narrow, before, after):
-            with jax.named_scope(scope):
-                patterns = tuple(_pattern(*moves[index], whole[index]) for index in members)
-                scales = [scale_of(largest_of[index], self.gather) for index in members]
-                given = [whole[index] for index in members], scales
-                gathered = gather_rounded(patterns, self.gather, self.gather_first, *given)
-            for index, x in zip(members, gathered, strict=True):
-                whole[index] = x
-        return whole
-
     def _scatter(
         self, scope: str, rows: Sequence[ParameterPlan], moves: Sequence, grads: Sequence[Array]
     ) -> list[Array]:
@@ -597,13 +601,17 @@ class ShardingPlan:
                 return [grad.astype(jnp.float32) for grad in grads]
             patterns = [_pattern(*move, grad) for move, grad in zip(moves, grads, strict=True)]
             if self.reduce == "float32":
-                packed = Packed.of(patterns, [grad.astype(jnp.float32) for grad in grads])
-                return packed.apart(collectives.reduce_scatter(packed.pattern, packed.array))
-            if jnp.dtype(first.dtype) == jnp.bfloat16 and first.spec.role == Role.TABLE:
-                # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
-                grads = [lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7) for grad in grads]
-            packed = Packed.of(patterns, [grad.astype(row.dtype) for row, grad in zip(rows, grads, strict=True)])
-            return packed.apart(collectives.exchange_and_add(packed.pattern, packed.array))
+                send, sent = collectives.reduce_scatter, [grad.astype(jnp.float32) for grad in grads]
+            else:
+                if jnp.dtype(first.dtype) == jnp.bfloat16 and first.spec.role == Role.TABLE:
+                    # What the cast does, as one more operation: a cast that stands alone takes TPU half as long again.
+                    grads = [lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7) for grad in grads]
+                pairs = zip(rows, grads, strict=True)
+                send, sent = collectives.exchange_and_add, [grad.astype(row.dtype) for row, grad in pairs]
+            if len(sent) == 1:
+                return [send(*patterns, *sent)]
+            packed = Packed.of(patterns, sent)
+            return packed.apart(send(packed.pattern, packed.array))
 
     def _scatter_alone(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """The same for one gradient."""

@@ -40,22 +40,23 @@ def host_slots(like: Any, *leading: int) -> Array:
     return to_host(as_varying(room, varying_axes(like) | {"pp"}))
 
 
-def read_slot(stacked: Any, *numbers: Array | int) -> Any:
+def read_entry(stacked: Array, *numbers: Array | int) -> Array:
     """The entry at these indices of the leading dims, on the device; nothing else is copied."""
+    start, rest = _indices(stacked, numbers), stacked.shape[len(numbers) :]
+    piece = lax.dynamic_slice(stacked, start, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
+    return to_device(piece).reshape(rest)
 
-    def read(leaf: Array) -> Array:
-        start, rest = _indices(leaf, numbers), leaf.shape[len(numbers) :]
-        piece = lax.dynamic_slice(leaf, start, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
-        return to_device(piece).reshape(rest)
 
-    return jax.tree.map(read, stacked)
+def read_slot(stacked: Any, *numbers: Array | int) -> Any:
+    """The same for each array of a tree."""
+    return jax.tree.map(lambda leaf: read_entry(leaf, *numbers), stacked)
 
 
 def read_layer(stacked: Array, number: Array | int) -> Array:
     """The same for one stack, whose entries in a TPU's host memory have the memory layout of arguments: that of the
     update, which reads them, too, while XLA may give them that of what they are added to, and libtpu ends there."""
     pinned = is_on_host(stacked) and platform_traced() == "tpu"
-    return argument_to_device(stacked, number)[0] if pinned else read_slot(stacked, number)
+    return argument_to_device(stacked, number)[0] if pinned else read_entry(stacked, number)
 
 
 def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
@@ -82,8 +83,3 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     return tuple(
         np.int32(number) if isinstance(number, int) else lax.convert_element_type(number, jnp.int32) for number in known
     )
-
-
-def index(stacked: Array, number: Array) -> Array:
-    """The entry with this number in the first dim."""
-    return lax.dynamic_index_in_dim(stacked, number, keepdims=False)

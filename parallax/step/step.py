@@ -239,9 +239,9 @@ class TrainStep:
         tx, rows = optax.with_extra_args_support(self.tx), self.model.plan.rows
 
         def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
-            wide = widened(params)
+            wide, grads = widened(params), jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
             given = dict(grad_norm=grad_norm, noise=noise, layers=layers)
-            updates, opt_state = tx.update(widened(grads), opt_state, wide, **given)
+            updates, opt_state = tx.update(grads, opt_state, wide, **given)
             old, wide, updates = (_trained(rows, tree) for tree in (params, wide, updates))
             new = narrowed(optax.apply_updates(wide, updates), old, noise, layers)
             return jax.tree.map(lambda _, old, new: old if new is None else new, rows, params, new), opt_state

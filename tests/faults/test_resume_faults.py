@@ -251,7 +251,7 @@ def test_torn_metadata_keeps_no_run_from_going_on(corpus, at_six, never_stopped,
     assert_same_run(at_six, never_stopped)
 
 
-def as_command(corpus, folder, **changes):
+def main(corpus, folder, **changes):
     """The tiny run as arguments of train.py."""
     return [*flags_of(corpus, **EVERY_SECOND | changes, **{"mesh.simulate": 8}), f"--workdir={folder}"]
 
@@ -284,7 +284,7 @@ def kill_at(process, word, *, after_secs=0.0):
 
 @pytest.mark.slow
 def test_a_kill_during_an_asynchronous_save_loses_nothing(corpus, never_stopped, tmp_path, capsys):
-    process = start("tests/faults/stuck_save.py", "4", *as_command(corpus, tmp_path))
+    process = start("tests/faults/stuck_save.py", "4", *main(corpus, tmp_path))
     assert kill_at(process, "saving step 4: arrays are written")
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert any(name.startswith("4.orbax-checkpoint-tmp") for name in left) and "2" in left
@@ -301,13 +301,13 @@ def test_kills_at_random_moments_lose_nothing(corpus, tmp_path, mesh):
     """Saves follow each other, so that most kills hit one."""
     changes = {"checkpoint.every_steps": 1, "train.steps": 40, "train.eval_every_steps": 10, **mesh}
     whole, run = tmp_path / "whole", tmp_path / "run"
-    ended = start("train.py", *as_command(corpus, whole, **changes))
+    ended = start("train.py", *main(corpus, whole, **changes))
     assert "finished: step 40" in ended.communicate(timeout=300)[0] and ended.returncode == 0
     rng, kills = random.Random(0), 0
     for _ in range(8):
-        process = start("train.py", *as_command(corpus, run, **changes))
+        process = start("train.py", *main(corpus, run, **changes))
         kills += kill_at(process, rng.choice(["tokens to train on", "step "]), after_secs=rng.uniform(0, 2))
-    ended = start("train.py", *as_command(corpus, run, **changes))
+    ended = start("train.py", *main(corpus, run, **changes))
     assert "step 40" in ended.communicate(timeout=300)[0] and ended.returncode == 0
     assert kills >= 3
     assert_same_run(run, whole, steps=40)

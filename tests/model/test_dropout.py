@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, mesh_of, model_config, params_of
 
 from parallax.model.dropout import Dropout
-from parallax.pipeline.loss_and_grads import DROPOUT
+from parallax.pipeline.embed_and_head import DROPOUT
 from parallax.sharding.layout import Layout
 
 SIZES = model_config().sizes

@@ -400,6 +400,21 @@ def test_all_tokens_may_go_to_the_same_experts(to, exchange):
     check(with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays()), expected)
 
 
+def test_the_slices_are_those_of_the_picture_in_the_page():
+    """docs/ep.md: what two ranks receive, whose rows are sorted by expert, with room for four and for three units."""
+    rows, counts = [["b", "c", "a"], ["d", "e", "f"]], jnp.array([[1, 1, 1, 0], [0, 2, 0, 1]])
+
+    def received(start, units):
+        buffers, slices = [["-"] * units for _ in rows], ragged.slices_of(counts, start, units)
+        for (expert, rank), size in np.ndenumerate(slices.size):
+            source, place = int(slices.source[expert, rank]), int(slices.place[expert, rank])
+            buffers[expert // 2][place : place + size] = rows[rank][source : source + size]
+        return [" ".join(buffer) for buffer in buffers]
+
+    assert received(0, 4) == ["b c d e", "a f - -"]
+    assert [received(start, 3) for start in (0, 3)] == [["b c d", "a f -"], ["e - -", "- - -"]]
+
+
 def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`jax.lax.ragged_all_to_all`, which XLA does not have on CPUs, from its documentation; NaN where ranks disagree on
     how much is sent."""

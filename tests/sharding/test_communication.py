@@ -32,9 +32,8 @@ from parallax.model.mask import Mask
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead
+from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead, Tokens
 from parallax.pipeline.layers_on_ranks import layers_from_ranks, layers_to_ranks
-from parallax.pipeline.loss_and_grads import in_context_order
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -192,7 +191,7 @@ def test_a_window_has_the_tails_of_chunks_sent_and_no_other_keys(window, tails):
 @pytest.mark.parametrize("mesh", [(2, 1, 2, 1, 2), (1, 1, 1, 1, 4)], ids=str)
 def test_the_batch_is_brought_into_context_order_once_a_step_as_is_said(mesh):
     model = build(mesh, schedule="one_f_one_b", microbatches=4)
-    assert sent_in(in_context_order, model) == said_of(promised(in_context_order, "", {}))
+    assert sent_in(Tokens.of, model) == said_of(promised(Tokens.of, "", {}))
 
 
 def test_a_block_sends_what_its_parts_send():

@@ -53,7 +53,7 @@ FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin"
 REDUCTION = "reduce_"
 # Components of the ticks' state by field; other fields are pipeline buffers.
 WAITING, GRADIENTS_WAITING = "in host memory", "gradients in host memory"
-STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
+STATE_COMPONENTS = {"saved": "saved_activations", "grads": "gradients", "loss": "other"}
 NOTHING, PARAMETERS, DATA = range(3)  # inputs that a value depends on: none, only parameters, the batch
 END = 1 << 60  # an index after all operations
 

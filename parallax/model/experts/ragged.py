@@ -1,9 +1,9 @@
 """The ragged exchange, in an order by hand: rows travel while others are multiplied.
 
-parallax/model/experts/exchange.py says what goes in and out, and has the same as plain code. Here rows are sorted by
-expert and sent in slices, by rounds: `Slices` says which, `_send` and `_send_back` send them, and `ExchangedRows` has
-what both passes know. The backward pass is two functions, `_start` and `_finish`, so that it can wait for the gradient
-of shared experts between them.
+docs/ep.md has a picture of one exchange, step by step. parallax/model/experts/exchange.py says what goes in and out,
+and has the same as plain code. Here rows are sorted by expert and sent in slices, by rounds: `Slices` says which,
+`_send` and `_send_back` send them, and `ExchangedRows` has what both passes know. The vjp is in two functions,
+`_placeholders` and `_exchange`, so that the backward pass can wait for the gradient of shared experts between them.
 """
 
 import functools
@@ -24,7 +24,7 @@ from parallax.sharding.collectives import all_gather, as_varying, varying_axes
 from parallax.sharding.platform import platform_traced
 
 SENT = "exchange.sent"  # the scope of exchanges to the experts' ranks; others go back
-UNIT = 8  # rows: each expert's rows of a rank are sent as a multiple
+UNIT_ROWS = 8  # each expert's rows of a rank are sent as a multiple
 LEAST_UNITS = 2048  # that are sent in two rounds
 UNITS_STEP = 64  # of the first round, so that its rows fill blocks of kernels
 
@@ -43,16 +43,16 @@ def sums_of_rows(
     axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x_ND, weights_NK, ids_NK, experts))))
     arrays = x_ND, weights_NK, ids_NK, experts
     x_ND, weights_NK, ids_NK, experts = jax.tree.map(lambda array: as_varying(array, axes), arrays)
-    rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT)
-    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT, _weights(weights_NK, rows), axes)
-    most = ranks * (tokens * min(choices, experts.count) // UNIT + experts.count)
-    usual = -(-usual_rows(ranks * ids_NK.size, UNIT * most, ranks) // UNIT)
+    rows = sort_rows(ids_NK, ranks * experts.count, most=choices, unit=UNIT_ROWS)
+    counts_PE, sent_weights = _announced(rows.sizes_E // UNIT_ROWS, _weights(weights_NK, rows), axes)
+    most = ranks * (tokens * min(choices, experts.count) // UNIT_ROWS + experts.count)
+    usual = -(-usual_rows(ranks * ids_NK.size, UNIT_ROWS * most, ranks) // UNIT_ROWS)
     # Collectives in branches could deadlock on simulated devices.
     sizes = BufferSizes((most,) if platform_traced() == "cpu" else usual_rounds(usual), most, send_again)
-    saved, token = _start(sizes, weights_NK, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights))
+    saved, token = _placeholders(sizes, weights_NK, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights))
     shared = shared_experts(token) if shared_experts else None
     x_ND, experts = jax.tree.map(lax.stop_gradient, (x_ND, experts))
-    return _finish(sizes, saved, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights)), shared
+    return _exchange(sizes, saved, ExchangedRows(x_ND, experts, rows, counts_PE, sent_weights)), shared
 
 
 class BufferSizes(NamedTuple):
@@ -104,7 +104,7 @@ class Slices(NamedTuple):
 
     def rows_of_experts(self) -> Array:
         """Number of rows that each of this rank's experts gets."""
-        return UNIT * self.to_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
+        return UNIT_ROWS * self.to_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
 
 
 def slices_of(counts_PE: Array, start: Array | int, units: int) -> Slices:
@@ -176,7 +176,7 @@ class ReceivedRows(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """The result of `_finish` and what it saves, as zeros; as gradients, that of the result and what was saved."""
+    """The result of `_exchange` and what it saves, as zeros; as gradients, that of the result and what was saved."""
 
     y_ND: Array
     received: list[ReceivedRows]
@@ -206,7 +206,7 @@ class ExchangedRows(NamedTuple):
     @property
     def units(self) -> int:
         """The number of units that this rank sends in all rounds."""
-        return len(self.rows.choice_R) // UNIT
+        return len(self.rows.choice_R) // UNIT_ROWS
 
     def send(self, array_ND: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
         """The rows of a round, of tokens or of their gradients, sent after `earlier`."""
@@ -227,7 +227,7 @@ class ExchangedRows(NamedTuple):
         self, slices: Slices, received: ReceivedRows, dy_ND: Array, sizes_E: Array, earlier: Array | None = None
     ) -> RowGradients:
         """Gradients of a round, whose results' gradient is sent after `earlier`."""
-        dy = self.send(dy_ND, slices, len(received.weights) // UNIT, earlier)
+        dy = self.send(dy_ND, slices, len(received.weights) // UNIT_ROWS, earlier)
         saved = received.gate, received.up, received.weights
         return RowGradients(*self.experts.gated_gradients(self.experts.down.gradient(dy), *saved, sizes_E), dy)
 
@@ -255,15 +255,16 @@ class ExchangedRows(NamedTuple):
         return [held.sums(*pair, slices.rows_of_experts(), earlier) for held, pair, earlier in given]
 
 
-# The backward pass of an exchange, in two functions. That of `_finish` only passes on what was saved, as "gradients" of
-# placeholders that `_start` made; that of `_start` computes. Shared experts are called between the two, so the gradient
-# of their input is known in the second one, and products can wait for it.
+# The vjp of an exchange, in two functions. The forward pass is that of `_exchange`, the backward pass that of
+# `_placeholders`. Forward `_placeholders` makes zeros; backward `_exchange` passes on what it saved, as "gradients" of
+# these. Shared experts are called between the two, so the gradient of their input is known before the backward pass,
+# and products can wait for it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _start(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[SavedForBackward, Array]:
-    return _start_forward(sizes, weights_NK, given)[0]
+def _placeholders(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[SavedForBackward, Array]:
+    return _placeholders_forward(sizes, weights_NK, given)[0]
 
 
-def _start_forward(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[Any, Any]:
+def _placeholders_forward(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) -> tuple[Any, Any]:
     x_ND, wide = given.x_ND, given.experts.gate.kernels
 
     def zeros(dtype: Any, *shape: int) -> Array:
@@ -271,10 +272,10 @@ def _start_forward(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) 
 
     received = [
         ReceivedRows(
-            zeros(x_ND.dtype, 0 if sizes.send_again else units * UNIT, x_ND.shape[1]),
-            zeros(weights_NK.dtype, units * UNIT, 1),
-            zeros(wide.dtype, units * UNIT, wide.shape[2]),
-            zeros(wide.dtype, units * UNIT, wide.shape[2]),
+            zeros(x_ND.dtype, 0 if sizes.send_again else units * UNIT_ROWS, x_ND.shape[1]),
+            zeros(weights_NK.dtype, units * UNIT_ROWS, 1),
+            zeros(wide.dtype, units * UNIT_ROWS, wide.shape[2]),
+            zeros(wide.dtype, units * UNIT_ROWS, wide.shape[2]),
         )
         for units in sizes.rounds
     ]
@@ -285,11 +286,11 @@ def _start_forward(sizes: BufferSizes, weights_NK: Array, given: ExchangedRows) 
 # It saves, by name, the received rows and the two products of the usual rounds. Nothing else is saved; further rounds
 # are recomputed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish(sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows) -> Array:
-    return _finish_forward(sizes, saved, given)[0]
+def _exchange(sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows) -> Array:
+    return _exchange_forward(sizes, saved, given)[0]
 
 
-def _finish_forward(
+def _exchange_forward(
     sizes: BufferSizes, saved: SavedForBackward, given: ExchangedRows
 ) -> tuple[Array, list[ReceivedRows]]:
     down = given.experts.down
@@ -313,14 +314,16 @@ def _finish_forward(
     return _remaining_rounds(sizes, given, further, y, lambda y: _summed(y, given.rows)), received
 
 
-def _finish_backward(sizes: BufferSizes, received: list[ReceivedRows], dy_ND: Array) -> tuple[Any, ...]:
+def _exchange_backward(sizes: BufferSizes, received: list[ReceivedRows], dy_ND: Array) -> tuple[Any, ...]:
     return SavedForBackward(dy_ND, received), None
 
 
-_finish.defvjp(_finish_forward, _finish_backward)
+_exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
-def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBackward, Array]) -> tuple[Array, Any]:
+def _placeholders_backward(
+    sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBackward, Array]
+) -> tuple[Array, Any]:
     (dy_ND, received), earlier = cotangents
     weights_NK, given, of_x = saved
     rounds = sizes.usual_slices(given.counts_PE)
@@ -339,7 +342,7 @@ def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBa
         sums, x = given.add_to_tokens(slices, of_round, sums), rows.x
         if sizes.send_again:
             before = None if kernels[0] is None else sum(_probe(sums.kernels) for sums in kernels)
-            x = given.send(given.x_ND, slices, len(rows.weights) // UNIT, before)
+            x = given.send(given.x_ND, slices, len(rows.weights) // UNIT_ROWS, before)
         kernels = given.add_to_kernels(slices, x, of_round, kernels)
 
     def recomputed(number: Array) -> tuple[Slices, ReceivedRows, RowGradients]:
@@ -365,7 +368,7 @@ def _start_backward(sizes: BufferSizes, saved: Any, cotangents: tuple[SavedForBa
     return dweights.reshape(weights_NK.shape), ExchangedRows(dx, d_experts, None, None, None)
 
 
-_start.defvjp(_start_forward, _start_backward)
+_placeholders.defvjp(_placeholders_forward, _placeholders_backward)
 
 
 def _remaining_rounds(
@@ -419,7 +422,7 @@ def _summed(y: Array, rows: Rows) -> Array:
 def _in_units(x_RD: Array) -> Array:
     """Rows as units, [U, 8, D]. On TPU rows of [R, D] share tiles with seven others, so that moving one would rewrite
     them; a unit has tiles of its own, and this changes nothing in memory."""
-    return x_RD.reshape(-1, UNIT, x_RD.shape[1])
+    return x_RD.reshape(-1, UNIT_ROWS, x_RD.shape[1])
 
 
 def _as_rows(x: Array) -> Array:
@@ -428,7 +431,7 @@ def _as_rows(x: Array) -> Array:
 
 def _unset(like_ND: Array, units: int) -> Array:
     """An uninitialised buffer for units; each will be written or is never read."""
-    return as_varying(lax.empty((units, UNIT, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
+    return as_varying(lax.empty((units, UNIT_ROWS, like_ND.shape[-1]), like_ND.dtype), varying_axes(like_ND))
 
 
 def _send(x: Array, slices: Slices, units: int, earlier: Array | None = None) -> Array:
