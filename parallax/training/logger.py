@@ -29,7 +29,7 @@ class RunLogger:
     def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
-        self._log = files.AppendFile(folder.log) if self._speaks else None
+        self._log = files.append_file(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._writers = writers
         self._waits: list[str] | None = []  # progress lines, held back from log.txt until the first other line
@@ -50,8 +50,8 @@ class RunLogger:
                 writer.close(failed=error is not None)
         for file in (self._log, self._metrics):
             if file is not None:
-                # Lines were flushed immediately; if anything is left, its error was reported already.
-                with contextlib.suppress(OSError):
+                # Lines were flushed before; if anything is left, its error was reported already.
+                with contextlib.suppress(OSError, CheckpointError):
                     file.close()
 
     def say(self, text: str) -> None:
@@ -78,6 +78,12 @@ class RunLogger:
             with contextlib.suppress(CheckpointError):
                 self._keep(self._timed(text))
 
+    def flush(self) -> None:
+        """Return when all lines so far are stored; a checkpoint that counts has its metrics."""
+        for file in (self._log, self._metrics):
+            if file is not None:
+                file.flush()
+
     def _keep_wait(self, text: str) -> None:
         """Log a progress message, but not before the first other line: a refused run leaves an empty log."""
         if self._waits is not None:
@@ -101,7 +107,7 @@ class RunLogger:
         if self._speaks:
             with writing(self._metrics_path.parent, files.WHEN_FULL):
                 drop_after(self._metrics_path, step, source)
-                self._metrics = files.AppendFile(self._metrics_path)
+                self._metrics = files.append_file(self._metrics_path)
                 for writer in self._writers:
                     writer.begin(step, self.say)
 
@@ -127,7 +133,7 @@ def drop_after(path: Path, step: int, source: Path | None = None) -> None:
     lines_of = source if source and source.exists() else path
     if lines_of.exists():
         kept = (line + b"\n" for line in files.lines_in(lines_of) if (row := row_of(line)) and row["step"] <= step)
-        files.write_whole(path, kept)
+        files.replace_log(path, kept)
 
 
 def _as_json(value: Any) -> Any:
