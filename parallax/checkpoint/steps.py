@@ -23,7 +23,7 @@ MANIFEST, REMOVED = "manifest.json", "manifest.removed"
 # Orbax writes these beside the trees when the manifest is complete, and nothing reads them.
 ORBAX_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 BEGUN = "unfinished"  # in a step that is not renamed when it is whole, before anything else
-NOTES = (*ORBAX_NOTES, BEGUN)
+UNLISTED = (*ORBAX_NOTES, BEGUN)
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
@@ -101,7 +101,7 @@ def latest_step(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
-    notes = [folder / name for name in NOTES]
+    notes = [folder / name for name in UNLISTED]
     paths = [path for path in files.files_below(folder) if path not in notes]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
     # Converted as by JSON: keys become strings, tuples lists.
@@ -194,7 +194,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 def remove_notes(folder: Path, step: int) -> None:
     """Remove what is in a step and not in its manifest."""
-    for name in NOTES:
+    for name in UNLISTED:
         files.remove(folder / str(step) / name, missing_ok=True)
 
 

@@ -29,8 +29,8 @@ from parallax.storage import files
 DRIVERS = {"s3": "s3"}  # of TensorStore, by scheme
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
 FLUSH_SECS = 5.0  # between the objects of a log
-LEASE_SECS, RENEW_SECS, LOOK_SECS = 60.0, 15.0, 1.0
-WHOLE = ".whole"  # ends the name of an object that replaces those before it in a log
+LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
+WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
 
@@ -127,7 +127,7 @@ def is_in_bucket(written: str | os.PathLike) -> bool:
 
 
 @files.kvstore_of.register
-def kvstore_of(folder: BucketPath) -> dict[str, Any]:
+def _kvstore_of(folder: BucketPath) -> dict[str, Any]:
     """The tensorstore spec of a folder, without credentials."""
     prefix = f"{folder.key}/" if folder.key else ""
     return {"driver": DRIVERS[folder.scheme], "bucket": folder.bucket, "path": prefix} | _reached()
@@ -147,7 +147,7 @@ def _reached() -> dict[str, Any]:
 
 def _store(path: BucketPath) -> Any:
     """The bucket of a path."""
-    return _opened(json.dumps(kvstore_of(BucketPath(f"{path.scheme}://{path.bucket}"))))
+    return _opened(json.dumps(_kvstore_of(BucketPath(f"{path.scheme}://{path.bucket}"))))
 
 
 @functools.cache
@@ -203,49 +203,49 @@ def _keys_below(folder: BucketPath) -> list[str]:
 
 
 @files.is_local.register
-def is_local(path: BucketPath) -> bool:
+def _is_local(path: BucketPath) -> bool:
     return False
 
 
 @files.names_in.register
-def names_in(folder: BucketPath) -> list[str]:
+def _names_in(folder: BucketPath) -> list[str]:
     return sorted({name.split("/")[0] for name in _keys_below(folder)})
 
 
 @files.files_below.register
-def files_below(folder: BucketPath) -> list[BucketPath]:
+def _files_below(folder: BucketPath) -> list[BucketPath]:
     return folder.rglob("*")
 
 
 @files.free_bytes.register
-def free_bytes(folder: BucketPath) -> int:
+def _free_bytes(folder: BucketPath) -> int:
     return sys.maxsize
 
 
 @files.size_of.register
-def size_of(path: BucketPath) -> None:
+def _size_of(path: BucketPath) -> None:
     return None
 
 
 @files.bytes_below.register
-def bytes_below(folder: BucketPath) -> None:
+def _bytes_below(folder: BucketPath) -> None:
     return None
 
 
 @files.odd_kind.register
-def odd_kind(path: BucketPath) -> None:
+def _odd_kind(path: BucketPath) -> None:
     return None
 
 
 @files.open_file.register
-def open_file(path: BucketPath, mode: str = "rb", **options: Any) -> IO:
+def _open_file(path: BucketPath, mode: str = "rb", **options: Any) -> IO:
     assert mode in ("r", "rb"), "an object is written as a whole"
     content = b"".join(_log_of(path)) if not path.is_file() and path.is_dir() else read(path)
     return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode("utf-8", "replace"))
 
 
 @files.read_bytes.register
-def read_bytes(path: BucketPath, most: int = files.LARGEST_BYTES) -> bytes:
+def _read_bytes(path: BucketPath, most: int = files.LARGEST_BYTES) -> bytes:
     content = read(path)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
@@ -253,13 +253,13 @@ def read_bytes(path: BucketPath, most: int = files.LARGEST_BYTES) -> bytes:
 
 
 @files.lines_in.register
-def lines_in(path: BucketPath) -> Iterator[bytes]:
-    yield from open_file(path).read().splitlines()
+def _lines_in(path: BucketPath) -> Iterator[bytes]:
+    yield from _open_file(path).read().splitlines()
 
 
 @files.write_whole.register
 @files.write_file.register
-def write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[bytes]) -> None:
+def _write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[bytes]) -> None:
     if isinstance(content, str):
         content = files.in_utf8(content)
     write(path, bytes(content) if isinstance(content, bytes | memoryview) else b"".join(content))
@@ -267,17 +267,17 @@ def write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[b
 
 @files.sync.register
 @files.sync_names.register
-def sync(path: BucketPath) -> None:
+def _sync(path: BucketPath) -> None:
     """A write has ended when the object is stored."""
 
 
 @files.make_folder.register
-def make_folder(path: BucketPath, *, mode: int = 0o777) -> None:
+def _make_folder(path: BucketPath, *, mode: int = 0o777) -> None:
     """A folder is there with its first object."""
 
 
 @files.remove.register
-def remove(path: BucketPath, *, missing_ok: bool = False) -> None:
+def _remove(path: BucketPath, *, missing_ok: bool = False) -> None:
     from tensorstore import KvStore
 
     below = KvStore.KeyRange(f"{path.key}/", f"{path.key}0")
@@ -286,16 +286,16 @@ def remove(path: BucketPath, *, missing_ok: bool = False) -> None:
 
 
 @files.remove_what_can_be.register
-def remove_what_can_be(path: BucketPath) -> None:
+def _remove_what_can_be(path: BucketPath) -> None:
     with contextlib.suppress(OSError):
-        remove(path)
+        _remove(path)
 
 
 @files.try_writing.register
-def try_writing(folder: BucketPath) -> None:
+def _try_writing(folder: BucketPath) -> None:
     probe = folder / f"{files.PROBE}{os.getpid()}"
     write(probe, b"x")
-    remove(probe)
+    _remove(probe)
 
 
 # ---- logs
@@ -303,21 +303,21 @@ def try_writing(folder: BucketPath) -> None:
 
 def _log_of(path: BucketPath) -> list[bytes]:
     """The parts of a log that count."""
-    names = names_in(path)
-    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE)), default=0)
+    names = _names_in(path)
+    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
     return [read(path / name) for name in names[first:]]
 
 
 def _next_number(path: BucketPath) -> int:
-    return max((int(name.removesuffix(WHOLE)) for name in names_in(path)), default=0) + 1
+    return max((int(name.removesuffix(WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
 
 
 @files.replace_log.register
-def replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
-    before, number = names_in(path), _next_number(path)
-    write(path / f"{number:012}{WHOLE}", b"".join(lines))
+def _replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
+    before, number = _names_in(path), _next_number(path)
+    write(path / f"{number:012}{WHOLE_LOG}", b"".join(lines))
     for name in before:
-        remove(path / name)
+        _remove(path / name)
 
 
 class Segments:
@@ -380,7 +380,7 @@ class Segments:
 
 
 @files.append_file.register
-def append_file(path: BucketPath) -> Segments:
+def _append_file(path: BucketPath) -> Segments:
     return Segments(path)
 
 
@@ -406,7 +406,7 @@ class Lease(contextlib.AbstractContextManager):
         while seen.state == "value" and not _is_gone(_object(seen.value)):
             if time.monotonic() - since >= LEASE_SECS:
                 break
-            time.sleep(LOOK_SECS)
+            time.sleep(LEASE_LOOK_SECS)
             now = self._seen()
             if now.state == "value" and now.stamp.generation != seen.stamp.generation:
                 raise _held(now.value)
@@ -449,7 +449,7 @@ class Lease(contextlib.AbstractContextManager):
 
 
 @files.run_lock.register
-def run_lock(path: BucketPath) -> Lease:
+def _run_lock(path: BucketPath) -> Lease:
     return Lease(path)
 
 

@@ -40,13 +40,13 @@ class RunFiles:
         self.log = self.path / "log.txt"
         self.lock = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
-        self.data = self.path / "data" if isinstance(self.path, Path) else users_folder() / "data"  # shards are mapped
+        self.data = self.path / "data" if isinstance(self.path, Path) else cache_folder() / "data"  # shards are mapped
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb.json"
         self.profile = self.path / "profile"
 
 
-def users_folder() -> Path:
+def cache_folder() -> Path:
     """The folder for what is kept on this machine, following the XDG base directories."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (caches if caches.is_absolute() else Path.home() / ".cache") / "parallax"

@@ -43,7 +43,7 @@ def bucket(server, monkeypatch, request):
     """A folder of this test's own."""
     for name, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": SECRET}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    return path_of(f"s3://bucket/{request.node.name.translate(str.maketrans("[]", "--"))}/run")
+    return path_of(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}/run")
 
 
 def test_objects_are_there_whole_or_not_at_all(bucket):
@@ -84,7 +84,7 @@ def test_what_replaces_a_log_counts_before_the_rest_is_removed(bucket, monkeypat
     log.write("1\n2\n")
     log.close()
     monkeypatch.setattr(files, "remove", lambda path: None)
-    monkeypatch.setattr(buckets, "remove", lambda path: None)  # killed here
+    monkeypatch.setattr(buckets, "_remove", lambda path: None)  # killed here
     files.replace_log(path, [b"1\n"])
     assert len(files.names_in(path)) == 2 and list(files.lines_in(path)) == [b"1"]
 
@@ -100,7 +100,7 @@ def test_two_runs_do_not_write_one_log(bucket):
 
 def test_two_runs_in_one_folder_are_refused(bucket, monkeypatch):
     monkeypatch.setattr(buckets, "RENEW_SECS", 0.05)
-    monkeypatch.setattr(buckets, "LOOK_SECS", 0.3)
+    monkeypatch.setattr(buckets, "LEASE_LOOK_SECS", 0.3)
     with files.run_lock(bucket / "lock") as lock:
         lock.take("process 1 on here")
         with pytest.raises(BlockingIOError) as refused:
@@ -113,7 +113,7 @@ def test_two_runs_in_one_folder_are_refused(bucket, monkeypatch):
 @pytest.mark.parametrize(("holder", "waits"), [({}, False), ({"host": "another"}, True)], ids=["here", "elsewhere"])
 def test_a_killed_run_does_not_lock_itself_out(bucket, monkeypatch, holder, waits):
     monkeypatch.setattr(buckets, "LEASE_SECS", 0.2)
-    monkeypatch.setattr(buckets, "LOOK_SECS", 0.05)
+    monkeypatch.setattr(buckets, "LEASE_LOOK_SECS", 0.05)
     looks = []
     monkeypatch.setattr(buckets.time, "sleep", lambda secs: looks.append(threading.Event().wait(secs)))
     killed = {**buckets.this_process(), "pid": 2**22 + 1, "began": "1", "owner": "killed", **holder}
@@ -220,7 +220,9 @@ def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
 @pytest.mark.slow
 def test_a_run_in_a_bucket_that_was_killed_ends_with_the_bits_of_a_local_one(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    changes = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 3}
+    (tmp_path / "text.txt").write_text("".join(f"{number} times two is {2 * number}.\n" for number in range(500)))
+    mesh = {"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "mesh.simulate": 0}
+    changes = {**mesh, "checkpoint.every_steps": 2, "checkpoint.keep_last": 3, "data.cache": ""}
     train(tiny_config(tmp_path, **changes, **{"train.steps": 6}), tmp_path / "local")
     save_arrays = CheckpointWriter.save
 
