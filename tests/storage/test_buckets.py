@@ -220,8 +220,9 @@ def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
 @pytest.mark.slow
 def test_a_run_in_a_bucket_that_was_killed_ends_with_the_bits_of_a_local_one(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("".join(f"{number} times two is {2 * number}.\n" for number in range(500)))
-    mesh = {"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "mesh.simulate": 0}
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(f"{number} times two is {2 * number}.\n" * 100)
+    mesh = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1}
     changes = {**mesh, "checkpoint.every_steps": 2, "checkpoint.keep_last": 3, "data.cache": ""}
     train(tiny_config(tmp_path, **changes, **{"train.steps": 6}), tmp_path / "local")
     save_arrays = CheckpointWriter.save
