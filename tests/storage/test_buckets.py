@@ -5,7 +5,6 @@ import logging
 import shutil
 import threading
 import urllib.request
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -215,35 +214,3 @@ def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
     with pytest.raises(ConfigError, match="train.tensorboard=True writes files of a disk"):
         train(tiny_config(tmp_path, **{"train.tensorboard": True}), str(bucket))
     assert not bucket.exists()
-
-
-@pytest.mark.slow
-def test_a_run_in_a_bucket_that_was_killed_ends_with_the_bits_of_a_local_one(bucket, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for number in range(10):
-        (tmp_path / f"{number}.txt").write_text(f"{number} times two is {2 * number}.\n" * 100)
-    mesh = {"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1, "pipeline.microbatches": 1}
-    changes = {**mesh, "checkpoint.every_steps": 2, "checkpoint.keep_last": 3, "data.cache": ""}
-    train(tiny_config(tmp_path, **changes, **{"train.steps": 6}), tmp_path / "local")
-    save_arrays = CheckpointWriter.save
-
-    def killed_at_four(self, step, *rest, **options):
-        save_arrays(self, step, *rest, **options)
-        if step == 4:
-            self.wait()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(CheckpointWriter, "save", killed_at_four)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_config(tmp_path, **changes, **{"train.steps": 6}), str(bucket))
-    monkeypatch.setattr(CheckpointWriter, "save", save_arrays)
-    assert train(tiny_config(tmp_path, **changes, **{"train.steps": 6}), str(bucket), resume="must").step == 6
-
-    def losses(run):
-        return [(row["step"], row["train/loss"]) for row in read_metrics(run.metrics) if "train/loss" in row]
-
-    here, there = RunFiles(tmp_path / "local"), RunFiles(bucket)
-    assert losses(there) == losses(here) and len(losses(here)) == 6
-    arrays = [steps.read_manifest(run.checkpoints, 6)["arrays"] for run in (here, there)]
-    assert arrays[0] == arrays[1]
-    assert isinstance(there.data, Path) and list(files.lines_in(there.log))
