@@ -164,7 +164,7 @@ PATH_MODULES = {"shutil", "fcntl", "glob", "tempfile", "mmap"}
 PATH_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "pread", "preadv", "fsync"}
 PATH_METHODS |= {"unlink", "mkdir", "rename", "makedirs", "touch", "chmod", "symlink_to"}
 PATH_METHODS |= {"iterdir", "glob", "listdir", "scandir"}
-NOT_A_PATH = {"files", "tensorstore", "signal", "self"}  # what also has methods of these names
+NOT_A_PATH = {"files", "tensorstore", "KvStore", "signal", "self"}  # what also has methods of these names
 # What touches files by itself, and why.
 OWN_WAY = {
     "analysis/": "what people keep of a plan, and traces of JAX's profiler",

@@ -11,7 +11,7 @@ import tensorstore
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.errors import CheckpointError, first_few, first_line
-from parallax.storage.files import PlainPath
+from parallax.storage.files import PlainPath, kvstore_of
 
 PIECE_BYTES = 1 << 26
 # Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.
@@ -56,7 +56,7 @@ class ArrayReader:
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
         context = new_cache() if cache is None else cache
         self._folder = PlainPath(folder)
-        self._array = tensorstore.open(_zarr(self._folder, name), context=context, open=True).result()
+        self._array = open_array(self._folder, name, context)
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype
         self.running = RunningFingerprint()
@@ -104,10 +104,8 @@ class ArrayWriter:
     """
 
     def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
-        metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about, stacked)), "order": "C"}
         self._folder = PlainPath(folder)
-        spec = _zarr(self._folder, name) | {"metadata": metadata}
-        self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
+        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked))
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
@@ -135,11 +133,27 @@ def check_written(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> None
         raise CheckpointError(f"what was written cannot be read back: {first_few(texts)}")
 
 
+def open_array(folder: PlainPath, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
+    """An array that is there."""
+    return tensorstore.open(_zarr(folder, name), context=context, open=True).result()
+
+
+def open_new_array(
+    folder: PlainPath, name: str, about: Any, chunk: tuple[int, ...], *, uuid: str = "", transaction: Any = None
+) -> tensorstore.TensorStore:
+    """An array to be written, whose chunks have this shape. Those of one transaction in a new folder need one `uuid`,
+    32 hexadecimal digits, since each would begin the database with another."""
+    metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
+    spec = _zarr(folder, name) | {"metadata": metadata}
+    if uuid:
+        spec["kvstore"]["config"] = {"uuid": uuid}
+    options = {"create": True, "dtype": about.dtype.name, "shape": about.shape, "transaction": transaction}
+    return tensorstore.open(spec, **options).result()
+
+
 def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:
     """The tensorstore spec of an array in orbax's format."""
-    # Not a URL, in which some letters would have to be escaped.
-    base = {"driver": "file", "path": f"{folder.path}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    kvstore = {"driver": "ocdbt", "base": kvstore_of(folder.path), "path": f"{name}/"}
     return {"driver": "zarr", "kvstore": kvstore}
 
 

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import fingerprints
+from parallax.checkpoint.objects import read_tree
 from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
@@ -21,6 +22,7 @@ from parallax.checkpoint.steps import (
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, first_few, first_line, tell
 from parallax.processes import job
+from parallax.storage import files
 from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -121,9 +123,9 @@ def checked_by_all(folder: Path, step: int, check: Callable[[], Any]) -> Any:
 
 def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Collection[str]) -> None:
     """Check this process's share of the files of these trees, including contents."""
-    files = files_of(manifest, trees)
-    names = sorted(files)[jax.process_index() :: jax.process_count()]
-    wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)
+    sums = files_of(manifest, trees)
+    names = sorted(sums)[jax.process_index() :: jax.process_count()]
+    wrong = wrong_files(folder / str(step), {name: sums[name] for name in names}, contents=True)
     # Files that no manifest lists are of no process's share.
     odd = odd_files(folder / str(step), trees) if wrong or jax.process_index() == 0 else []
     if odd:
@@ -134,8 +136,11 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Co
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
-    with ocp.StandardCheckpointer() as reader:
-        flat = reader.restore(folder, flatten(wanted))
+    if files.is_local(folder):
+        with ocp.StandardCheckpointer() as reader:
+            flat = reader.restore(folder, flatten(wanted))
+    else:
+        flat = read_tree(folder, flatten(wanted))
     return jax.tree.unflatten(jax.tree.structure(wanted), [flat[name] for name in flatten(wanted)])
 
 

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from parallax.checkpoint import steps
 from parallax.checkpoint.arrays import check_written, flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
+from parallax.checkpoint.objects import ObjectSaver
 from parallax.config.sections import CheckpointConfig
 from parallax.display.units import in_bytes
 from parallax.errors import CheckpointError, first_line
@@ -50,11 +51,14 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._began = 0.0  # when the save in flight began
         say_errors_once()
         files.check_writable(self._folder)
-        # Orbax would remove the files of a step in any order; so here it keeps all steps.
-        in_background = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
         self._plain = files.PlainPath(self._folder)
-        self._manager = ocp.CheckpointManager(self._plain.path, options=options)
+        if files.is_local(self._folder):
+            # Orbax would remove the files of a step in any order; so here it keeps all steps.
+            in_background = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
+            options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
+            self._manager = ocp.CheckpointManager(self._plain.path, options=options)
+        else:
+            self._manager = ObjectSaver(self._folder, self._write_manifest)
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -112,7 +116,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._on_disk(step, secs)
 
     def _write_manifest(self) -> None:
-        # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together.
+        # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together. In
+        # a bucket the manifest makes them so.
         if jax.process_index() == 0:
             saves = steps.unfinished_saves(self._folder)
             (unfinished,) = (path for step, path in saves if step == self._in_flight["step"])

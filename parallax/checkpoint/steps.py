@@ -8,7 +8,6 @@ folder that does not count.
 import itertools
 import json
 import re
-import stat
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +22,8 @@ FORMAT = 2
 MANIFEST, REMOVED = "manifest.json", "manifest.removed"
 # Orbax writes these beside the trees when the manifest is complete, and nothing reads them.
 ORBAX_NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+BEGUN = "unfinished"  # in a step that is not renamed when it is whole, before anything else
+UNLISTED = (*ORBAX_NOTES, BEGUN)
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
@@ -63,7 +64,10 @@ def unfinished_saves(folder: Path) -> list[tuple[int, Path]]:
         names = files.names_in(folder)
     except OSError:
         return []
-    return [(int(match[1]), folder / name) for name in names if (match := UNFINISHED.fullmatch(name))]
+    renamed = [(int(match[1]), folder / name) for name in names if (match := UNFINISHED.fullmatch(name))]
+    return renamed + [
+        (int(name), folder / name) for name in names if NUMBER.fullmatch(name) and _is_begun(folder / name)
+    ]
 
 
 def check_steps(folder: Path) -> CheckedSteps:
@@ -97,16 +101,13 @@ def latest_step(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
-    notes = [folder / name for name in ORBAX_NOTES]
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in notes]
+    notes = [folder / name for name in UNLISTED]
+    paths = [path for path in files.files_below(folder) if path not in notes]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
     # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     files.write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "crc32": _checksum(content), "content": content}))
-    # TensorStore flushes its own files; names and the files of no part are flushed here.
-    for path in [folder, *sorted(folder.rglob("*"))]:
-        if path.is_dir() or path.parent == folder:
-            files.sync(path)
+    files.sync_names(folder)  # TensorStore flushes its own files
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def odd_files(folder: Path, trees: Collection[str]) -> list[str]:
     Orbax and TensorStore would follow a link out of the folder, and wait for ever for the writer of a pipe.
     """
     paths = [path for part in trees for path in (folder / part, *sorted((folder / part).rglob("*")))]
-    damages = {path.relative_to(folder).as_posix(): _odd_kind(path) for path in paths}
+    damages = {path.relative_to(folder).as_posix(): files.odd_kind(path) for path in paths}
     return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
 
 
@@ -193,7 +194,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 def remove_notes(folder: Path, step: int) -> None:
     """Remove what is in a step and not in its manifest."""
-    for name in ORBAX_NOTES:
+    for name in UNLISTED:
         files.remove(folder / str(step) / name, missing_ok=True)
 
 
@@ -230,9 +231,9 @@ def remove_unfinished(folder: Path, step: int) -> None:
 
 def _tidy(folder: Path) -> Iterator[str]:
     for step, path in unfinished_saves(folder):
-        size = in_bytes(sum(file.lstat().st_size for file in path.rglob("*")))
+        size = files.bytes_below(path)
         files.remove(path)
-        yield f"removed an unfinished save of step {step}, {size}: {path}"
+        yield f"removed an unfinished save of step {step}{'' if size is None else f', {in_bytes(size)}'}: {path}"
     for name in files.names_in(folder):
         if name.startswith(files.PROBE):
             files.remove(folder / name, missing_ok=True)
@@ -243,6 +244,13 @@ def _tidy(folder: Path) -> Iterator[str]:
             yield f"removed what was left of step {step}: {path}"
         else:
             yield f"set aside a checkpoint that was never finished: {set_aside(folder, step, 'unfinished')}"
+
+
+def _is_begun(step: Path) -> bool:
+    try:
+        return (step / BEGUN).is_file() and not _has_manifest(step)
+    except OSError:
+        return False
 
 
 def _has_manifest(step: Path) -> bool:
@@ -296,16 +304,6 @@ def _is_array(array: Any) -> bool:
     return sizes and isinstance(array.get("dtype"), str) and _is_count(array.get("fingerprint"), CHECKSUM_LIMIT)
 
 
-def _odd_kind(path: Path) -> str | None:
-    try:
-        kind = path.lstat().st_mode
-    except OSError as error:
-        return None if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-    if stat.S_ISLNK(kind):
-        return "is a link, or in a folder that is one"
-    return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "is no plain file"
-
-
 def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bool) -> str | None:
     path = folder / name
     try:
@@ -313,7 +311,7 @@ def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bo
             return "is a link, or in a folder that is one"
         if not path.is_file():
             return "is no plain file" if path.exists() else "is missing"
-        if (size := path.stat().st_size) != wanted["bytes"]:
+        if (size := files.size_of(path)) not in (None, wanted["bytes"]):
             return f"has {size} bytes instead of {wanted['bytes']}"
         return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None
     except (OSError, RuntimeError) as error:  # Python up to 3.12 raises RuntimeError for cyclic links

@@ -32,6 +32,7 @@ from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
 from parallax.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
+from parallax.storage.buckets import is_in_bucket, path_of
 from parallax.storage.run_files import RunFiles
 from parallax.user_code import with_settings
 
@@ -104,9 +105,12 @@ def read_line(
     program_flags: Mapping[str, Flag],
     config: Path | None = None,
     reads: Collection[str] = OF_A_RUN,
+    *,
+    in_bucket: Collection[str] = (),
 ) -> Line:
     """A parsed command line. Only names and types of its config are checked; `config` is the default config. Of a saved
-    config it is said what `tell_saved` says of the keys that the command `reads`."""
+    config it is said what `tell_saved` says of the keys that the command `reads`. Flags of `in_bucket`, and the default
+    config, may name what is in a bucket."""
     argv = dashed(argv, program_flags)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(match[1] for match in words if match))
@@ -122,7 +126,10 @@ def read_line(
     for name, value in {"config": values.config, **given}.items():
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
-        if isinstance(value, str):  # a path; other texts are not URLs either
+        in_bucket = name == "workdir" or value == str(config)  # what may be there: a run
+        if isinstance(value, str) and not (
+            in_bucket and is_in_bucket(value)
+        ):  # a path; other texts are not URLs either
             errors.check_local(f"--{name}", value)
     if values.config is None:
         folder = given.get("workdir")
@@ -141,7 +148,7 @@ def read_line(
             config_dict.update({section: {key: _literal(value) if name in RENAMED else value}})
     sections, said = renamed(config_dict.to_dict(), chosen=overrides)
     if is_saved(values.config):
-        tell_saved(Path(values.config), sections, left_out, [name for name in reads if name not in overrides])
+        tell_saved(path_of(values.config), sections, left_out, [name for name in reads if name not in overrides])
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
     return Line(ConfigDict(sections), values.config, given, tuple(warnings))
 
@@ -151,6 +158,7 @@ def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], rea
     workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
+    errors.check_local("--workdir", workdir)
     saved = RunFiles(workdir).config
     if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
@@ -160,12 +168,12 @@ def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], rea
 def file_of(config: str) -> Path:
     """The file that --config means: a name alone, as quickstart, is one of Parallax's own configs."""
     named = CONFIGS / f"{config}.py"
-    return named if re.fullmatch(r"\w+", config) and named.is_file() else Path(config)
+    return named if re.fullmatch(r"\w+", config) and named.is_file() else path_of(config)
 
 
 def is_saved(path: str) -> bool:
     """Whether a config was saved by a run, whose folder may come from somebody else; other configs are programs."""
-    return Path(path).suffix == ".json"
+    return path_of(path).suffix == ".json"
 
 
 def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:

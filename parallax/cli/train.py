@@ -23,6 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.errors import ConfigError
     from parallax.processes.address import ADDRESS_FLAGS, read_address
     from parallax.processes.job import broadcast, check_equal, is_first, join, leave, limited, reporting, several
+    from parallax.storage.buckets import path_of
     from parallax.storage.run_files import RunFiles
     from parallax.training.folder import check_run_name
     from parallax.training.resume import RESUME
@@ -54,7 +55,7 @@ FLAGS = {
 def start_run(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status of a run that ends well."""
     with reporting():
-        line = read_line(argv, FLAGS, config=config_of_run(argv))
+        line = read_line(argv, FLAGS, config=config_of_run(argv), in_bucket=["workdir"])
         limit = line.values["max-runtime"]
         limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
         workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
@@ -101,7 +102,7 @@ def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
     if workdir and run_name:
         raise ConfigError(f"--workdir={workdir} and --run-name={run_name} both name the run's folder; give one")
     if workdir:
-        return Path(workdir)
+        return path_of(workdir)
     if run_name is None:
         run_name = next((os.environ[name] for name in RUN_NAME_VARIABLES if os.environ.get(name)), None)
     return RUNS / check_run_name(run_name) if run_name is not None else None

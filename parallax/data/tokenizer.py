@@ -19,6 +19,7 @@ from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.data.growth import check_growth
 from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
+from parallax.storage.buckets import path_of
 from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -137,7 +138,7 @@ class Bpe:
         self._inner = _from_text(text, origin)
         check_growth(self._inner, origin)
         self._text, self._origin, self.config = text, origin, config
-        beside = Path(origin).with_name(TOKENIZER_CONFIG)
+        beside = path_of(origin).with_name(TOKENIZER_CONFIG)
         with errors_as(DataError, f"{beside} is not a configuration of a tokenizer: ", "", ValueError):
             written = object_of(config) if config else {}
         ids, added = self._inner.get_vocab(), self._inner.get_added_tokens_decoder()
@@ -334,7 +335,7 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     Raises:
         DataError: the file is missing, or a file is damaged.
     """
-    path = Path(path)
+    path = path_of(path)
     path = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"tokenizer {str(path)!r} does not exist"
     with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError, missing=missing):

@@ -1,13 +1,17 @@
 """Opens, replaces, locks and parses files of runs, checkpoints and data.
 
-Files are local. Only regular files are opened: links are not followed for writing, and pipes and devices never block.
-Functions raise OSError unless they say otherwise.
+Only regular files are opened: links are not followed for writing, and pipes and devices never block. Functions raise
+OSError unless they say otherwise.
+
+Those that dispatch on the type of a path are the interface of storage. Here is what they do with files of a disk;
+`storage/buckets.py` registers what they do with objects.
 """
 
 import collections
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import grp
 import json
@@ -31,6 +35,7 @@ READ_BYTES = 1 << 20
 LINE_BYTES = 1 << 22  # of a line; metrics with the load of ten thousand experts have a tenth of it
 DEEPEST = 64  # nested lists and objects; ours have six levels
 SHOWN = 40
+OWNER_LETTERS = 200  # most characters of a lock that are shown
 DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
 # More than a name to Orbax or TensorStore: patterns, backslashes taken for slashes, locks, buckets; or not tried.
 MEANT_OTHERWISE = re.compile(r"[^\w./=+,@:~ -]|\.__lock(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
@@ -42,6 +47,7 @@ WHEN_FULL = "what is saved stays; make room, and the same command goes on from t
 # ---- what is there
 
 
+@functools.singledispatch
 def names_in(folder: Path) -> list[str]:
     """Sorted names in a folder; empty if it is not a folder."""
     return sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -57,14 +63,58 @@ def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
     return sorted(map(Path, names or glob.glob(str(pattern), root_dir=folder, recursive=True)))
 
 
+@functools.singledispatch
 def free_bytes(folder: Path) -> int:
     """Free space on the disk of a folder."""
     return shutil.disk_usage(folder).free
 
 
+@functools.singledispatch
+def size_of(path: Path) -> int | None:
+    """The size of a file; None if its store tells it only with the content."""
+    return path.stat().st_size
+
+
+@functools.singledispatch
+def files_below(folder: Path) -> list[Path]:
+    """The plain files in a folder and in those below it, sorted."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+@functools.singledispatch
+def bytes_below(folder: Path) -> int | None:
+    """The size of everything in a folder; None if its store does not tell it."""
+    return sum(file.lstat().st_size for file in folder.rglob("*"))
+
+
+@functools.singledispatch
+def odd_kind(path: Path) -> str | None:
+    """What a path is if it is neither a plain file nor a folder; None if it is, or is not there."""
+    try:
+        kind = path.lstat().st_mode
+    except OSError as error:
+        return None if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    if stat.S_ISLNK(kind):
+        return "is a link, or in a folder that is one"
+    return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "is no plain file"
+
+
+@functools.singledispatch
+def is_local(path: Path) -> bool:
+    """Whether a path is one of this machine, which libraries can be given."""
+    return True
+
+
+@functools.singledispatch
+def kvstore_of(folder: Path) -> dict[str, Any]:
+    """The tensorstore spec of a folder."""
+    return {"driver": "file", "path": f"{folder}/"}  # not a URL, in which some letters would have to be escaped
+
+
 # ---- reading and writing
 
 
+@functools.singledispatch
 def open_file(path: Path | str, mode: str = "rb", **options: Any) -> IO:
     """`open` for regular files; text is UTF-8, whatever the locale. Use `write_whole` to replace a file."""
     encoding = {} if "b" in mode else {"encoding": "utf-8"}
@@ -102,6 +152,7 @@ def _odd(path: str | Path, what: str) -> OSError:
     return OSError(errno.EINVAL, f"{Path(path).name} {what}; remove it", str(path))
 
 
+@functools.singledispatch
 def read_bytes(path: Path, most: int = LARGEST_BYTES) -> bytes:
     """The content of a plain file; OSError if it has more than `most` bytes. It takes memory for what is there."""
     content = bytearray()
@@ -148,6 +199,7 @@ class LineReader:
         self._begun = b"" if self._is_odd else self._begun + piece
 
 
+@functools.singledispatch
 def lines_in(path: Path) -> Iterator[bytes]:
     """The lines of a file, as of `LineReader`, also the last one if it has no end."""
     lines = LineReader()
@@ -169,6 +221,7 @@ def _next_data(file: IO[bytes], offset: int) -> int:
         os.lseek(number, place, os.SEEK_SET)  # the file's own buffer counts on it
 
 
+@functools.singledispatch
 def write_whole(path: Path, content: str | bytes | memoryview | Iterable[bytes]) -> None:
     """Replace a file atomically and durably: write, flush and rename. The pieces of an iterable are written in turn."""
     aside = path.with_name(f"{path.name}.tmp")
@@ -188,6 +241,7 @@ def write_whole(path: Path, content: str | bytes | memoryview | Iterable[bytes])
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+@functools.singledispatch
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file without atomicity; a crash may leave a partial file."""
     path.write_bytes(in_utf8(content) if isinstance(content, str) else content)
@@ -209,6 +263,7 @@ def copy_file(path: Path, target: Path) -> None:
     shutil.copyfile(path, target)
 
 
+@functools.singledispatch
 def sync(path: Path) -> None:
     """fsync a file, or a folder's entries."""
     opened = os.open(path, os.O_RDONLY)
@@ -216,6 +271,26 @@ def sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+@functools.singledispatch
+def sync_names(folder: Path) -> None:
+    """fsync a folder's own files, and the names in it and in the folders below it."""
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        if path.is_dir() or path.parent == folder:
+            sync(path)
+
+
+@functools.singledispatch
+def append_file(path: Path) -> "AppendFile":
+    """A log of this name to append to."""
+    return AppendFile(path)
+
+
+@functools.singledispatch
+def replace_log(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace what is in a log, atomically."""
+    write_whole(path, lines)
 
 
 class AppendFile:
@@ -243,6 +318,9 @@ class AppendFile:
         if not there:
             raise CheckpointError(f"{self._folder} is not the same folder as when the run began; {WHEN_GONE}")
 
+    def flush(self) -> None:
+        """Return when what was written is stored, which a file's text is at once."""
+
     def close(self) -> None:
         if not self.closed:
             os.close(self._opened)
@@ -252,6 +330,7 @@ class AppendFile:
 # ---- folders, names and locks
 
 
+@functools.singledispatch
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
     """Create a folder and its parents, if missing."""
     path.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -282,6 +361,7 @@ class PlainPath:
             )
 
 
+@functools.singledispatch
 def remove(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
@@ -290,6 +370,7 @@ def remove(path: Path, *, missing_ok: bool = False) -> None:
         path.unlink(missing_ok=missing_ok)
 
 
+@functools.singledispatch
 def remove_what_can_be(path: Path) -> None:
     """Remove a folder, ignoring errors; others may still be writing in it."""
     shutil.rmtree(path, ignore_errors=True)
@@ -300,6 +381,37 @@ def lock(opened: IO, *, wait: bool) -> None:
     fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
+class FileLock(contextlib.AbstractContextManager):
+    """A lock on a file, which ends with the process; use it as a context."""
+
+    def __init__(self, path: Path):
+        self._file = open_file(path, "a+", errors="replace")
+
+    def take(self, owner: str) -> None:
+        """Lock it and write the owner into it; BlockingIOError with the other one's text if it is taken."""
+        try:
+            lock(self._file, wait=False)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            raise BlockingIOError(error.errno, self._file.read(OWNER_LETTERS).strip()) from None
+        self._file.truncate(0)
+        # Unbuffered, so that closing the file writes nothing if the disk is full.
+        os.write(self._file.fileno(), owner.encode())
+
+    def check(self) -> None:
+        """CheckpointError if it is lost, which a file's lock never is."""
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+
+@functools.singledispatch
+def run_lock(path: Path) -> FileLock:
+    """The lock of this name, which is not taken yet."""
+    return FileLock(path)
+
+
+@functools.singledispatch
 def try_writing(folder: Path) -> None:
     """Write, rename and remove a file in a folder; OSError if that fails."""
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"

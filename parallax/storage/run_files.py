@@ -1,11 +1,13 @@
 """Names of the files in a run's folder, and how to read metrics.jsonl."""
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallax.errors import check_local
+from parallax.storage.buckets import BucketPath, is_in_bucket, path_of
 from parallax.storage.files import lines_in, object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
@@ -36,19 +38,20 @@ LARGEST_STEP = 1 << 53  # beyond it, floats cannot distinguish consecutive steps
 class RunFiles:
     """Paths of a run's config, metadata, metrics, log, checkpoints, data and traces.
 
-    Raises ConfigError if `path` is a URL.
+    Raises ConfigError if `path` is a URL of something else than a bucket.
     """
 
-    def __init__(self, path: Path | str):
-        check_local("workdir", path)
-        self.path = Path(path)
+    def __init__(self, path: Path | BucketPath | str):
+        if not is_in_bucket(path):
+            check_local("workdir", path)
+        self.path = path_of(path)
         self.config = self.path / "config.json"
         self.metadata = self.path / "metadata.json"
         self.metrics = self.path / "metrics.jsonl"
         self.log = self.path / "log.txt"
         self.lock = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
-        self.data = self.path / "data"
+        self.data = self.path / "data" if isinstance(self.path, Path) else cache_folder() / "data"  # shards are mapped
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb.json"
         self.profile = self.path / "profile"
@@ -57,6 +60,12 @@ class RunFiles:
 def process_key(part: str) -> str:
     """The name in metrics.jsonl of what each process spends for itself in a part."""
     return f"processes/{part}_secs"
+
+
+def cache_folder() -> Path:
+    """The folder for what is kept on this machine, following the XDG base directories."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path.home() / ".cache") / "parallax"
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

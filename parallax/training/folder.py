@@ -14,21 +14,39 @@ from typing import Any
 
 import jax
 
+from parallax.config.sections import TrainConfig
 from parallax.config.settings import Settings
+from parallax.display.progress import waiting
 from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.processes.job import is_first
 from parallax.storage import files
 from parallax.storage.run_files import GOODPUT, TIME, RunFiles
 from parallax.version import VERSION, versions
 
-OWNER_LETTERS = 200  # most characters of a lock that are shown
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunFolder(RunFiles):
     """A run's folder, for the run that writes it."""
 
+    _lock: Any = None
     _started = False  # whether this run is the latest of the starts in metadata.json
+
+    def check_settings(self, train: TrainConfig) -> None:
+        """ConfigError for what a run cannot do where its folder is: a bucket, say."""
+        if files.is_local(self.path):
+            return
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"--workdir={self.path} is in a bucket, where a run has one process, and these are "
+                f"{jax.process_count()}; use a folder that all hosts share"
+            )
+        for key in ("tensorboard", "wandb", "profile_steps"):
+            if getattr(train, key):
+                value = getattr(train, key)
+                raise ConfigError(
+                    f"train.{key}={value!r} writes files of a disk, and --workdir={self.path} is in a bucket"
+                )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -40,22 +58,28 @@ class RunFolder(RunFiles):
         with writing(self.path):
             before = {*files.names_in(self.path)} if self.path.exists() else None
             files.make_folder(self.path)
-            lock = files.open_file(self.lock, "a+", errors="replace")
+            lock = files.run_lock(self.lock)
         with lock:
-            with writing(self.path):
+            with writing(self.path), waiting("waiting for the lock of the run"):
                 _take(lock, self.path)
+            self._lock = lock
             try:
                 files.PlainPath(self.path)  # refused now, not at the first save
                 yield
             finally:
                 self._remove_if_bare(before)
 
+    def check_locked(self) -> None:
+        """CheckpointError if another run has taken the lock since; only a lease can be lost."""
+        if self._lock is not None:
+            self._lock.check()
+
     def _remove_if_bare(self, before: set[str] | None) -> None:
         """Remove new files of the folder if the run was refused before it logged anything; `before` are the old
         ones."""
         with contextlib.suppress(OSError):  # another process may have removed the folder already
             names = {*files.names_in(self.path)} - (before or set())
-            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+            if names <= {self.lock.name, self.log.name} and not has_content(self.log):
                 for name in names:
                     files.remove(self.path / name)
                 if before is None:
@@ -122,22 +146,25 @@ def check_run_name(name: str) -> str:
 
 
 def _take(lock: Any, folder: Path) -> None:
+    owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     try:
-        files.lock(lock, wait=False)
-    except BlockingIOError:
-        lock.seek(0)
+        lock.take(owner)
+    except BlockingIOError as error:
         raise CheckpointError(
-            f"another run is training in {folder} ({lock.read(OWNER_LETTERS).strip()}); "
-            "stop it or choose another --workdir"
+            f"another run is training in {folder} ({error.strerror}); stop it or choose another --workdir"
         ) from None
     except OSError as error:
+        if not files.is_local(folder):
+            raise
         raise CheckpointError(
             f"cannot lock {folder / 'lock'} ({os.strerror(error.errno)}); mount its file system with locks, as NFS and "
             "Lustre can, or choose another --workdir"
         ) from error
-    lock.truncate(0)
-    owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    os.write(lock.fileno(), owner.encode())  # unbuffered, so that closing the file writes nothing if the disk is full
+
+
+def has_content(path: Path) -> bool:
+    """Whether a file is there and not empty; a store that tells no sizes keeps nothing empty."""
+    return path.exists() and files.size_of(path) != 0
 
 
 def _replace(path: Path, content: Any) -> None:

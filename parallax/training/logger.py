@@ -30,7 +30,7 @@ class RunLogger:
     def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
-        self._log = files.AppendFile(folder.log) if self._speaks else None
+        self._log = files.append_file(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._writers = writers
         self._waits: list[str] | None = []  # progress lines, held back from log.txt until the first other line
@@ -52,8 +52,8 @@ class RunLogger:
                 writer.close(failed=error is not None)
         for file in (self._log, self._metrics):
             if file is not None:
-                # Lines were flushed immediately; if anything is left, its error was reported already.
-                with contextlib.suppress(OSError):
+                # Lines were flushed before; if anything is left, its error was reported already.
+                with contextlib.suppress(OSError, CheckpointError):
                     file.close()
 
     def say(self, text: str) -> None:
@@ -79,6 +79,12 @@ class RunLogger:
         if self._speaks and not self._log.closed:
             with contextlib.suppress(CheckpointError):
                 self._keep(self._timed(text))
+
+    def flush(self) -> None:
+        """Return when all lines so far are stored; a checkpoint that counts has its metrics."""
+        for file in (self._log, self._metrics):
+            if file is not None:
+                file.flush()
 
     def _keep_wait(self, text: str) -> None:
         """Log a progress message, but not before the first other line: a refused run leaves an empty log."""
@@ -110,7 +116,7 @@ class RunLogger:
                     source,
                     note=lambda row: (self.spent if row["step"] <= step else dropped).add(row),
                 )
-                self._metrics = files.AppendFile(self._metrics_path)
+                self._metrics = files.append_file(self._metrics_path)
                 for writer in self._writers:
                     writer.begin(step, self.say)
         return dropped
@@ -149,9 +155,9 @@ def drop_after(
     if source and source.exists():
         for row in filter(None, map(row_of, files.lines_in(path) if path.exists() else ())):
             note(row)
-        files.write_whole(path, kept(source, lambda row: None))
+        files.replace_log(path, kept(source, lambda row: None))
     elif path.exists():
-        files.write_whole(path, kept(path, note))
+        files.replace_log(path, kept(path, note))
 
 
 def _as_json(value: Any) -> Any:

@@ -33,7 +33,7 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import ParameterSpec, Role, layouts_of, specs_of
 from parallax.storage.files import PlainPath, read_bytes
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD, RunFiles
-from parallax.training.folder import RunFolder
+from parallax.training.folder import RunFolder, has_content
 
 RESUME = ("auto", "must", "never")
 # Keys with which a run would silently become another one. For the data it is the corpus, whose fingerprint covers the
@@ -70,7 +70,7 @@ def step_to_resume(
             raise CheckpointError(
                 f"--resume=must, but {folder.path} has no checkpoint; use --resume=auto to start a run there"
             )
-        if unfinished_saves(folder.checkpoints) or (folder.metrics.exists() and folder.metrics.stat().st_size):
+        if unfinished_saves(folder.checkpoints) or has_content(folder.metrics):
             say(f"an earlier start in {folder.path} has saved no step: this one begins again")
         return 0
     if resume == "never":

@@ -89,6 +89,7 @@ def train(
     with waiting("starting the devices"):
         start_devices()
     folder = RunFolder(workdir)
+    folder.check_settings(settings.train)
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),
@@ -273,6 +274,8 @@ def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLo
     the import from which its weights came."""
 
     def carry(step: Path) -> None:
+        folder.check_locked()
+        logger.flush()
         for name, content in components.of_import.items():
             write_file(step / name, content)
         components.train_data.tokenizer.save(step)

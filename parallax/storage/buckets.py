@@ -1,0 +1,504 @@
+"""Runs in a bucket: paths such as s3://bucket/run, and what `storage/files.py` does with objects.
+
+An object is whole or not there. There are no folders: a folder is there while the name of an object begins with its
+own. Nothing is renamed or appended to: a log is numbered objects, and what replaces all before it is a number, too. A
+write may be refused unless the object is the one that was read, which is what a lock stands on.
+
+TensorStore sends the requests, repeats those that the store throttles or does not answer, and finds the credentials
+where the store's own tools look for them.
+"""
+
+import contextlib
+import errno
+import functools
+import io
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from parallax.errors import URL, CheckpointError, ConfigError, writing
+from parallax.storage import files
+
+DRIVERS = {"s3": "s3"}  # of TensorStore, by scheme
+RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
+FLUSH_SECS = 5.0  # between the objects of a log
+LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
+WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
+WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
+
+
+class BucketPath(PurePosixPath):
+    """A path in a bucket, with the questions of pathlib that a run asks.
+
+    >>> folder = BucketPath("s3://bucket/runs/mine")
+    >>> str(folder / "config.json"), folder.name, folder.key
+    ('s3://bucket/runs/mine/config.json', 'mine', 'runs/mine')
+    """
+
+    def __str__(self) -> str:
+        return re.sub("^([a-z0-9]+):/+", r"\1://", super().__str__())
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].rstrip(":")
+
+    @property
+    def bucket(self) -> str:
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        """The name of the object in its bucket."""
+        return "/".join(self.parts[2:])
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return bool(_keys(self, self.key, self.key + "\0"))
+
+    def is_dir(self) -> bool:
+        return bool(_keys_below(self))
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def resolve(self) -> "BucketPath":
+        return self
+
+    def rglob(self, pattern: str) -> list["BucketPath"]:
+        """All objects below; the pattern is "*"."""
+        assert pattern == "*"
+        return [self / name for name in _keys_below(self)]
+
+    def replace(self, target: "BucketPath") -> "BucketPath":
+        """Copy an object, or all of a folder, and then remove it here."""
+        for path in [self] if self.is_file() else self.rglob("*"):
+            write(target / path.relative_to(self), read(path))
+        files.remove(self)
+        return target
+
+    def rmdir(self) -> None:
+        """A folder is gone with its last object."""
+
+
+def path_of(written: str | os.PathLike) -> Path | BucketPath:
+    """The path of a file or a folder, here or in a bucket; ConfigError for a bucket that has no name.
+
+    >>> path_of("runs/mine"), path_of("s3://bucket/runs")
+    (PosixPath('runs/mine'), BucketPath('s3://bucket/runs'))
+    """
+    if isinstance(written, BucketPath):
+        return written
+    if not is_in_bucket(written):
+        return Path(written)
+    path = BucketPath(URL.sub(lambda url: f"{url[1].lower()}://{url[2]}", str(written)))
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", path.bucket if len(path.parts) > 1 else ""):
+        raise ConfigError(
+            f"a {path.scheme} URL is {path.scheme}://BUCKET/FOLDER; this one names no bucket, or has a user or a "
+            "password in it, which belong into the variables of the environment that the store's own tools read"
+        )
+    if not path.key or {".", ".."} & {*path.parts} or re.search(r"[^\w./=+,@:~ -]", path.key):
+        raise ConfigError(
+            f"{path} is no folder in a bucket; write {path.scheme}://{path.bucket}/FOLDER with letters, digits and "
+            "any of . _ - = + , @ : ~"
+        )
+    return path
+
+
+def is_in_bucket(written: str | os.PathLike) -> bool:
+    """Whether a path is a URL of a bucket that can be read and written.
+
+    >>> is_in_bucket("s3://bucket/run"), is_in_bucket("/mnt/bucket/run"), is_in_bucket("https://host/run")
+    (True, False, False)
+    """
+    url = URL.match(str(written))
+    return bool(url) and url[1].lower() in DRIVERS
+
+
+# ---- requests
+
+
+@files.kvstore_of.register
+def _kvstore_of(folder: BucketPath) -> dict[str, Any]:
+    """The tensorstore spec of a folder, without credentials."""
+    prefix = f"{folder.key}/" if folder.key else ""
+    return {"driver": DRIVERS[folder.scheme], "bucket": folder.bucket, "path": prefix} | _reached()
+
+
+def _reached() -> dict[str, Any]:
+    """Where a server is that the environment names, as the store's own tools read it."""
+    variables = os.environ
+    spec: dict[str, Any] = {"s3_request_retries": RETRIES}
+    if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+        region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1"
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
+    if variables.get("AWS_ACCESS_KEY_ID"):
+        spec["aws_credentials"] = {"type": "environment"}  # the default looks for files first, and prints what it lacks
+    return spec
+
+
+def _store(path: BucketPath) -> Any:
+    """The bucket of a path."""
+    return _opened(json.dumps(_kvstore_of(BucketPath(f"{path.scheme}://{path.bucket}"))))
+
+
+@functools.cache
+def _opened(spec: str) -> Any:
+    from tensorstore import KvStore  # late, since it takes a second, and most commands are about local files
+
+    return KvStore.open(json.loads(spec)).result()
+
+
+def _asked(path: BucketPath, ask: Any) -> Any:
+    """The answer to a request; OSError that says what the store said, without headers and bodies."""
+    try:
+        return ask(_store(path)).result()
+    except ValueError as error:
+        text = str(error)
+    kind, reason = ("ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]), text
+    for mark in (" [", "<?xml"):
+        reason = reason.partition(mark)[0]
+    reason = re.sub(r"//[^/@\s]*@", "//", reason)
+    codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
+    raise OSError(codes.get(kind, errno.EIO), reason, str(path))
+
+
+def read(path: BucketPath) -> bytes:
+    """The content of an object."""
+    answer = _asked(path, lambda store: store.read(path.key))
+    if answer.state != "value":
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return answer.value
+
+
+def write(path: BucketPath, content: bytes, *, instead_of: bytes | None = None) -> bytes:
+    """Write an object; returns its generation, which is empty if it was not written because it is no longer the one of
+    the generation `instead_of`."""
+    given = {} if instead_of is None else {"if_equal": instead_of}
+    return _asked(path, lambda store: store.write(path.key, content, **given)).generation
+
+
+def _keys(path: BucketPath, first: str, end: str) -> list[str]:
+    from tensorstore import KvStore
+
+    between = KvStore.KeyRange(first, end)
+    return [key.decode() for key in sorted(_asked(path, lambda store: store.list(between)))]
+
+
+def _keys_below(folder: BucketPath) -> list[str]:
+    """Names of all objects below, relative to the folder."""
+    prefix = f"{folder.key}/"
+    return [key.removeprefix(prefix) for key in _keys(folder, prefix, f"{folder.key}0")]  # "0" comes after "/"
+
+
+# ---- the interface of storage/files.py
+
+
+@files.is_local.register
+def _is_local(path: BucketPath) -> bool:
+    return False
+
+
+@files.names_in.register
+def _names_in(folder: BucketPath) -> list[str]:
+    return sorted({name.split("/")[0] for name in _keys_below(folder)})
+
+
+@files.files_below.register
+def _files_below(folder: BucketPath) -> list[BucketPath]:
+    return folder.rglob("*")
+
+
+@files.free_bytes.register
+def _free_bytes(folder: BucketPath) -> int:
+    return sys.maxsize
+
+
+@files.size_of.register
+def _size_of(path: BucketPath) -> None:
+    return None
+
+
+@files.bytes_below.register
+def _bytes_below(folder: BucketPath) -> None:
+    return None
+
+
+@files.odd_kind.register
+def _odd_kind(path: BucketPath) -> None:
+    return None
+
+
+@files.open_file.register
+def _open_file(path: BucketPath, mode: str = "rb", **options: Any) -> IO:
+    assert mode in ("r", "rb"), "an object is written as a whole"
+    content = b"".join(_log_of(path)) if not path.is_file() and path.is_dir() else read(path)
+    return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode("utf-8", "replace"))
+
+
+@files.read_bytes.register
+def _read_bytes(path: BucketPath, most: int = files.LARGEST_BYTES) -> bytes:
+    content = read(path)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+@files.lines_in.register
+def _lines_in(path: BucketPath) -> Iterator[bytes]:
+    yield from _open_file(path).read().splitlines()
+
+
+@files.write_whole.register
+@files.write_file.register
+def _write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[bytes]) -> None:
+    if isinstance(content, str):
+        content = files.in_utf8(content)
+    write(path, bytes(content) if isinstance(content, bytes | memoryview) else b"".join(content))
+
+
+@files.sync.register
+@files.sync_names.register
+def _sync(path: BucketPath) -> None:
+    """A write has ended when the object is stored."""
+
+
+@files.make_folder.register
+def _make_folder(path: BucketPath, *, mode: int = 0o777) -> None:
+    """A folder is there with its first object."""
+
+
+@files.remove.register
+def _remove(path: BucketPath, *, missing_ok: bool = False) -> None:
+    from tensorstore import KvStore
+
+    below = KvStore.KeyRange(f"{path.key}/", f"{path.key}0")
+    _asked(path, lambda store: store.delete_range(below))
+    _asked(path, lambda store: store.write(path.key, None))
+
+
+@files.remove_what_can_be.register
+def _remove_what_can_be(path: BucketPath) -> None:
+    with contextlib.suppress(OSError):
+        _remove(path)
+
+
+@files.try_writing.register
+def _try_writing(folder: BucketPath) -> None:
+    probe = folder / f"{files.PROBE}{os.getpid()}"
+    write(probe, b"x")
+    _remove(probe)
+
+
+# ---- logs
+
+
+def _log_of(path: BucketPath) -> list[bytes]:
+    """The parts of a log that count."""
+    names = _names_in(path)
+    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
+    return [read(path / name) for name in names[first:]]
+
+
+def _next_number(path: BucketPath) -> int:
+    return max((int(name.removesuffix(WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
+
+
+@files.replace_log.register
+def _replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
+    before, number = _names_in(path), _next_number(path)
+    write(path / f"{number:012}{WHOLE_LOG}", b"".join(lines))
+    for name in before:
+        _remove(path / name)
+
+
+class Segments:
+    """A log in a bucket. A thread stores what was written every few seconds, as an object with the next number."""
+
+    def __init__(self, path: BucketPath):
+        self._path, self._pending, self._failed = path, [], None
+        with writing(path.parent):
+            self._number = _next_number(path)
+        self._lines, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._send_often, name=f"log {path.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._ended.is_set()
+
+    def write(self, text: str) -> None:
+        """Append text, which is stored soon; CheckpointError if an earlier one could not be."""
+        with self._lines:
+            self._pending.append(text)
+        with writing(self._path.parent, files.WHEN_GONE):
+            if self._failed is not None:
+                raise self._failed
+
+    def flush(self) -> None:
+        """Return when what was written is stored."""
+        with writing(self._path.parent, "what is saved stays"), self._sending:
+            with self._lines:
+                text, self._pending = "".join(self._pending), []
+            if text:
+                self._send(text)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._ended.set()
+            self._thread.join()
+            self.flush()
+
+    def _send(self, text: str) -> None:
+        try:
+            missing = _asked(self._path, lambda store: store.read(f"{self._path.key}/{self._number:012}"))
+            if missing.state == "value" or not write(
+                self._path / f"{self._number:012}", files.in_utf8(text), instead_of=missing.stamp.generation
+            ):
+                raise OSError(errno.EEXIST, "another run writes this log", str(self._path))
+        except OSError:
+            with self._lines:
+                self._pending.insert(0, text)
+            raise
+        self._number += 1
+
+    def _send_often(self) -> None:
+        while not self._ended.wait(FLUSH_SECS):
+            try:
+                self.flush()
+                self._failed = None
+            except CheckpointError as error:
+                self._failed = error.__cause__
+
+
+@files.append_file.register
+def _append_file(path: BucketPath) -> Segments:
+    return Segments(path)
+
+
+# ---- the lock of a run
+
+
+class Lease(contextlib.AbstractContextManager):
+    """A lock that ends when nobody renews it: an object that says who holds it, replaced again and again.
+
+    A run that was killed leaves its lease. A process of the same machine sees that it is gone and takes the lease over;
+    one of another machine waits until it has not changed for LEASE_SECS. No clocks are compared.
+    """
+
+    def __init__(self, path: BucketPath):
+        self._path, self._generation, self._content = path, b"", {}
+        self._replacing, self._ended, self._thread = threading.Lock(), threading.Event(), None
+
+    def take(self, owner: str) -> None:
+        """Hold the lease; BlockingIOError with the other owner's text if another run does."""
+        self._content = {"owner": owner, "secs": LEASE_SECS, **this_process()}
+        seen = self._seen()
+        since = time.monotonic()
+        while seen.state == "value" and not _is_gone(_object(seen.value)):
+            if time.monotonic() - since >= LEASE_SECS:
+                break
+            time.sleep(LEASE_LOOK_SECS)
+            now = self._seen()
+            if now.state == "value" and now.stamp.generation != seen.stamp.generation:
+                raise _held(now.value)
+            seen = now
+        self._generation = seen.stamp.generation
+        if not self._replace():
+            raise _held(self._seen().value)
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Renew the lease; CheckpointError if that is refused."""
+        with writing(self._path.parent, WHEN_LOST):
+            if self._ended.is_set() or not self._replace():
+                self._ended.set()
+                raise OSError(errno.ENOLCK, "the lease of this run is lost", str(self._path))
+
+    def __exit__(self, *_) -> None:
+        if self._thread is not None and not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                _asked(self._path, lambda store: store.write(self._path.key, None, if_equal=self._generation))
+
+    def _seen(self) -> Any:
+        return _asked(self._path, lambda store: store.read(self._path.key))
+
+    def _replace(self) -> bool:
+        """Write the lease again, if it is as it was; equal contents would be one generation, so it is counted."""
+        with self._replacing:
+            self._content["renewals"] = self._content.get("renewals", -1) + 1
+            new = write(self._path, json.dumps(self._content).encode(), instead_of=self._generation)
+            self._generation = new or self._generation
+            return bool(new)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECS):
+            with contextlib.suppress(CheckpointError):  # the next save asks again
+                self.check()
+
+
+@files.run_lock.register
+def _run_lock(path: BucketPath) -> Lease:
+    return Lease(path)
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from all others of this machine, before and after a restart."""
+    return {
+        "host": socket.gethostname(),
+        "boot": _first_line("/proc/sys/kernel/random/boot_id"),
+        "processes": _linked("/proc/self/ns/pid"),
+        "pid": os.getpid(),
+        "began": _began(os.getpid()),
+    }
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether the holder of a lease was a process of this machine that has ended."""
+    here = this_process()
+    if not here["boot"] or any(holder.get(name) != here[name] for name in ("host", "boot", "processes")):
+        return False
+    return type(holder.get("pid")) is int and _began(holder["pid"]) != holder.get("began")
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the machine did; "" if it is not there."""
+    after_name = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return after_name[19] if len(after_name) > 19 else ""
+
+
+def _first_line(path: str) -> str:
+    try:
+        with files.open_file(path, "r", errors="replace") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def _linked(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        return files.object_of(content)
+    except ValueError:
+        return {}
+
+
+def _held(content: bytes) -> BlockingIOError:
+    return BlockingIOError(errno.EAGAIN, str(_object(content).get("owner", "unknown"))[: files.OWNER_LETTERS])

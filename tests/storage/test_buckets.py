@@ -1,0 +1,216 @@
+"""A run's folder in a bucket, on moto's S3 server."""
+
+import json
+import logging
+import shutil
+import threading
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.run_examples import tiny_config
+
+from parallax.checkpoint import steps
+from parallax.checkpoint.restore import restore_newest
+from parallax.checkpoint.save import CheckpointWriter
+from parallax.config.sections import CheckpointConfig
+from parallax.errors import CheckpointError, ConfigError
+from parallax.storage import buckets, files
+from parallax.storage.buckets import path_of
+from parallax.storage.run_files import RunFiles, read_metrics
+from parallax.training.run import train
+
+SECRET = "a-secret-that-is-never-shown"
+
+
+@pytest.fixture(scope="module")
+def server():
+    moto = pytest.importorskip("moto.server", reason="moto's S3 server is not installed: the extra bucket-tests")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format("127.0.0.1", server.get_host_and_port()[1])
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
+    yield url
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, request):
+    """A folder of this test's own."""
+    for name, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": SECRET}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    return path_of(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}/run")
+
+
+def test_objects_are_there_whole_or_not_at_all(bucket):
+    assert not bucket.exists() and files.names_in(bucket) == []
+    files.check_writable(bucket)
+    files.write_whole(bucket / "a" / "b.json", '{"x": 1}')
+    files.write_whole(bucket / "a" / "b.json", '{"x": 2}')
+    files.write_whole(bucket / "ab", b"")
+    assert files.names_in(bucket) == ["a", "ab"] and files.names_in(bucket / "a") == ["b.json"]
+    assert files.read_object(bucket / "a" / "b.json") == {"x": 2}
+    assert (bucket / "a").is_dir() and not (bucket / "a").is_file() and (bucket / "ab").is_file()
+    (bucket / "a").replace(bucket / "c")
+    assert [str(path) for path in files.files_below(bucket)] == [f"{bucket}/ab", f"{bucket}/c/b.json"]
+    files.remove(bucket)
+    assert not bucket.exists()
+    with pytest.raises(FileNotFoundError):
+        files.read_bytes(bucket / "ab")
+
+
+def test_a_log_is_objects_that_are_read_as_one(bucket):
+    path = bucket / "metrics.jsonl"
+    log = files.append_file(path)
+    log.write('{"step": 1}\n')
+    log.flush()
+    log.write('{"step": 2}\n')
+    log.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 2] and len(files.names_in(path)) == 2
+    files.replace_log(path, [b'{"step": 1}\n'])
+    again = files.append_file(path)
+    again.write('{"step": 2, "train/loss": 3.0}\n')
+    again.close()
+    assert [row.get("train/loss") for row in read_metrics(path)] == [None, 3.0]
+
+
+def test_what_replaces_a_log_counts_before_the_rest_is_removed(bucket, monkeypatch):
+    path = bucket / "log.txt"
+    log = files.append_file(path)
+    log.write("1\n2\n")
+    log.close()
+    monkeypatch.setattr(files, "remove", lambda path: None)
+    monkeypatch.setattr(buckets, "_remove", lambda path: None)  # killed here
+    files.replace_log(path, [b"1\n"])
+    assert len(files.names_in(path)) == 2 and list(files.lines_in(path)) == [b"1"]
+
+
+def test_two_runs_do_not_write_one_log(bucket):
+    one, other = files.append_file(bucket / "log.txt"), files.append_file(bucket / "log.txt")
+    one.write("one\n")
+    one.close()
+    other.write("other\n")
+    with pytest.raises(CheckpointError, match="another run writes this log"):
+        other.close()
+
+
+def test_two_runs_in_one_folder_are_refused(bucket, monkeypatch):
+    monkeypatch.setattr(buckets, "RENEW_SECS", 0.05)
+    monkeypatch.setattr(buckets, "LEASE_LOOK_SECS", 0.3)
+    with files.run_lock(bucket / "lock") as lock:
+        lock.take("process 1 on here")
+        with pytest.raises(BlockingIOError) as refused:
+            files.run_lock(bucket / "lock").take("process 2 on here")
+        assert refused.value.strerror == "process 1 on here"
+        lock.check()
+    assert not (bucket / "lock").exists()
+
+
+@pytest.mark.parametrize(("holder", "waits"), [({}, False), ({"host": "another"}, True)], ids=["here", "elsewhere"])
+def test_a_killed_run_does_not_lock_itself_out(bucket, monkeypatch, holder, waits):
+    monkeypatch.setattr(buckets, "LEASE_SECS", 0.2)
+    monkeypatch.setattr(buckets, "LEASE_LOOK_SECS", 0.05)
+    looks = []
+    monkeypatch.setattr(buckets.time, "sleep", lambda secs: looks.append(threading.Event().wait(secs)))
+    killed = {**buckets.this_process(), "pid": 2**22 + 1, "began": "1", "owner": "killed", **holder}
+    files.write_whole(bucket / "lock", json.dumps(killed))
+    with files.run_lock(bucket / "lock") as lock:
+        lock.take("the next one")
+        assert files.read_object(bucket / "lock")["owner"] == "the next one" and bool(looks) == waits
+
+
+def test_a_run_that_has_lost_its_lease_saves_nothing_more(bucket):
+    with files.run_lock(bucket / "lock") as lock:
+        lock.take("one")
+        files.write_whole(bucket / "lock", json.dumps({"owner": "other"}))
+        with pytest.raises(CheckpointError, match="the lease of this run is lost"):
+            lock.check()
+    assert files.read_object(bucket / "lock") == {"owner": "other"}
+
+
+TREES = {
+    "params": {"a": jnp.arange(24.0).reshape(4, 6), "b": {"c": jnp.full((3,), 1.5, jnp.bfloat16)}},
+    "rest": {"step": jnp.int32(7)},
+}
+WANTED = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), TREES)
+
+
+def save(folder, *numbers, keep_last=2):
+    with CheckpointWriter(folder, CheckpointConfig(keep_last=keep_last), settings={"model": {}}) as writer:
+        for step in numbers:
+            writer.save(step, TREES)
+
+
+def assert_is_saved(trees):
+    equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), trees, TREES)
+    assert all(jax.tree.leaves(equal))
+
+
+def test_steps_are_saved_restored_and_removed(bucket):
+    save(bucket, 1, 2, 3)
+    assert steps.check_steps(bucket).valid == [3, 2] and files.names_in(bucket) == ["2", "3"]
+    restored = restore_newest(bucket, WANTED)
+    assert restored.step == 3 and not restored.damaged
+    assert_is_saved(restored.trees)
+
+
+def test_steps_copied_to_a_disk_are_those_of_a_run_there(bucket, tmp_path):
+    save(bucket, 1)
+    for path in files.files_below(bucket):
+        copy = tmp_path / path.relative_to(bucket)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(files.read_bytes(path))
+    assert_is_saved(restore_newest(tmp_path, WANTED).trees)
+    shutil.rmtree(tmp_path)
+
+
+def test_a_save_that_was_killed_does_not_count_and_is_removed(bucket, monkeypatch):
+    save(bucket, 1)
+    monkeypatch.setattr(steps, "write_manifest", lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+    monkeypatch.setattr(steps, "remove_unfinished", lambda *_: None)
+    with pytest.raises(CheckpointError, match="cannot save step 2"):
+        save(bucket, 2)
+    assert (bucket / "2" / "params" / "manifest.ocdbt").is_file()
+    assert steps.check_steps(bucket).valid == [1] and [step for step, _ in steps.unfinished_saves(bucket)] == [2]
+    assert steps.tidy(bucket) == [f"removed an unfinished save of step 2: {bucket}/2"]
+    assert files.names_in(bucket) == ["1"]
+
+
+def test_a_damaged_step_is_named_and_the_one_before_it_restored(bucket):
+    save(bucket, 1, 2, 3, keep_last=3)
+    (of_params, *_) = [path for path in files.files_below(bucket / "3" / "params") if path.parent.name == "d"]
+    files.write_whole(of_params, b"x" * 100)
+    files.remove(bucket / "2" / "rest" / "manifest.ocdbt")
+    restored = restore_newest(bucket, WANTED)
+    assert restored.step == 1
+    assert [(error.step, "match its checksum" in str(error)) for error in restored.damaged] == [(3, True), (2, False)]
+    assert steps.set_aside(bucket, 3, "damaged") == bucket / "damaged-3" and steps.complete_steps(bucket) == {1, 2}
+
+
+def test_a_bucket_that_is_not_there_is_one_line(bucket):
+    with pytest.raises(CheckpointError, match="cannot write in s3://none/run .*bucket does not exist"):
+        files.check_writable(path_of("s3://none/run"))
+
+
+def test_a_server_that_does_not_answer_is_one_line_without_credentials(bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    with pytest.raises(CheckpointError, match="Could not connect to server") as refused:
+        files.check_writable(bucket)
+    assert SECRET not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("written", [f"s3://key:{SECRET}@bucket/run", "s3://", "s3://bucket", "s3://bucket/a/../b"])
+def test_a_url_that_is_no_folder_of_a_bucket_is_refused(written):
+    with pytest.raises(ConfigError, match="s3://") as refused:
+        RunFiles(written)
+    assert SECRET not in str(refused.value)
+
+
+def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
+    with pytest.raises(ConfigError, match="train.tensorboard=True writes files of a disk"):
+        train(tiny_config(tmp_path, **{"train.tensorboard": True}), str(bucket))
+    assert not bucket.exists()
