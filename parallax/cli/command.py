@@ -168,7 +168,7 @@ def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], rea
 def file_of(config: str) -> Path:
     """The file that --config means: a name alone, as quickstart, is one of Parallax's own configs."""
     named = CONFIGS / f"{config}.py"
-    return named if re.fullmatch(r"\w+", config) and named.is_file() else path_of(config)
+    return named if re.fullmatch(r"\w+", str(config)) and named.is_file() else path_of(config)
 
 
 def is_saved(path: str) -> bool:

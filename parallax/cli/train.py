@@ -30,7 +30,7 @@ with loading(__name__, sys.stdout):
     from parallax.training.run import train
     from parallax.version import code_version, versions
 
-BEGUN = time.monotonic()
+IMPORTED = time.monotonic()
 RUNS = Path("runs")
 # Set by launchers of jobs; the first that is there names the run.
 RUN_NAME_VARIABLES = ("PARALLAX_RUN_NAME", "JOBSET_NAME")
@@ -57,7 +57,7 @@ def start_run(argv: Sequence[str]) -> int:
     with reporting():
         line = read_line(argv, FLAGS, config=config_of_run(argv), in_bucket=["workdir"])
         limit = line.values["max-runtime"]
-        limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
+        limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - IMPORTED)
         workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
         join_job(line)
         workdir = workdir or default_workdir(line.path)

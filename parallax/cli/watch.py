@@ -625,17 +625,17 @@ def cells(run: WatchedRun) -> dict[str, Cell]:
     }
 
 
-COLUMNS = ("name", "state", "step", "loss", "eval", "tokens/s", "mfu", "goodput", "left")
+RUN_COLUMNS = ("name", "state", "step", "loss", "eval", "tokens/s", "mfu", "goodput", "left")
 
 
 def run_table(runs: Sequence[WatchedRun], column: str) -> Table:
     """The runs, sorted by a column; those without a value there come last."""
-    heads = (Column(name, justify="left" if name in ("name", "state") else "right") for name in COLUMNS)
+    heads = (Column(name, justify="left" if name in ("name", "state") else "right") for name in RUN_COLUMNS)
     table = Table(*heads, box=box.SIMPLE_HEAD, safe_box=True, pad_edge=False)
     rows = [cells(run) for run in runs]
     for row in sorted(rows, key=lambda row: (row[column].key is None, row[column].key or 0, row["name"].text)):
         style = STATE_STYLES.get(row["state"].text, BAD)
-        table.add_row(*(Text(row[name].text, style=style if name == "state" else "") for name in COLUMNS))
+        table.add_row(*(Text(row[name].text, style=style if name == "state" else "") for name in RUN_COLUMNS))
     return table
 
 
@@ -714,15 +714,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--table", action="store_true", help="a line for each run; a folder of runs stands for all in it"
     )
-    parser.add_argument("--sort", help=f"the column by which --table sorts: {', '.join(COLUMNS)}; default: name")
+    parser.add_argument("--sort", help=f"the column by which --table sorts: {', '.join(RUN_COLUMNS)}; default: name")
     parser.add_argument("--load", type=local_path, help="also draw the load of a run's experts, as SVG in this file")
     flags = parser.parse_args(arguments)
     if flags.width is not None:
         check_whole("--width", flags.width, least=LEAST_WIDTH)
     if flags.sort is not None and not flags.table:
         raise ConfigError(f"--sort={flags.sort} sorts a table; add --table")
-    flags.sort = flags.sort or COLUMNS[0]
-    check_choice("--sort", flags.sort, COLUMNS)
+    flags.sort = flags.sort or RUN_COLUMNS[0]
+    check_choice("--sort", flags.sort, RUN_COLUMNS)
     return flags
 
 

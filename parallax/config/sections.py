@@ -48,7 +48,8 @@ OF_A_KIND += ROPE_FACTORS
 # Settings that change shapes: layers that differ in them have another block. Of attention, and of the MLP by its base.
 SHAPES_OF_GQA, SHAPES_OF_MLA = ("kv_heads", "rope_fraction"), ("d_latent", "d_latent_q", "d_rope")
 SHAPES_OF_MLP = {"dense": "d_ff", "moe": "d_expert"}
-SHAPES_OF_HEADS = ("heads", "d_head", *SHAPES_OF_GQA, *SHAPES_OF_MLA)
+SHAPES_OF_BOTH = ("heads", "d_head")
+SHAPES_OF_HEADS = SHAPES_OF_BOTH + SHAPES_OF_GQA + SHAPES_OF_MLA
 OF_A_STACK = (*SHAPES_OF_HEADS, *SHAPES_OF_MLP.values())
 LONGROPE = "longrope"  # a rope_scaling
 MATMULS = ("compute", "int8", "float8", "float4")

@@ -12,7 +12,7 @@ from typing import Any
 
 from parallax.config.sections import DistributedConfig
 from parallax.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
-from parallax.processes.coordinator import Coordinator, Message, Report, no_heartbeat
+from parallax.processes.coordinator import Coordinator, Message, ProcessReport, no_heartbeat
 from parallax.processes.deadline import TIMER_SECS, Deadline
 from parallax.processes.exit import EXIT_LIMIT_SECS, exit_now, exit_within, print_stacks, report_lost
 from parallax.storage.files import object_of
@@ -83,7 +83,7 @@ class CoordinatorClient(Deadline):
         """Send numbers to process 0, without waiting for an answer."""
         self._send({"report": dict(numbers)})
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self) -> list[ProcessReport]:
         """In process 0, the reports of all processes since the last call; none in the others."""
         return [] if self._coordinator is None else self._coordinator.take_reports()
 

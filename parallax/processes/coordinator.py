@@ -51,7 +51,7 @@ class Member:
     barriers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-class Report(NamedTuple):
+class ProcessReport(NamedTuple):
     """Numbers that a process has sent to process 0."""
 
     rank: int
@@ -73,14 +73,14 @@ class Coordinator:
         self._members: dict[int, Member] = {}
         self._unidentified: dict[asyncio.StreamWriter, None] = {}  # the oldest connections come first
         self._others_disconnected = threading.Event()
-        self._reports: collections.deque[Report] = collections.deque(maxlen=REPORTS_KEPT * processes)
+        self._reports: collections.deque[ProcessReport] = collections.deque(maxlen=REPORTS_KEPT * processes)
         threading.Thread(target=asyncio.run, args=(self._serve(listener),), name="coordinator", daemon=True).start()
 
     def wait_for_others(self, secs: float) -> None:
         """Wait until all others have disconnected: JAX's coordinator ends with process 0, and would end them."""
         self._others_disconnected.wait(secs)
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self) -> list[ProcessReport]:
         """What processes have reported since the last call, in the order in which it came; the oldest are dropped if
         nobody takes them."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
@@ -191,7 +191,7 @@ class Coordinator:
                 member.barriers[name] = values
                 self._release(name)
             case {"report": dict(numbers)} if _are_numbers(numbers):
-                self._reports.append(Report(rank, member.host, numbers))
+                self._reports.append(ProcessReport(rank, member.host, numbers))
             case {"heartbeat": _}:
                 self._send(member.writer, {"heartbeat": True})
             case {"phases": _}:

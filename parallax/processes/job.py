@@ -25,7 +25,7 @@ from parallax.errors import ConfigError, LostError, first_line
 from parallax.hardware.devices import simulate_devices, tpu_files
 from parallax.processes.address import VARIABLES, ProcessAddress
 from parallax.processes.client import CoordinatorClient
-from parallax.processes.coordinator import Coordinator, Report
+from parallax.processes.coordinator import Coordinator, ProcessReport
 from parallax.processes.deadline import Deadline
 from parallax.processes.exit import exit_now, ignoring_write_errors
 from parallax.processes.gloo import avoid_reduce_scatter, needs_detour
@@ -158,13 +158,13 @@ def broadcast(name: str, text: str) -> str:
     return _client.barrier(name, {"text": text}, "wait_secs")["values"]["text"]
 
 
-def report(numbers: Mapping[str, float]) -> None:
+def report_numbers(numbers: Mapping[str, float]) -> None:
     """Send numbers to process 0, which takes them when it has time; a process that is alone has nobody to tell."""
     if _client is not None:
         _client.report(numbers)
 
 
-def take_reports() -> list[Report]:
+def take_reports() -> list[ProcessReport]:
     """In process 0 of several, what all have reported since the last call."""
     return [] if _client is None else _client.take_reports()
 

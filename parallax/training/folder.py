@@ -1,6 +1,7 @@
 """A run's folder: its name, its lock, config.json and metadata.json."""
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -154,7 +155,7 @@ def _take(lock: Any, folder: Path) -> None:
             f"another run is training in {folder} ({error.strerror}); stop it or choose another --workdir"
         ) from None
     except OSError as error:
-        if not files.is_local(folder):
+        if error.errno == errno.ENOSPC or not files.is_local(folder):
             raise
         raise CheckpointError(
             f"cannot lock {folder / 'lock'} ({os.strerror(error.errno)}); mount its file system with locks, as NFS and "

@@ -17,13 +17,13 @@ from parallax.storage.run_files import (
     number_of,
 )
 
-STEPS = "steps"  # the part that counts
+IN_STEPS = "steps"  # the part that counts
 PARTS_OF_START = ("start", "restore", "lost", "between starts")
-PARTS_OF_ROWS = (STEPS, "data", "compile", "evaluation", "save")
+PARTS_OF_ROWS = (IN_STEPS, "data", "compile", "evaluation", "save")
 OTHER = "other"
 STEP_SECS = "perf/step_secs"
 KEYS_OF_ROWS = (STEP_SECS, "perf/data_wait_secs", COMPILE_SECS, EVAL_SECS, SAVE_SECS, LAST_SAVE_SECS)
-LONGEST_SECS = 1e10  # of a part; a file that says more is wrong
+LONGEST_PART_SECS = 1e10  # of a part; a file that says more is wrong
 
 
 class Start(NamedTuple):
@@ -66,7 +66,7 @@ def seconds(value: Any) -> float:
     (1.5, 0.0, 0.0, 0.0, 0.0)
     """
     number = number_of(value)
-    return number if number is not None and 0 <= number < LONGEST_SECS else 0.0
+    return number if number is not None and 0 <= number < LONGEST_PART_SECS else 0.0
 
 
 def starts_of(listed: Any) -> list[Start]:
@@ -112,7 +112,7 @@ class Goodput(NamedTuple):
     @property
     def share(self) -> float:
         """The share of steps that count."""
-        return self.secs[STEPS] / self.wall if self.wall else math.nan
+        return self.secs[IN_STEPS] / self.wall if self.wall else math.nan
 
     def text(self) -> str:
         """The share, and all parts of at least a second.

@@ -16,18 +16,18 @@ import jax
 import numpy as np
 
 from parallax.processes import job
-from parallax.processes.coordinator import Report
+from parallax.processes.coordinator import ProcessReport
 from parallax.storage.run_files import OWN_PARTS, PROCESS_STEP_SECS, process_key
 from parallax.training.slow_processes import SLOW_IN, median, slow_processes
 
-DATA, HOST, COPY, WRITE = OWN_PARTS
+IN_DATA, ON_HOST, COPY, WRITE = OWN_PARTS
 # Orbax says so of each process, without the barriers in which it waits for others.
 SAVING = {
     "/jax/orbax/write/blocking_d2h_duration_secs": COPY,
     "/jax/checkpoint/write/async/commit_duration_sec": WRITE,
 }
 WALL = "wall"
-DIGITS = 6
+SECS_DIGITS = 6
 LATE_STEPS = 8  # a step that some process has not reported when another has reported so many more is left out
 
 _saving: collections.deque[tuple[str, float]] = collections.deque(maxlen=1024)  # parts and seconds, from any thread
@@ -67,7 +67,7 @@ class OwnTimes:
         """Seconds by part since the last call, and all of them; the next step begins now."""
         wall = self._clock() - self._began
         host = max(wall - self._apart - self._data, 0.0)
-        secs = {DATA: self._data, HOST: host, COPY: 0.0, WRITE: 0.0, WALL: wall}
+        secs = {IN_DATA: self._data, ON_HOST: host, COPY: 0.0, WRITE: 0.0, WALL: wall}
         for part, spent in [_saving.popleft() for _ in range(len(_saving))]:
             secs[part] += spent
         self.begin()
@@ -86,7 +86,7 @@ def listen_to_saves() -> None:
 
 
 @dataclass
-class Window:
+class StepsSeen:
     """Sums over steps: a row for each process, a column for each part and one for the whole."""
 
     steps: list[int] = field(default_factory=list)
@@ -115,12 +115,12 @@ class ProcessTimes:
     share: float
     steps: int
     say: Callable[[str], None]
-    take_reports: Callable[[], Sequence[Report]] = job.take_reports
+    take_reports: Callable[[], Sequence[ProcessReport]] = job.take_reports
     processes: Callable[[], int] = jax.process_count
     _hosts: dict[int, str] = field(init=False, default_factory=dict)
     _begun: dict[int, dict[int, Mapping[str, float]]] = field(init=False, default_factory=dict)
-    _window: Window = field(init=False, default_factory=Window)
-    _logged: Window = field(init=False, default_factory=Window)
+    _window: StepsSeen = field(init=False, default_factory=StepsSeen)
+    _logged: StepsSeen = field(init=False, default_factory=StepsSeen)
     _slow: dict[int, str] = field(init=False, default_factory=dict)
 
     def update(self) -> None:
@@ -139,8 +139,8 @@ class ProcessTimes:
         arrived."""
         if not self._logged.steps:
             return {}
-        *parts, wall = self._logged.means().T.round(DIGITS).tolist()
-        self._logged = Window()
+        *parts, wall = self._logged.means().T.round(SECS_DIGITS).tolist()
+        self._logged = StepsSeen()
         return {process_key(part): secs for part, secs in zip(OWN_PARTS, parts)} | {PROCESS_STEP_SECS: wall}
 
     def _add(self, step: int, reports: Mapping[int, Mapping[str, float]]) -> None:
@@ -150,7 +150,7 @@ class ProcessTimes:
             self._window.add(step, secs)
         if self.steps and len(self._window.steps) == self.steps:
             self._judge()
-            self._window = Window()
+            self._window = StepsSeen()
 
     def _judge(self) -> None:
         means, steps = self._window.means(), f"steps {self._window.steps[0]} to {self._window.steps[-1]}"

@@ -78,7 +78,7 @@ class StepReports:
         first step compiles, and does not count."""
         secs = self.times.take()
         if step > self.first:
-            job.report({"step": step, **secs})
+            job.report_numbers({"step": step, **secs})
         self.processes.update()
 
     def finish(self, ended: DispatchedStep, params: Any) -> None:

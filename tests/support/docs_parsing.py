@@ -23,8 +23,8 @@ def accept_arguments(parser, *args, _parse=argparse.ArgumentParser.parse_args, *
     raise Accepted
 
 
-def accept_line(argv, own, config=None, _read=parallax.cli.command.read_line):
-    read_settings(_read(argv, own, config).config.to_dict())
+def accept_line(argv, own, config=None, in_bucket=(), _read=parallax.cli.command.read_line):
+    read_settings(_read(argv, own, config, in_bucket=in_bucket).config.to_dict())
     raise Accepted
 
 

@@ -187,7 +187,7 @@ def test_a_finished_run_says_what_to_do_next_in_commands_that_are_understood(cor
     assert generates[1:3] == ["-m", "parallax.generate"] and watches[1:3] == ["-m", "parallax.watch"]
     assert generate.parse(generates[3:]).prompt == ["The "] and generate.parse(generates[3:]).workdir == whole_run
     assert watch.parse(watches[3:]).workdir == [whole_run]
-    line = line_of_run(trains[1:])
+    line = line_of_run(trains[2:])
     assert (line.values["workdir"], line.config.train.steps) == (str(whole_run), 16)
     assert line.config.data.cache == str(corpus / "cache")  # which its config.json does not decide
 
@@ -197,7 +197,7 @@ def test_what_to_do_next_has_every_key_that_the_saved_config_does_not_decide(cor
     settings = read_settings(tiny_config(corpus), train=values, data={"cache": "/c"})
     generates, _, trains = (shlex.split(line.partition("   ")[2]) for line in next_commands(whole_run, settings))
     assert generates[-1] == "--config.train.compile_cache=/a b"
-    config = line_of_run(trains[1:]).config
+    config = line_of_run(trains[2:]).config
     assert {name: config.train[name] for name in values} == values and config.data.cache == "/c"
     assert "does not decide" not in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from parallax.processes.coordinator import Report
+from parallax.processes.coordinator import ProcessReport
 from parallax.storage.run_files import PROCESS_STEP_SECS, process_key
 from parallax.training.process_times import SAVING, OwnTimes, ProcessTimes
 from parallax.training.slow_processes import slow_processes
@@ -32,7 +32,7 @@ def test_the_time_of_a_step_is_divided_into_own_parts_and_what_was_spent_apart()
 def told_of(*arriving, steps=4, share=0.2, processes=3):
     """What is said, and the table, after reports of (rank, step, changes) arrived in this order."""
     said = []
-    reports = [Report(rank, f"host{rank}", {"step": step} | USUAL | own) for rank, step, own in arriving]
+    reports = [ProcessReport(rank, f"host{rank}", {"step": step} | USUAL | own) for rank, step, own in arriving]
     times = ProcessTimes(share, steps, said.append, lambda: [reports.pop(0)], lambda: processes)
     while reports:
         times.update()
@@ -78,7 +78,7 @@ def test_a_step_counts_when_all_have_reported_it_and_is_left_out_if_one_never_do
     arriving = [(rank, step, {}) for step in range(2, 40) for rank in range(3) if (rank, step) != (2, 5)]
     said, table = told_of(*arriving[:2])
     assert not said and not table
-    times = ProcessTimes(0.2, 4, print, lambda: [Report(*each) for each in reports], lambda: 3)
+    times = ProcessTimes(0.2, 4, print, lambda: [ProcessReport(*each) for each in reports], lambda: 3)
     reports = [(rank, "", {"step": step} | USUAL) for rank, step, _ in arriving]
     times.update()
     assert len(times._logged.steps) == 37 and not times._begun
