@@ -326,9 +326,9 @@ def how_to_install(extra: str) -> str:
     """The command that installs an extra; the project is not on PyPI.
 
     >>> how_to_install("data")
-    "pip install -e '.[data]', or 'WHEEL[data]' without a clone"
+    "pip install -e '.[data]' or 'WHEEL[data]'"
     """
-    return f"pip install -e '.[{extra}]', or 'WHEEL[{extra}]' without a clone"
+    return f"pip install -e '.[{extra}]' or 'WHEEL[{extra}]'"
 
 
 def imported(module: str, what: str, extra: str) -> Any:

@@ -46,10 +46,12 @@ OF_A_KIND += ("rope_fast_turns", "rope_slow_turns", "rope_truncate", "rope_tempe
 ROPE_FACTORS = ("rope_short_factors", "rope_long_factors")
 OF_A_KIND += ROPE_FACTORS
 # Settings that change shapes: layers that differ in them have another block. Of attention, and of the MLP by its base.
-SHAPES_OF_GQA, SHAPES_OF_MLA = ("kv_heads", "rope_fraction"), ("d_latent", "d_latent_q", "d_rope")
+SHAPES_OF_GQA, SHAPES_OF_MLA = (
+    ("heads", "d_head", "kv_heads", "rope_fraction"),
+    ("heads", "d_head", "d_latent", "d_latent_q", "d_rope"),
+)
 SHAPES_OF_MLP = {"dense": "d_ff", "moe": "d_expert"}
-SHAPES_OF_BOTH = ("heads", "d_head")
-SHAPES_OF_HEADS = SHAPES_OF_BOTH + SHAPES_OF_GQA + SHAPES_OF_MLA
+SHAPES_OF_HEADS = (*dict.fromkeys(SHAPES_OF_GQA + SHAPES_OF_MLA),)
 OF_A_STACK = (*SHAPES_OF_HEADS, *SHAPES_OF_MLP.values())
 LONGROPE = "longrope"  # a rope_scaling
 MATMULS = ("compute", "int8", "float8", "float4")
@@ -410,8 +412,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         base = self.base_of(kind)
         if name in SHAPES_OF_MLP.values() and name != SHAPES_OF_MLP.get(base):
             return f"{kind!r} is no variant of {'mixtures' if base == 'dense' else 'dense layers'}"
-        of_others = SHAPES_OF_GQA if self.attention == "mla" else SHAPES_OF_MLA
-        return f"model.attention={quoted(self.attention)} does not read it" if name in of_others else ""
+        read = {*(SHAPES_OF_MLA if self.attention == "mla" else SHAPES_OF_GQA), *SHAPES_OF_MLP.values()}
+        return "" if name in read else f"model.attention={quoted(self.attention)} does not read it"
 
     def _check_rope(self) -> None:
         if self.rope_slow_turns >= self.rope_fast_turns:

@@ -112,7 +112,7 @@ def check_adds_up(folder, lost_steps):
     assert spent.wall == pytest.approx(history[-1].ended - history[0].began, abs=0.05)
     assert 0 < spent.secs["steps"] < spent.wall and spent.secs["compile"] > 0 and spent.secs["start"] > 0
     last = (folder / "log.txt").read_text().splitlines()[-1]
-    share, wall = re.search(r" goodput (\S+) % of (\S+): steps ", last).groups()
+    share, wall = re.search(r" goodput (\S+) % of (\S+): ", last).groups()
     assert float(share) == pytest.approx(100 * spent.share, abs=2) and wall, (last, spent.text())
     return spent
 
