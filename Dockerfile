@@ -1,6 +1,6 @@
 # Images for CPUs, TPUs and GPUs. The commands, as parallax-train, are on the path; the folder is the repository's.
 #   docker build --target=gpu --tag=parallax:gpu .
-#   docker run --rm --gpus=all --shm-size=8g --volume="$PWD/runs:/parallax/runs" parallax:gpu parallax-train --config=gpu_80gb_x8
+#   docker run --rm --gpus=all --shm-size=8g --volume="$PWD/runs:/parallax/runs" parallax:gpu parallax-train --config=gpu_80gb_x8 --config.data.source=stdlib --config.data.tokenizer=bpe
 # GPUs need NVIDIA's driver and container toolkit on the host; CUDA comes with JAX.
 ARG PYTHON=3.12
 

@@ -70,6 +70,17 @@ class CheckpointError(ParallaxError):
     exit_status = EXIT_CHECKPOINT
 
 
+class StoreError(CheckpointError, OSError):
+    """A store of objects refuses a request, or does not answer."""
+
+    def __init__(self, number: int, reason: str, path: str):
+        super().__init__(number, reason, path)
+        self.errno, self.strerror, self.filename = number, reason, path
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 class LostError(ParallaxError):
     """Another process of the job is gone or did not start; the same command resumes from the last checkpoint."""
 

@@ -20,7 +20,7 @@ from parallax.checkpoint.steps import (
     wrong_files,
 )
 from parallax.config.settings import compare_settings, difference_text
-from parallax.errors import CheckpointError, first_few, first_line, tell
+from parallax.errors import CheckpointError, StoreError, first_few, first_line, tell
 from parallax.processes import job
 from parallax.storage import files
 from parallax.storage.files import PlainPath
@@ -92,6 +92,8 @@ def restore(
     checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, trees))
     try:
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in trees.items()}
+    except StoreError:
+        raise
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         reason = first_line(error)
         if jax.process_count() > 1:

@@ -30,6 +30,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
 
     Args:
         settings: a JSON dict, which is written into every manifest.
+        may_write: raises CheckpointError if another run has taken the folder since.
         carry: writes further files of a step, such as its tokenizer, into the folder that it is given.
         say: reports problems that cannot be raised because another error is being raised.
         on_disk: is called with a step and the seconds since its save began, once the step is on disk.
@@ -41,12 +42,14 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         config: CheckpointConfig,
         *,
         settings: Mapping[str, Any],
+        may_write: Callable[[], None] = lambda: None,
         carry: Callable[[Path], None] = lambda folder: None,
         say: Callable[[str], None] = print,
         on_disk: Callable[[int, float], None] = lambda step, secs: None,
     ):
         self._folder, self._config = folder.resolve(), config
         self._settings, self._carry, self._say, self._on_disk = settings, carry, say, on_disk
+        self._may_write = may_write
         self._in_flight: dict[str, Any] = {}
         self._began = 0.0  # when the save in flight began
         say_errors_once()
@@ -86,6 +89,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
         items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
         with self._saving(step):
+            self._may_write()
             saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         assert saved, f"orbax declined to save step {step}"
 
@@ -145,7 +149,9 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         except Exception as error:
             self._in_flight = {}
             if jax.process_index() == 0:
-                steps.remove_unfinished(self._folder, step)
+                with contextlib.suppress(CheckpointError):  # what is there may be another run's
+                    self._may_write()
+                    steps.remove_unfinished(self._folder, step)
             reason = first_line(error).replace(str(self._plain.path), str(self._folder))
             raise CheckpointError(
                 f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from parallax.display.units import in_bytes
-from parallax.errors import CheckpointError, errors_as, first_few
+from parallax.errors import CheckpointError, StoreError, errors_as, first_few
 from parallax.storage import files
 
 FORMAT = 2
@@ -128,6 +128,8 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
+    except StoreError:  # a store that does not answer says nothing of the step
+        raise
     except (OSError, ValueError, KeyError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DamagedError(folder, step, f"its {MANIFEST} cannot be read ({reason})") from error
@@ -314,5 +316,7 @@ def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bo
         if (size := files.size_of(path)) not in (None, wanted["bytes"]):
             return f"has {size} bytes instead of {wanted['bytes']}"
         return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None
+    except StoreError:
+        raise
     except (OSError, RuntimeError) as error:  # Python up to 3.12 raises RuntimeError for cyclic links
         return f"cannot be read ({getattr(error, 'strerror', None) or error})"

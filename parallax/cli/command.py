@@ -126,10 +126,8 @@ def read_line(
     for name, value in {"config": values.config, **given}.items():
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
-        in_bucket = name == "workdir" or value == str(config)  # what may be there: a run
-        if isinstance(value, str) and not (
-            in_bucket and is_in_bucket(value)
-        ):  # a path; other texts are not URLs either
+        may_be = name in in_bucket or value == str(config)
+        if isinstance(value, str) and not (may_be and is_in_bucket(value)):  # a path; other texts are not URLs either
             errors.check_local(f"--{name}", value)
     if values.config is None:
         folder = given.get("workdir")

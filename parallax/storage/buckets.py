@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from parallax.errors import URL, CheckpointError, ConfigError, writing
+from parallax.errors import URL, CheckpointError, ConfigError, StoreError, writing
 from parallax.storage import files
 
 DRIVERS = {"s3": "s3"}  # of TensorStore, by scheme
@@ -158,7 +158,8 @@ def _opened(spec: str) -> Any:
 
 
 def _asked(path: BucketPath, ask: Any) -> Any:
-    """The answer to a request; OSError that says what the store said, without headers and bodies."""
+    """The answer to a request; StoreError, which is an OSError, that says what the store said, without headers and
+    bodies."""
     try:
         return ask(_store(path)).result()
     except ValueError as error:
@@ -168,7 +169,7 @@ def _asked(path: BucketPath, ask: Any) -> Any:
         reason = reason.partition(mark)[0]
     reason = re.sub(r"//[^/@\s]*@", "//", reason)
     codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
-    raise OSError(codes.get(kind, errno.EIO), reason, str(path))
+    raise StoreError(codes.get(kind, errno.EIO), reason, str(path))
 
 
 def read(path: BucketPath) -> bytes:
@@ -183,7 +184,12 @@ def write(path: BucketPath, content: bytes, *, instead_of: bytes | None = None) 
     """Write an object; returns its generation, which is empty if it was not written because it is no longer the one of
     the generation `instead_of`."""
     given = {} if instead_of is None else {"if_equal": instead_of}
-    return _asked(path, lambda store: store.write(path.key, content, **given)).generation
+    new = _asked(path, lambda store: store.write(path.key, content, **given)).generation
+    if new or instead_of is None:
+        return new
+    # An earlier try may have been stored, and its answer lost.
+    there = _asked(path, lambda store: store.read(path.key))
+    return there.stamp.generation if there.state == "value" and there.value == content else b""
 
 
 def _keys(path: BucketPath, first: str, end: str) -> list[str]:

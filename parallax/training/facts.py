@@ -151,7 +151,7 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if not key.startswith(NOT_OF_A_MODEL))))
     steps, of_run = 2 * settings.train.steps, flags_not_saved(settings, (*NOT_SAVED, *code))
     if not is_local(path):  # other commands read folders of this machine
-        yield f"train on     {python} train.py --workdir={workdir} --config.train.steps={steps}{of_run}"
+        yield f"train on     {python} -m parallax.train --workdir={workdir} --config.train.steps={steps}{of_run}"
         return
     yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"

@@ -112,7 +112,8 @@ class RunFolder(RunFiles):
     def write_end(self, reason: str) -> None:
         """Record how the run ended, in the entry of its latest start."""
         # The run may end because the disk is full: then that error is reported, not this one.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
+            self.check_locked()
             self._add_to_start({"ended": time.time()}, ended={"time": time.strftime(TIME), "reason": reason})
 
     def write_goodput(self, secs: Mapping[str, float]) -> None:

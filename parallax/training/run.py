@@ -274,7 +274,7 @@ def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLo
     the import from which its weights came."""
 
     def carry(step: Path) -> None:
-        folder.check_locked()
+        folder.check_locked()  # the manifest follows
         logger.flush()
         for name, content in components.of_import.items():
             write_file(step / name, content)
@@ -287,6 +287,7 @@ def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLo
         folder.checkpoints,
         config,
         settings=checkpoint_settings(components),
+        may_write=folder.check_locked,
         carry=carry,
         say=logger.say_besides,
         on_disk=logger.on_disk,

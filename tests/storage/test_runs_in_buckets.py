@@ -15,6 +15,7 @@ from support.run_examples import tiny_config
 from parallax.checkpoint import steps
 from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.save import CheckpointWriter
+from parallax.cli import train as command_line
 from parallax.config.sections import CheckpointConfig
 from parallax.errors import CheckpointError, ConfigError
 from parallax.storage import buckets, files
@@ -201,6 +202,14 @@ def test_a_server_that_does_not_answer_is_one_line_without_credentials(bucket, m
     with pytest.raises(CheckpointError, match="Could not connect to server") as refused:
         files.check_writable(bucket)
     assert SECRET not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_command_says_in_one_line_that_no_store_answers(bucket, monkeypatch, capsys):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    assert command_line.main(["train.py", "--config=configs/quickstart.py", f"--workdir={bucket}"]) == 3
+    said = capsys.readouterr().err
+    assert "Could not connect to server" in said and SECRET not in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("written", [f"s3://key:{SECRET}@bucket/run", "s3://", "s3://bucket", "s3://bucket/a/../b"])
