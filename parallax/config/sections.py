@@ -380,6 +380,9 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"{', '.join(dict.fromkeys(there))}."
             )
         for kind, settings in written.items():
+            if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
+                known = nearest(str(settings[BASE]), LAYER_KINDS)
+                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
             for name in settings:
                 if name not in (BASE, *OF_A_STACK, *OF_A_KIND):
                     raise ConfigError(
@@ -392,9 +395,6 @@ class ModelConfig(Section, most=2**24, saved=True):
             if kind in (*LAYER_KINDS, *codes) and BASE in settings:
                 wrong = f"model.kinds.{kind}.base={quoted(settings[BASE])} does nothing"
                 raise ConfigError(f"{wrong}: {kind!r} has blocks of its own; leave base out.")
-            if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
-                known = nearest(str(settings[BASE]), LAYER_KINDS)
-                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
             changed = self.of_kind(kind)
             try:
                 if _shapes_of(changed) != _shapes_of(self):

@@ -397,7 +397,8 @@ class ShardingPlan:
                 leaves = order.moved([row.at_rest for row in rows], leaves)
             # If pp and data axes shard the same dim of a table, both are gathered at once.
             before, loaded[stack] = "staged" if order else "at_rest", jax.tree.unflatten(structure, leaves)
-            if any(getattr(row, before) != row.resident for row in rows):
+            # What may be sent in 8 bits is rounded even where nothing moves.
+            if any(row.rounded_to or getattr(row, before) != row.resident for row in rows):
                 loaded[stack] = self.use(loaded[stack], stack, before, "resident")
         return loaded
 

@@ -72,6 +72,7 @@ def test_a_kind_with_settings_may_have_a_class_too():
             "model.kinds.near.vocab is not a setting in which kinds of layers differ; known: base, ",
         ),
         ("near=(base='mow')", "model.kinds.near.base='mow' is unknown; did you mean 'moe'?"),
+        ("near=(base='mow', d_ff=96)", "model.kinds.near.base='mow' is unknown; did you mean 'moe'?"),
         ("near=() near=()", 'must be "NAME=module:name"'),
         ("near=() far=(rope=False)", "has settings for 'far', but .* has no such layer; its kinds are near"),
         ("near=() moe=(base='dense')", "has settings for 'moe'"),

@@ -299,7 +299,8 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         ticking = _ticks(call, settings, per_use)
         # Those of layers: a table's message is long, and one once a step is alone, with little compute to hide them.
         # XLA for GPU has those of other microbatches' tables beside compute, too.
-        beside = per_use.has(call) or (ticking and topology.chip.platform == "gpu")
+        of_table = call.module.split("/")[0] not in per_use.modules
+        beside = per_use.has(call) or (ticking and of_table and topology.chip.platform == "gpu")
         # In the ring, keys are sent while the previous ones are used.
         ring = call.kind == "permute" and call.axes == (CONTEXT_AXIS,)
         # All of a layer waits for a message with all of its weights.

@@ -311,7 +311,8 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     sizes = dict(rows=rows, seq=seq, ranks=ranks, ring=meets == RING and ranks > 1, order=model.layout.order)
     products = 0
     for (kind, window), layers in Counter(zip(config.layer_kinds, config.windows, strict=True)).items():
-        block, kernel = config.blocks[kind], kernel_in_window(config.kernel, window, seq, ranks)
+        block = config.blocks[kind]
+        kernel = kernel_in_window(config.kernel, window, seq, ranks, qk_width(block))
         sizes |= dict(heads=block.heads, d_qk=qk_width(block), d_v=block.d_head, window=window)
         parts = (attention_flops(kernel, part, **sizes) for part in KERNEL_PRODUCTS[kernel])
         products += layers * ranks * sum(parts)

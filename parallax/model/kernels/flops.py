@@ -55,13 +55,13 @@ def attention_flops(
     return 2 * rows * heads * scores * (of_qk * d_qk + of_v * d_v)
 
 
-def kernel_in_window(kernel: str, window: int, seq: int, ranks: int) -> str:
+def kernel_in_window(kernel: str, window: int, seq: int, ranks: int, width: int) -> str:
     """The key of KERNEL_PRODUCTS for layers with this window.
 
-    >>> [kernel_in_window("splash", window, 4096, ranks=1) for window in (0, 1024, 2048)]
+    >>> [kernel_in_window("splash", window, 4096, ranks=1, width=128) for window in (0, 1024, 2048)]
     ['splash', 'splash_window', 'splash']
     """
-    short = kernel == "splash" and has_short_window(window if window < seq else 0, ranks)
+    short = kernel == "splash" and has_short_window(window if window < seq else 0, ranks, width)
     return f"{kernel}_window" if short else kernel
 
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.tree_util import Partial
 
 from parallax.model.kernels.pallas import LANES, pallas_attention
-from parallax.model.kernels.splash_window import LONGEST_WINDOW, ShortWindow, attention_in_short_window
+from parallax.model.kernels.splash_window import LONGEST_WINDOW, WIDEST_HEAD, ShortWindow, attention_in_short_window
 from parallax.model.mask import Mask, blocks_seen, sees
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import vary_alike
@@ -54,9 +54,10 @@ def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
 
 
-def has_short_window(window: int, ranks: int) -> bool:
-    """Whether a layer with this window, whose queries `ranks` context ranks share, has kernels of this project's."""
-    return ranks == 1 and 0 < window <= LONGEST_WINDOW
+def has_short_window(window: int, ranks: int, width: int) -> bool:
+    """Whether a layer with this window and heads of this width, whose queries `ranks` context ranks share, has kernels
+    of this project's."""
+    return ranks == 1 and 0 < window <= LONGEST_WINDOW and width <= WIDEST_HEAD
 
 
 class SplashKernel(NamedTuple):
@@ -78,7 +79,7 @@ class SplashKernelOf(NamedTuple):
         (heads, queries), keys = q.shape[1:3], k.shape[2]
         ranks, segments = keys // queries, mask.segments_BN
         interpreted = platform_traced() == "cpu"
-        if has_short_window(mask.window, ranks):
+        if has_short_window(mask.window, ranks, q.shape[-1]):
             form = ShortWindow(mask.window, self.cap, interpreted)
             return Partial(functools.partial(_in_short_window, form), segments)
         places = PlacesMask(keys, ranks, mask.window, mask.order)
