@@ -12,7 +12,12 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.tree_util import Partial
 
 from parallax.model.kernels.pallas import LANES, pallas_attention
-from parallax.model.kernels.splash_window import LONGEST_WINDOW, WIDEST_HEAD, ShortWindow, attention_in_short_window
+from parallax.model.kernels.splash_window import (
+    LONGEST_WINDOW,
+    WIDEST_HEAD_IN_WINDOW,
+    ShortWindow,
+    attention_in_short_window,
+)
 from parallax.model.mask import Mask, blocks_seen, sees
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import vary_alike
@@ -57,7 +62,7 @@ def splash_block_tokens(seq: int, ranks: int = 1) -> int:
 def has_short_window(window: int, ranks: int, width: int) -> bool:
     """Whether a layer with this window and heads of this width, whose queries `ranks` context ranks share, has kernels
     of this project's."""
-    return ranks == 1 and 0 < window <= LONGEST_WINDOW and width <= WIDEST_HEAD
+    return ranks == 1 and 0 < window <= LONGEST_WINDOW and width <= WIDEST_HEAD_IN_WINDOW
 
 
 class SplashKernel(NamedTuple):

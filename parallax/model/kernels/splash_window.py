@@ -14,7 +14,7 @@ from parallax.model.kernels.blockwise import HIDDEN
 from parallax.model.kernels.pallas import LANES
 from parallax.model.mask import sees
 
-WIDEST_HEAD = 256  # entries; 512 take too much of the vector memory, too
+WIDEST_HEAD_IN_WINDOW = 256  # entries; 512 take too much of the vector memory, too
 LONGEST_WINDOW = 1024  # tokens; the scores of a block of queries in a longer one take too much of the vector memory
 QUERIES = 256  # of a block
 
