@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
-from parallax.errors import ConfigError, check_whole, divisors, listed, nearest, quoted, words_of
+from parallax.errors import ConfigError, check_choice, check_whole, divisors, listed, nearest, quoted, words_of
 from parallax.schedules import SCHEDULES, check_schedule
 from parallax.user_code import UserCode, codes_by_name, names_code, settings_by_name
 
@@ -342,11 +342,8 @@ class ModelConfig(Section, most=2**24, saved=True):
         self._check_heads()
         if not self.qk_norm:
             self._check_reads_no(OF_QK_NORM, "model.qk_norm=False")
-        if self.attention == "mla" and self.qk_norm:
-            raise ConfigError(
-                "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
-                "use qk_norm=False, or attention='gqa'."
-            )
+        if self.attention == "mla":
+            self._check_reads_no(("qk_norm",), "model.attention='mla', which norms its latents", "attention='gqa'")
         if names_code(self.attention):
             self._check_reads_no(ATTENTION_CHOICES, f"model.attention={quoted(self.attention)}, which computes scores")
         if self.has_mixtures:
@@ -380,9 +377,7 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"{', '.join(dict.fromkeys(there))}."
             )
         for kind, settings in written.items():
-            if settings.get(BASE, LAYER_KINDS[0]) not in LAYER_KINDS:
-                known = nearest(str(settings[BASE]), LAYER_KINDS)
-                raise ConfigError(f"model.kinds.{kind}.base={quoted(settings[BASE])} is unknown; {known}")
+            check_choice(f"model.kinds.{kind}.base", settings.get(BASE, LAYER_KINDS[0]), LAYER_KINDS)
             for name in settings:
                 if name not in (BASE, *OF_A_STACK, *OF_A_KIND):
                     raise ConfigError(
@@ -421,15 +416,13 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.rope_slow_turns={self.rope_slow_turns} must be below "
                 f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
             )
-        if self.rope_scaling in ("none", LONGROPE) and self.rope_factor != 1:
-            raise ConfigError(
-                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling={self.rope_scaling!r}; "
-                "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
-            )
+        scaling = f"model.rope_scaling={self.rope_scaling!r}"
+        if self.rope_scaling in ("none", LONGROPE):
+            self._check_reads_no(("rope_factor",), scaling, "rope_scaling='linear', 'yarn' or 'llama3'")
         if self.rope_scaling != "yarn":
-            self._check_reads_no(("rope_truncate",), f"model.rope_scaling={self.rope_scaling!r}")
+            self._check_reads_no(("rope_truncate",), scaling)
         if self.rope_scaling != LONGROPE:
-            self._check_reads_no(ROPE_FACTORS, f"model.rope_scaling={self.rope_scaling!r}")
+            self._check_reads_no(ROPE_FACTORS, scaling)
             return
         for name in ROPE_FACTORS:
             words = getattr(self, name).split()
@@ -440,12 +433,14 @@ class ModelConfig(Section, most=2**24, saved=True):
                     f"{quoted(' '.join(['1.0'] * (self.rotated // 2)))}."
                 )
 
-    def _check_reads_no(self, names: Sequence[str], reader: str) -> None:
-        """Raise ConfigError if a key of these differs from its default, which `reader` would not read."""
+    def _check_reads_no(self, names: Sequence[str], reader: str, instead: str = "") -> None:
+        """Raise ConfigError if a key of these differs from its default, which `reader` would not read. `instead` is
+        what one may want besides the default."""
         for name in names:
-            default = getattr(type(self), name)
-            if getattr(self, name) != default:
-                raise ConfigError(f"model.{name}={getattr(self, name)!r} does nothing with {reader}; use {default!r}.")
+            written, default = getattr(self, name), getattr(type(self), name)
+            if written != default:
+                use = f"{name}={default!r}, or {instead}" if instead else repr(default)
+                raise ConfigError(f"model.{name}={quoted(written)} does nothing with {reader}; use {use}.")
 
     def _check_norms(self) -> None:
         if names_code(self.norm) and (self.norm_scale, self.norm_bias) != (DIRECT, False):
@@ -465,20 +460,13 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     def _check_mlp(self) -> None:
-        written = {name: getattr(self, name) for name in ("mlp", "activation", "mlp_bias")}
-        changed = [name for name, value in written.items() if value != getattr(ModelConfig, name)]
-        if changed and not self.has_dense:
-            name = changed[0]
-            raise ConfigError(
-                f"model.{name}={quoted(written[name])} does nothing with model.layers_of={quoted(self.layers_of)}, "
-                f"which has only mixtures; use {name}={getattr(ModelConfig, name)!r}, or some dense layers."
-            )
-        if names_code(self.mlp) and len(changed) > 1:
-            name = changed[1]
-            raise ConfigError(
-                f"model.{name}={written[name]!r} does nothing with model.mlp={quoted(self.mlp)}, which is code of your "
-                f"own; use {name}={getattr(ModelConfig, name)!r}, and a setting of that code."
-            )
+        of_layers, of_mlp = f"model.layers_of={quoted(self.layers_of)}", f"model.mlp={quoted(self.mlp)}"
+        if not self.has_dense:
+            of_dense = "mlp", "activation", "mlp_bias"
+            self._check_reads_no(of_dense, f"{of_layers}, which has only mixtures", "some dense layers")
+        if names_code(self.mlp):
+            reader = f"{of_mlp}, which is code of your own"
+            self._check_reads_no(("activation", "mlp_bias"), reader, "a setting of that code")
         if self.activation != "silu" and self.has_mixtures:
             raise ConfigError(
                 f"model.activation={self.activation!r} would be that of dense layers alone, since experts have "
@@ -494,12 +482,10 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"layer of this model has; use a set of {', '.join(self._parts_with_products)}."
             )
         saving = {"attention", *(["mlp"] if self.has_dense else [])} & {*self.products_in_8_bits}
-        if self.matmul_residuals != "compute" and not saving:
-            raise ConfigError(
-                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul={self.matmul!r} and "
-                f"model.matmul_parts={quoted(self.matmul_parts)}; use matmul_residuals='compute', or 8-bit products of "
-                "attention or of dense layers: what experts and shared experts read is saved for the router."
-            )
+        if not saving:
+            reader = f"model.matmul={self.matmul!r} and model.matmul_parts={quoted(self.matmul_parts)}"
+            instead = "8-bit products of attention or of dense layers: what experts read is saved for the router"
+            self._check_reads_no(("matmul_residuals",), reader, instead)
         if self.first_scales_are_measured and self.init_out == "zeros":
             raise ConfigError(
                 f"model.init_out='zeros' gives model.matmul={self.matmul!r} no first scales: they are largest "
@@ -514,12 +500,9 @@ class ModelConfig(Section, most=2**24, saved=True):
             )
 
     def _check_matmul_scales(self) -> None:
-        for name, default in (("matmul_scales", DELAYED), ("matmul_weight_gradients", COMPUTE)):
-            if self.matmul == COMPUTE and getattr(self, name) != default:
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='compute', which rounds "
-                    f"nothing; use {name}={default!r}, or matmul='int8' or 'float8'."
-                )
+        if self.matmul == COMPUTE:
+            reader, instead = "model.matmul='compute', which rounds nothing", "matmul='int8' or 'float8'"
+            self._check_reads_no(("matmul_scales", "matmul_weight_gradients"), reader, instead)
         if (self.matmul_scales == FIXED) != bool(self.matmul_ranges):
             what = "needs" if self.matmul_scales == FIXED else "reads no"
             raise ConfigError(
@@ -537,12 +520,10 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul={self.matmul!r} with model.matmul_scales={self.matmul_scales!r}: float4 and nvfp4 "
                 "scales are for each other; use matmul='float4' with matmul_scales='nvfp4', or neither."
             )
-        for name in ("matmul_residuals", "matmul_weight_gradients"):
-            if self.matmul == "float4" and getattr(self, name) != COMPUTE:
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)!r} does nothing with model.matmul='float4', whose gradients "
-                    f"are computed in model.dtype; use {name}='compute', or matmul='float8' with matmul_scales='mxfp8'."
-                )
+        if self.matmul == "float4":
+            reader = "model.matmul='float4', whose gradients are computed in model.dtype"
+            instead = "matmul='float8' with matmul_scales='mxfp8'"
+            self._check_reads_no(("matmul_residuals", "matmul_weight_gradients"), reader, instead)
         words = self.matmul_ranges.split()
         if words and (
             len(words) != 3 or not all(RANGE.fullmatch(word) and 1e-30 < float(word) < 1e30 for word in words)
@@ -551,20 +532,15 @@ class ModelConfig(Section, most=2**24, saved=True):
                 f"model.matmul_ranges={quoted(self.matmul_ranges)} is not three numbers above 1e-30 and below 1e30: "
                 "the largest magnitudes of input, weight and gradient; use one as '224 1 0.01'."
             )
-        if self.matmul_weight_gradients != COMPUTE and {*self.products_in_8_bits} == {EXPERTS}:
-            raise ConfigError(
-                f"model.matmul_weight_gradients={self.matmul_weight_gradients!r} does nothing with model.matmul_parts="
-                f"{quoted(self.matmul_parts)}: gradients of experts' kernels are computed in model.dtype; use "
-                "matmul_weight_gradients='compute', or 8-bit products of attention or MLPs."
-            )
+        if {*self.products_in_8_bits} == {EXPERTS}:
+            why = "gradients of experts' kernels are computed in model.dtype"
+            reader = f"model.matmul_parts={quoted(self.matmul_parts)}: {why}"
+            self._check_reads_no(("matmul_weight_gradients",), reader, "8-bit products of attention or MLPs")
 
     def _check_lora(self) -> None:
-        for name in ("lora_alpha", "lora_on", "lora_dropout", "lora_base") if not self.lora_rank else ():
-            if getattr(self, name) != getattr(ModelConfig, name):
-                raise ConfigError(
-                    f"model.{name}={quoted(getattr(self, name))} does nothing with model.lora_rank=0, which makes no "
-                    "adapters; use lora_rank=16, say, or leave it out."
-                )
+        if not self.lora_rank:
+            names = "lora_alpha", "lora_on", "lora_dropout", "lora_base"
+            self._check_reads_no(names, "model.lora_rank=0, which makes no adapters", "lora_rank=16")
         if self.lora_rank and names_code(self.dense):
             raise ConfigError(
                 f"model.lora_rank={self.lora_rank} makes adapters of the package's projections, but model.dense="
