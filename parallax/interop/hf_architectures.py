@@ -296,6 +296,34 @@ GEMMA2_FIELDS = ATTENTION_BIASED | {
 }
 GEMMA2_ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256.0}
 GEMMA2_ABSENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 = Architecture(
+    "gemma2",
+    8192,
+    NO_NORM | {"norm_scale": "one_plus", "norm_place": "both"},
+    GEMMA2_FIELDS,
+    GEMMA2_ABSENT,
+    ONE_DIRECTION | {"sliding_window_pattern": (None, 2)},
+    names={"mlp_norm": "pre_feedforward_layernorm"},
+    activation_field=HIDDEN_ACTIVATION,
+    activations=GELU | EVERY_ACTIVATION,
+    root_scaled=True,
+    windows="some",
+    full_layers=2,
+)
+OLMO2_KEYS = QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"}
+OLMO2 = Architecture("olmo2", 2048, OLMO2_KEYS, ATTENTION_BIASED, ALL_HEADS | {"rms_norm_eps": 1e-5})
+GRANITE = Architecture("granite", 2048, NO_NORM, BIASED | GRANITE_FACTORS, GRANITE_ABSENT)
+GLM = Architecture(
+    "glm",
+    131_072,
+    NO_NORM,
+    BIASED_FIELDS,
+    {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+    names=GATES_AND_UPS,
+    interleaved="always",
+    rotated=0.5,
+)
+COHERE = Architecture("cohere", 8192, COHERE_KEYS, COHERE_FIELDS, COHERE_ABSENT, interleaved="always")
 # A run of our own becomes the first that computes it.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, NO_NORM, BIASED, ALL_HEADS),
@@ -316,35 +344,16 @@ ARCHITECTURES = {
         activations=GEMMA_GELU | SILU | RELU2,
         root_scaled=True,
     ),
-    "Gemma2ForCausalLM": Architecture(
-        "gemma2",
-        8192,
-        NO_NORM | {"norm_scale": "one_plus", "norm_place": "both"},
-        GEMMA2_FIELDS,
-        GEMMA2_ABSENT,
-        ONE_DIRECTION | {"sliding_window_pattern": (None, 2)},
-        names={"mlp_norm": "pre_feedforward_layernorm"},
-        activation_field=HIDDEN_ACTIVATION,
-        activations=GELU | EVERY_ACTIVATION,
-        root_scaled=True,
-        windows="some",
-        full_layers=2,
-    ),
-    "Gemma3ForCausalLM": Architecture(
-        "gemma3_text",
-        131_072,
-        QWEN3_KEYS | {"norm_scale": "one_plus", "norm_place": "both", "qk_norm_scale": "one_plus"},
-        GEMMA2_FIELDS,
-        GEMMA2_ABSENT
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA2._replace(
+        model_type="gemma3_text",
+        context=131_072,
+        keys=GEMMA2.keys | {"qk_norm": True, "qk_norm_scale": "one_plus"},
+        absent=GEMMA2_ABSENT
         | {"vocab_size": 262_208, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
         | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        ONE_DIRECTION,
-        names={"mlp_norm": "pre_feedforward_layernorm"},
+        only=ONE_DIRECTION,
         ignored=("_sliding_window_pattern",),
-        activation_field=HIDDEN_ACTIVATION,
-        activations=GELU | EVERY_ACTIVATION,
-        root_scaled=True,
-        windows="some",
         full_layers=6,
         ropes_by_type=True,
     ),
@@ -356,19 +365,10 @@ ARCHITECTURES = {
         ALL_HEADS,
         {"clip_qkv": (None,)},
     ),
-    "Olmo2ForCausalLM": Architecture(
-        "olmo2",
-        2048,
-        QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"},
-        ATTENTION_BIASED,
-        ALL_HEADS | {"rms_norm_eps": 1e-5},
-    ),
-    "Olmo3ForCausalLM": Architecture(
-        "olmo3",
-        2048,
-        QWEN3_KEYS | {"qk_norm_over": "projection", "norm_place": "after"},
-        ATTENTION_BIASED,
-        ALL_HEADS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO2._replace(
+        model_type="olmo3",
+        absent=OLMO2.absent | {"rope_theta": 5e5},
         windows="some",
         full_layers=4,
         ropes_by_type=True,
@@ -444,15 +444,9 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe", 32_768, QWEN3_KEYS, ATTENTION_BIASED, windows="all, if used", mixture=QWEN3_MOE
     ),
-    "GraniteForCausalLM": Architecture("granite", 2048, NO_NORM, BIASED | GRANITE_FACTORS, GRANITE_ABSENT),
-    "GraniteMoeForCausalLM": Architecture(
-        "granitemoe",
-        2048,
-        NO_NORM,
-        ATTENTION_BIASED | GRANITE_FACTORS,
-        GRANITE_ABSENT,
-        names=GRANITE_NAMES,
-        mixture=GRANITE_MOE,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE._replace(
+        model_type="granitemoe", fields=ATTENTION_BIASED | GRANITE_FACTORS, names=GRANITE_NAMES, mixture=GRANITE_MOE
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe",
@@ -475,25 +469,11 @@ ARCHITECTURES = {
         ignored=("original_max_position_embeddings",),
         windows="all",
     ),
-    "GlmForCausalLM": Architecture(
-        "glm",
-        131_072,
-        NO_NORM,
-        BIASED_FIELDS,
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
-        names=GATES_AND_UPS,
-        interleaved="always",
-        rotated=0.5,
-    ),
-    "Glm4ForCausalLM": Architecture(
-        "glm4",
-        131_072,
-        NO_NORM | {"norm_place": "both"},
-        BIASED_FIELDS,
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM._replace(
+        model_type="glm4",
+        keys=NO_NORM | {"norm_place": "both"},
         names=GATES_AND_UPS | {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"},
-        interleaved="always",
-        rotated=0.5,
     ),
     "Glm4MoeForCausalLM": Architecture(
         "glm4_moe",
@@ -545,22 +525,10 @@ ARCHITECTURES = {
         windows="some, if used",
         rotated_layers="no_rope_layers",
     ),
-    "CohereForCausalLM": Architecture(
-        "cohere",
-        8192,
-        COHERE_KEYS,
-        COHERE_FIELDS,
-        COHERE_ABSENT | {"rope_theta": 5e5},
-        interleaved="always",
-    ),
-    "Cohere2ForCausalLM": Architecture(
-        "cohere2",
-        8192,
-        COHERE_KEYS,
-        COHERE_FIELDS,
-        COHERE_ABSENT,
-        COHERE2_ONLY,
-        interleaved="always",
+    "CohereForCausalLM": COHERE._replace(absent=COHERE_ABSENT | {"rope_theta": 5e5}),
+    "Cohere2ForCausalLM": COHERE._replace(
+        model_type="cohere2",
+        only=COHERE2_ONLY,
         ignored=("use_parallel_embedding",),
         windows="some",
         full_layers=4,
