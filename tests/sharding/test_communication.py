@@ -33,9 +33,9 @@ from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline.embed_and_head import BatchedHead, MicrobatchHead, Tokens
-from parallax.pipeline.layers_on_ranks import layers_from_ranks, layers_to_ranks
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
+from parallax.sharding.layers_on_ranks import layers_from_ranks, layers_to_ranks
 from parallax.sharding.layout import Layout
 from parallax.sharding.zigzag import reshard_in_order, to_order
 
