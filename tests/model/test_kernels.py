@@ -316,9 +316,9 @@ def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls
     assert not squares
 
 
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("order", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
 def test_pieces_of_queries_save_no_copies_of_keys(order):
-    """Two context ranks with two pieces of 128 queries each, in a layer with a window of 40."""
+    """Two context ranks with two pieces of 128 queries each, in layers with a window of 40."""
     saved = []
     for window in (0, 40):
         model = build((1, 1, 1, 1, 2), kernel="xla", remat="none", layers=2, order=order, sliding_window=window, **GQA)

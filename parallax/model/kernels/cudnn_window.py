@@ -14,7 +14,7 @@ from einops import rearrange
 from jax import Array, lax
 from jax.tree_util import Partial
 
-from parallax.model.kernels.pallas import Pull, vjp_in_parts
+from parallax.model.kernels.pallas import vjp_in_parts
 from parallax.model.mask import Mask
 from parallax.sharding.activations import TOKENS
 from parallax.sharding.zigzag import CHUNKS, own_tokens, places
@@ -48,9 +48,9 @@ def starts_and_shown(mask: Mask, queries: int, piece: tuple[int, int]) -> tuple[
     places_nS = places(TOKENS, queries, mask.order).reshape(-1, size)
     starts_n = jnp.maximum(places_nS[:, -1] + 1 - keys, 0)
     places_nT = starts_n[:, None] + jnp.arange(keys)[None]
-    segments = _as_rows(own_tokens(mask.segments_BN, 1, mask.order), starts_n), _seen(mask.segments_BN, starts_n, keys)
-    of_pieces = [rearrange(rows, "(n B) s -> n B s", n=len(starts_n)) for rows in segments]
-    shown_nBST = jax.vmap(mask.allows)(places_nS[:, :, None], places_nT[:, None, :], *of_pieces)
+    segments_nBS = rearrange(own_tokens(mask.segments_BN, 1, mask.order), "B (n s) -> n B s", n=len(starts_n))
+    segments_nBT = _in_reach(mask.segments_BN, starts_n, keys)
+    shown_nBST = jax.vmap(mask.allows)(places_nS[:, :, None], places_nT[:, None, :], segments_nBS, segments_nBT)
     return starts_n, rearrange(shown_nBST, "n B S T -> (n B) 1 S T")
 
 
@@ -76,7 +76,6 @@ def _forward(
 
 def _backward(attention: Callable, saved: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
     bias, starts_n, q, k, v, out, others, pull = saved
-    assert isinstance(pull, Pull)
     rows = _operands(bias, starts_n, q, k, v)
     numbers = [_numbers_as_rows(x, starts_n) for x in others]
     dq, dk, dv = pull.rebuilt(*rows, bias, _as_rows(out, starts_n), numbers)(_as_rows(dy, starts_n))
@@ -87,8 +86,8 @@ attention_in_pieces.defvjp(_forward, _backward)
 
 
 def _operands(bias: Array, starts_n: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    keys = bias.shape[-1]
-    return _as_rows(q, starts_n), _seen(k, starts_n, keys), _seen(v, starts_n, keys)
+    k, v = (_in_reach(x, starts_n, bias.shape[-1]) for x in (k, v))
+    return _as_rows(q, starts_n), *(rearrange(x, "n B t ... -> (n B) t ...") for x in (k, v))
 
 
 def _as_rows(x: Array, starts_n: Array) -> Array:
@@ -108,14 +107,13 @@ def _numbers_in_a_row(x: Array, starts_n: Array) -> Array:
     return rearrange(x, "(n B) H s -> B H (n s)", n=len(starts_n)) if x.ndim == 3 else x
 
 
-def _seen(x_BT: Array, starts_n: Array, keys: int) -> Array:
-    """The keys of each piece, [pieces B, keys, ...]."""
-    of_pieces = jax.vmap(lambda start: lax.dynamic_slice_in_dim(x_BT, start, keys, axis=1))(starts_n)
-    return rearrange(of_pieces, "n B t ... -> (n B) t ...")
+def _in_reach(x_BT: Array, starts_n: Array, keys: int) -> Array:
+    """So many keys of each piece, [pieces, B, keys, ...]."""
+    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(x_BT, start, keys, axis=1))(starts_n)
 
 
 def _added(dx: Array, starts_n: Array, tokens: int) -> Array:
-    """The transpose of `_seen`."""
+    """The sum over pieces for each of so many tokens."""
     of_pieces = rearrange(dx, "(n B) t ... -> n B t ...", n=len(starts_n))
     _, rows, keys, *dims = of_pieces.shape
 
