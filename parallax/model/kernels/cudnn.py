@@ -32,9 +32,9 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, 
 
     Of whole rows blocks after the diagonal are skipped, and those before a window, which is then cuDNN's own; queries
     that context ranks share are in pieces in a window, each with the keys in its reach. What else the mask hides, as
-    other documents, cuDNN takes as a bias, and computes these scores, too. JAX looks for a GPU when
-    it traces the call. If there is none, a call with the same operands and results takes its place, so that a step for
-    GPUs can be reported, planned and compiled on any machine.
+    other documents, cuDNN takes as a bias, and computes these scores, too. JAX looks for a GPU when it traces the call.
+    If there is none, a call with the same operands and results takes its place, so that a step for GPUs can be
+    reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
