@@ -350,7 +350,7 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
             f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
         )
-    # Context ranks that share the queries of a row have the window in a bias.
+    # Context ranks that share the queries of a row have the window in the biases of their pieces.
     has_window = chunks == 1 and any(0 < window < seq for window in model.windows)
     version = cudnn_version() if model.kernel == "cudnn" and has_window else ()
     if version and version < WINDOWS_SINCE:

@@ -51,7 +51,8 @@ without_chips(["--topology"])
 config = get_config()
 config.mesh.update(simulate=0, pp=1, dp=1, tp=1)
 config.model.update(vocab=256, dtype="bfloat16")
-config.update_from_flattened_dict(dict(change.split("=") for change in sys.argv[1:]))
+written = dict(change.split("=") for change in sys.argv[1:])
+config.update_from_flattened_dict({key: int(v) if v.isdecimal() else v for key, v in written.items()})
 settings = read_settings(config.to_dict())
 step = step_of(settings, make_mesh(settings.mesh, devices_of("H100:1")))
 module = parse_hlo(step.lower(settings.data.global_batch, settings.data.seq).compile().as_text())
@@ -62,13 +63,25 @@ calls = [(one, home) for one, home in found if one.target == "__cublas$lt$matmul
 shapes = [{home.find(name).shape.split("[")[0] for name in one.operands[:2]} for one, home in calls]
 print(shapes.count({"f8e4m3fn"}), shapes.count({"f8e4m3fn", "f8e5m2"}))
 """
+CUDNN_KEYS = """
+from parallax.analysis.compiled.hlo import arrays_of
+
+calls = [(one, home) for one, home in found if one.target.startswith("cudnn_")]
+print({one.target: [arrays_of(home.find(name).shape)[0][1] for name in one.operands[:2]] for one, home in calls})
+"""
 HOST_SLOTS = """
 on_host = [one for one, _ in found if "S(5)" in one.shape]
 print(sum(one.target == "AllocateBuffer" for one in on_host), sum(one.kind == "copy" for one in on_host))
 """
+# Of whole arrays: what is in a fusion is no copy in memory.
 COPIES = """
-program = module.computations[module.entry].instructions
-print(sum(one.kind == "copy" and one.shape.startswith("f32") for one in program))
+copies = [one for one, home in found if one.kind.startswith("copy") and not home.name.startswith("fused_")]
+print(sum(one.shape.strip("(").startswith("f32") for one in copies))
+"""
+IN_A_BRANCH = """
+import parallax.step.step
+
+parallax.step.step.copies_what_branches_return = lambda mesh: False
 """
 ARGUMENTS = """
 from parallax.analysis.planned.step_time import compile_and_read, predict
@@ -92,6 +105,16 @@ def test_products_in_float8_are_compiled_as_such(scales, gradients, alike, mixed
     changes = [f"model.matmul_scales={scales}", f"model.matmul_weight_gradients={gradients}"]
     found = run_beside("-c", STEP + PRODUCTS, "model.matmul=float8", *changes).split()
     assert int(found[0]) >= alike and int(found[1]) == mixed
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_context_ranks_give_cudnn_the_keys_in_reach_of_a_window():
+    """Of rows of 256 tokens a rank has two chunks of 64."""
+    changes = ["model.kernel=cudnn", "model.sliding_window=40", "mesh.cp=2", "data.seq=256", "data.global_batch=4"]
+    printed = run_beside("-c", STEP.replace("H100:1", "H100:1x2") + CUDNN_KEYS, *changes)
+    shapes = [(8, 64, 4, 16), (8, 64 + 40, 2, 16)]  # of queries and keys: two chunks of four rows
+    assert printed.strip() == str({"cudnn_fwd": shapes, "cudnn_bwd": shapes})
 
 
 @needs_compiler
@@ -143,7 +166,9 @@ def test_a_mixture_is_planned_as_it_is_compiled():
 @needs_compiler
 @pytest.mark.slow
 def test_the_update_copies_no_parameter_and_no_state():
-    assert run_beside("-c", STEP + COPIES).split() == ["0"]
+    """As it is made, and held to what copies all of them on GPUs: a branch."""
+    in_a_loop, in_a_branch = (int(run_beside("-c", first + STEP + COPIES)) for first in ("", IN_A_BRANCH))
+    assert in_a_loop == 0 and in_a_branch > 50
 
 
 @needs_compiler

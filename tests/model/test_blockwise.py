@@ -12,12 +12,12 @@ from support.traced_equations import equations
 from parallax.model.attention import attend_over_context
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import blockwise as blockwise_module
-from parallax.model.kernels.blockwise import LONGEST_SIDE, blockwise_attention, tokens_of_block
+from parallax.model.kernels.blockwise import LONGEST_SIDE, blockwise_attention, scores_in_window, tokens_of_block
 from parallax.model.mask import Mask
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.zigzag import own_tokens, to_order
+from parallax.sharding.zigzag import order_of, own_tokens, to_order
 
 SIDE = LONGEST_SIDE["cpu"]
 ROWS, SCALE = 2, 0.3
@@ -282,6 +282,19 @@ def test_in_a_ring_whose_window_ends_within_a_rank_hops_have_different_numbers_o
     monkeypatch.setitem(LONGEST_SIDE, "cpu", 16)
     run, segments = over_context("ring", "gqa", 8, 512, window=140, order="contiguous")
     check(with_gradients(run, *arrays("gqa", 512)), exact("gqa", 512, np.asarray(segments), window=140), ERROR)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("window", [100, 320, 1088, 2000])
+def test_no_hop_of_a_ring_computes_more_blocks_than_a_rank_needs_in_it(order, window):
+    """Of four ranks with 512 tokens each."""
+    size, own = tokens_of_block(256, window), order_of(4, 2048, order)
+    blocks = 0
+    for hop in range(4):
+        query, key = own[:, :, None], np.roll(own, hop, axis=0)[:, None, :]
+        shown = (query >= key) & (query - key < window)
+        blocks += shown.reshape(4, 512 // size, size, -1, size).any(axis=(2, 4)).sum(axis=(1, 2)).max()
+    assert scores_in_window(2048, 4, window, ring=True, order=order) == size**2 * blocks
 
 
 @pytest.mark.parametrize(("window", "moves"), [(1, []), (16, [1, 6]), (18, [1, 1, 4, 1]), (40, [1, 1, 1, 2, 1, 1])])

@@ -33,6 +33,7 @@ from parallax.model.context import Context
 from parallax.model.kernels.blockwise import blockwise_attention, tokens_of_block
 from parallax.model.kernels.choice import chosen_kernel
 from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
+from parallax.model.kernels.cudnn_window import piece_in_window
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
 from parallax.model.kernels.splash_window import window_tokens
@@ -177,6 +178,56 @@ def near(segments, window):
     return (segments[:, :, None] == segments[:, None, :]) & (back >= 0) & (back < window)
 
 
+def cudnns_scores(form, q, k, v, bias):
+    """Scores in float32, hidden as a call of cuDNN does."""
+    scale, is_causal, window = form
+    query, key = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None]
+    shown = ((query >= key) & (query - key < (window or k.shape[1]))) | (not is_causal)
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    return jnp.where(shown, scale * jnp.einsum("BSHJ,BTHJ->BHST", q, k) + bias, -1e30), k, v
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def as_cudnn_does(form, q, k, v, bias):
+    """Attention whose backward pass reads what cuDNN's does: operands, the output and each query's logsumexp."""
+    return as_cudnn_does_forward(form, q, k, v, bias)[0]
+
+
+def as_cudnn_does_forward(form, q, k, v, bias):
+    scores, _, values = cudnns_scores(form, q, k, v, bias)
+    logsumexp = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("BHST,BTHJ->BSHJ", jnp.exp(scores - logsumexp[..., None]), values)
+    return out, (q, k, v, bias, out, logsumexp)
+
+
+def as_cudnn_does_backward(form, saved, dy):
+    q, k, v, bias, out, logsumexp = saved
+    scores, keys, values = cudnns_scores(form, q, k, v, bias)
+    weights = jnp.exp(scores - logsumexp[..., None])
+    row_sums = jnp.einsum("BSHJ,BSHJ->BHS", dy, out)[..., None]
+    d_scores = form[0] * weights * (jnp.einsum("BSHJ,BTHJ->BHST", dy, values) - row_sums)
+    dk, dv = jnp.einsum("BHST,BSHJ->BTHJ", d_scores, q), jnp.einsum("BHST,BSHJ->BTHJ", weights, dy)
+    dk, dv = (x.reshape(*k.shape[:3], -1, k.shape[-1]).sum(axis=3) for x in (dk, dv))
+    return jnp.einsum("BHST,BTHJ->BSHJ", d_scores, keys), dk, dv, None
+
+
+as_cudnn_does.defvjp(as_cudnn_does_forward, as_cudnn_does_backward)
+
+
+@pytest.fixture
+def cudnn_calls(monkeypatch):
+    """Calls of cuDNN in layers with windows: key tokens, and the window that it is told. They are made here."""
+    calls = set()
+
+    def told(q, k, v, *, bias, is_causal, scale, local_window_size, implementation):
+        assert implementation == "cudnn" and is_causal == (q.shape[1] == k.shape[1])
+        calls.add((k.shape[1], local_window_size))
+        return as_cudnn_does((scale, is_causal, local_window_size and local_window_size[0] + 1), q, k, v, bias)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", told)
+    return calls
+
+
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kernel", "ranks", "order"),
@@ -191,17 +242,10 @@ def near(segments, window):
     ],
 )
 @pytest.mark.parametrize("window", [100, 300])
-def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, order, window, monkeypatch):
+def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, order, window, cudnn_calls):
     """The last of three documents is longer than the window, and crosses from rank to rank."""
     (q, k, v), _ = heads(seq=512, rows=1, heads=2, kv_heads=1)
     segments = jnp.asarray(np.searchsorted([40, 90], np.arange(512), side="right")[None].astype(np.int32))
-    by_xla, reaches = jax.nn.dot_product_attention, set()
-
-    def told(*heads, **how):
-        reaches.add(how.get("local_window_size"))
-        return by_xla(*heads, **how | {"implementation": "xla"})
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", told)
     hidden = ~near(np.asarray(segments), window)[:, None]
 
     def plain(q, k, v):
@@ -218,8 +262,9 @@ def test_a_kernel_hides_what_is_behind_the_window(kernel, ranks, order, window, 
     found, expected = (jax.jit(functools.partial(value_and_pulled, f))((q, k, v)) for f in (both, plain))
     for actual, wanted in zip(found, expected, strict=True):
         assert error(actual, wanted) < 1e-5
-    # cuDNN skips what is before a window of its own, which it has of whole rows.
-    assert reaches == ({(window - 1, 0) if ranks == 1 else None} if kernel == "cudnn" else set())
+    # cuDNN skips what is before a window of its own, which it has of whole rows; the other pieces are of 128 queries.
+    called = {(512, (window - 1, 0)) if ranks == 1 else (128 + -(-window // 8) * 8, None)}
+    assert cudnn_calls == (called if kernel == "cudnn" else set())
 
 
 @pytest.mark.parametrize("window", [1, 200, pytest.param(300, marks=pytest.mark.slow)])
@@ -269,6 +314,33 @@ def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls
     seq = rows["tokens"].shape[1]
     squares = [v for e in made if e.primitive.name == "scan" for v in e.outvars if v.aval.shape[-2:] == (seq, seq)]
     assert not squares
+
+
+@pytest.mark.parametrize("order", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
+def test_pieces_of_queries_save_no_copies_of_keys(order):
+    """Two context ranks with two pieces of 128 queries each, in layers with a window of 40."""
+    saved = []
+    for window in (0, 40):
+        model = build((1, 1, 1, 1, 2), kernel="xla", remat="none", layers=2, order=order, sliding_window=window, **GQA)
+        model = model.replace(mesh=abstract_mesh(model.axis_sizes))
+        model = model.replace(model=dataclasses.replace(model.config, kernel="cudnn", dtype="bfloat16"))
+        made = equations(model.loss_and_grad, model.shapes, make_batch(rows=4, seq=512))
+        keys = {e.invars[1].aval.shape[1] for e in made if is_kernel(e)}
+        assert keys == ({128 + 40} if window else {512})
+        scans = [e for e in made if e.primitive.name == "scan"]
+        saved.append(sorted(str(v.aval) for e in scans if any(map(is_kernel, inside(e))) for v in e.outvars))
+    assert saved[0] == saved[1]
+
+
+def test_a_piece_of_queries_has_all_keys_that_it_sees():
+    for seq, ranks, window in ((512, 2, 100), (1024, 4, 129), (1536, 2, 7), (4096, 2, 1024), (96, 4, 1)):
+        queries, keys = piece_in_window(seq, ranks, window)
+        assert seq // (2 * ranks) % queries == 0 and queries + window - 1 <= keys < seq
+        a_pass = attention_flops("cudnn", "fwd", rows=1, heads=1, seq=seq, d_qk=8, d_v=8, ranks=ranks, window=window)
+        pieces = seq // ranks // queries
+        assert a_pass == kernel_flops("cudnn_fwd", [(pieces, queries, 1, 8), *[(pieces, keys, 1, 8)] * 2], window)
+    assert piece_in_window(4096, 2, 1024) == (512, 1536)
+    assert piece_in_window(4 * 125, 2, 100) is None  # odd
 
 
 def own_order(x, ranks, order="zigzag"):
@@ -609,14 +681,35 @@ def test_layers_of_one_stack_may_have_a_window_in_a_kernel_or_none(kernel, seq, 
             assert error(actual, wanted) < 1e-5
 
 
+@pytest.mark.parametrize("order", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
+def test_layers_of_one_stack_may_have_a_window_in_cudnn_on_context_ranks(order, cudnn_calls):
+    (q, k, v), segments = heads(seq=64, rows=2, heads=2, kv_heads=1, d_qk=16, d_v=16)
+
+    def these(kernel, which, q, k, v):
+        mask = Mask(segments, windows=(7, 0), which=which, order=order)
+        return attend(own_tokens(q, 1, order), k, v, mask, scale=0.1, kernel=kernel)
+
+    mapped = lambda kernel: jax.shard_map(  # noqa: E731
+        functools.partial(these, kernel), mesh=mesh_of(1, 1, 1, cp=2), in_specs=P(), out_specs=P(None, "cp")
+    )
+    run = lambda kernel: jax.jit(lambda which: value_and_pulled(functools.partial(mapped(kernel), which), (q, k, v)))  # noqa: E731
+    by_cudnn, by_xla = run("cudnn"), run("xla")
+    for which in range(2):
+        for actual, wanted in zip(by_cudnn(which), by_xla(which), strict=True):
+            assert error(actual, wanted) < 1e-5
+    assert cudnn_calls == {(24, None), (64, None)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel, width", [("xla", 8), ("splash", 64), ("triton", 16), ("cudnn", 16)])
-def test_a_step_computes_of_a_window_what_its_closed_form_says(kernel, width):
+@pytest.mark.parametrize(
+    "kernel, width, ranks", [("xla", 8, 1), ("splash", 64, 1), ("triton", 16, 1), ("cudnn", 16, 1), ("cudnn", 16, 2)]
+)
+def test_a_step_computes_of_a_window_what_its_closed_form_says(kernel, width, ranks):
     """So that what is left of the traced step, as padding, is the same with a window and without."""
     left = []
     for kinds in ("near=(rope_theta=100.0) far=(rope=False)", "near=(sliding_window=100) far=(rope=False)"):
         changes = dict(layers_of="near far", kinds=kinds, attention="gqa", d_head=width, heads=4, kv_heads=2)
-        model = build((1, 1, 1), kernel="xla" if kernel == "cudnn" else kernel, **settings(**changes))
+        model = build((1, 1, 1, 1, ranks), kernel="xla" if kernel == "cudnn" else kernel, **settings(**changes))
         if kernel == "cudnn":
             model = model.replace(mesh=abstract_mesh(model.axis_sizes))
             model = model.replace(model=dataclasses.replace(model.config, kernel=kernel, dtype="bfloat16"))

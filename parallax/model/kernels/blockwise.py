@@ -299,7 +299,7 @@ def _pairs(
         hops.append([_seen_pairs(*blocks, size, window, chunk) for blocks in zip(of_ranks, of_keys)])
     counts = {hop: max(map(len, of_hop)) for hop, of_hop in enumerate(hops)}
     counts = {hop: count for hop, count in counts.items() if count or not hop}
-    if len(counts) == len(hops):  # the hops after the first are one loop
+    if len(counts) == len(hops) and not window:  # the hops after the first are one loop
         counts |= dict.fromkeys(range(1, len(hops)), max([*counts.values()][1:], default=0))
     return {hop: _alike(hops[hop], count) for hop, count in counts.items()}
 

@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import Partial
 
+from parallax.model.kernels.cudnn_window import attention_in_pieces, piece_in_window, starts_and_shown
 from parallax.model.kernels.pallas import pallas_attention, unchecked
 from parallax.model.mask import Mask
 from parallax.sharding.collectives import vary_alike
@@ -29,14 +30,15 @@ CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, 
 def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, scale: float) -> Array:
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
-    Of whole rows blocks after the diagonal are skipped, and those before a window, which is then cuDNN's own. What else
-    the mask hides, as other documents, cuDNN takes as a bias, and computes these scores, too. JAX looks for a GPU when
-    it traces the call. If there is none, a call with the same operands and results takes its place, so that a step for
-    GPUs can be reported, planned and compiled on any machine.
+    Of whole rows blocks after the diagonal are skipped, and those before a window, which is then cuDNN's own; queries
+    that context ranks share are in pieces in a window, each with the keys in its reach. What else the mask hides, as
+    other documents, cuDNN takes as a bias, and computes these scores, too. JAX looks for a GPU when it traces the call.
+    If there is none, a call with the same operands and results takes its place, so that a step for GPUs can be
+    reported, planned and compiled on any machine.
     """
     queries = q_BSHJ.shape[1]
     is_causal = queries == k_BTGJ.shape[1]
-    if is_causal and mask.hides_earlier:
+    if mask.hides_earlier:
         return pallas_attention(CudnnKernelOf(scale), *vary_alike((q_BSHJ, k_BTGJ, v_BTGJ, mask)))
     shown_B1ST = mask.same_segment() if is_causal else mask.dense(queries)
     arrays = q_BSHJ, k_BTGJ, v_BTGJ, shown_B1ST
@@ -47,19 +49,27 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Mask, *, 
 
 
 class CudnnKernelOf(NamedTuple):
-    """Makes the kernel for whole rows of queries and keys in layers with windows."""
+    """Makes the kernel for layers with windows."""
 
     scale: float
 
     def __call__(self, q: Array, k: Array, mask: Mask) -> Partial:
-        return Partial(functools.partial(_in_window, self.scale, mask.window), _bias(mask.same_segment(), q))
+        queries, seq = q.shape[1], k.shape[1]
+        if queries == seq:
+            return Partial(functools.partial(_by_cudnn, self.scale, mask.window), _bias(mask.same_segment(), q))
+        by_cudnn = functools.partial(_by_cudnn, self.scale, 0)
+        piece = piece_in_window(seq, seq // queries, mask.window) if mask.window else None
+        if piece is None:
+            return Partial(by_cudnn, _bias(mask.dense(queries), q))
+        starts_n, shown = starts_and_shown(mask, queries, piece)
+        return Partial(functools.partial(attention_in_pieces, by_cudnn), _bias(shown, q), starts_n)
 
 
-def _in_window(scale: float, window: int, bias: Array, q: Array, k: Array, v: Array) -> Array:
+def _by_cudnn(scale: float, window: int, bias: Array, q: Array, k: Array, v: Array) -> Array:
     if not platform_traced() or is_for_absent_gpus():
         return described_attention(q, k, v, bias)
-    reach = (window - 1, 0) if window else None
-    by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=scale, local_window_size=reach)
+    reach, is_causal = (window - 1, 0) if window else None, q.shape[1] == k.shape[1]
+    by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=scale, local_window_size=reach)
     return by_jax(q, k, v, bias=bias, implementation="cudnn")
 
 

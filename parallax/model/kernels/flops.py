@@ -8,6 +8,7 @@ import numpy as np
 
 from parallax.model.kernels.blockwise import scores_in_window, tokens_of_block
 from parallax.model.kernels.cudnn import CUDNN_BLOCK
+from parallax.model.kernels.cudnn_window import piece_in_window
 from parallax.model.kernels.splash import has_short_window, splash_block_tokens
 from parallax.model.kernels.splash_window import window_tokens
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, triton_block_tokens, triton_width
@@ -78,10 +79,13 @@ def computed_scores(
     kernel: str, part: str, seq: int, width: int, ranks: int, window: int, ring: bool, order: str
 ) -> int:
     """Scores of a head that a rank computes: those of blocks of which the mask shows some by the tokens' places. If
-    context ranks share the queries, cuDNN computes all."""
-    if kernel == "cudnn":
+    context ranks share the queries, cuDNN computes all, in a window those of its pieces."""
+    if kernel == "cudnn" and ranks == 1:
         blocks = -(-seq // CUDNN_BLOCK)
-        return seq * seq * _blocks_seen(blocks, CUDNN_BLOCK, window) // blocks**2 if ranks == 1 else seq * seq // ranks
+        return seq * seq * _blocks_seen(blocks, CUDNN_BLOCK, window) // blocks**2
+    if kernel == "cudnn":
+        piece = piece_in_window(seq, ranks, window) if window else None
+        return seq // ranks * (piece[1] if piece else seq)
     if window and kernel == "xla":
         return scores_in_window(seq, ranks, window, ring, order)
     if kernel == "splash_window":
@@ -118,8 +122,9 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]], window: int =
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
-        sizes = dict(rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries, window=window)
-        return attention_flops("cudnn", part[1], **sizes)
+        if queries < seq:  # it is told of neither a diagonal nor a window
+            return 2 * rows * heads * queries * seq * sum(KERNEL_PRODUCTS["cudnn"][part[1]]) * width
+        return attention_flops("cudnn", part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, window=window)
     if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
         (*rows_and_heads, seq, heads, width), *_ = float_shapes
         sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width, window=window)

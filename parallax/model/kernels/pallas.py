@@ -53,6 +53,23 @@ class Pull:
     structure: Any
     sources: tuple[int, ...]  # indices into the operands, arrays of the kernel, the output and the other residuals
 
+    def rebuilt(self, *arrays: Any) -> Callable:
+        """The backward pass, from arrays or trees in the order of `sources`."""
+        leaves = jax.tree.leaves(arrays)
+        return jax.tree.unflatten(self.structure, [leaves[index] for index in self.sources])
+
+
+def vjp_in_parts(kernel: Callable, *operands: Array) -> tuple[Array, list[Array], Pull]:
+    """`jax.vjp` of a kernel that is a tree of its arrays: the output, what the backward pass reads beside it, the
+    operands and these arrays, and how to rebuild it."""
+    out, pull = jax.vjp(kernel, *operands)
+    leaves, structure = jax.tree.flatten(pull)
+    arrays = [*operands, *jax.tree.leaves(kernel), out]
+    others = [leaf for leaf in leaves if all(leaf is not x for x in arrays)]
+    arrays += others
+    sources = (next(index for index, x in enumerate(arrays) if x is leaf) for leaf in leaves)
+    return out, others, Pull(structure, tuple(sources))
+
 
 KernelOf = Callable[[Array, Array, Mask], Any]  # of queries and keys
 
@@ -78,13 +95,7 @@ def _operands(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array,
 def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None) -> tuple[Array, Any]:
     def run(*operands_and_kernel: Any) -> tuple[Array, list[Array], Pull]:
         *operands, kernel = operands_and_kernel
-        out, pull = jax.vjp(kernel, *operands)
-        leaves, structure = jax.tree.flatten(pull)
-        arrays = [*operands, *jax.tree.leaves(kernel), out]
-        others = [leaf for leaf in leaves if all(leaf is not x for x in arrays)]
-        arrays += others
-        sources = (next(index for index, x in enumerate(arrays) if x is leaf) for leaf in leaves)
-        return out, others, Pull(structure, tuple(sources))
+        return vjp_in_parts(kernel, *operands)
 
     operands = _operands(q, k, v, sinks)
     pulls = {}  # by window, since branches have arrays alone as results
@@ -105,8 +116,7 @@ def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array | None,
         pull = pulls[mask.window]
 
         def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
-            leaves = jax.tree.leaves(arrays)
-            return jax.tree.unflatten(pull.structure, [leaves[index] for index in pull.sources])(dy)
+            return pull.rebuilt(*arrays)(dy)
 
         # The kernel's tables are recomputed, so that a layer saves none.
         return unchecked(run, dy, *operands, kernel_of(*operands[:2], mask), out, others)
