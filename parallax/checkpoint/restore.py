@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
-from parallax.checkpoint.arrays import damaged_arrays, flatten
+from parallax.checkpoint.arrays import damaged_arrays, flatten, read_tree
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.objects import read_tree
 from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
@@ -22,7 +20,6 @@ from parallax.checkpoint.steps import (
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, StoreError, first_few, first_line, tell
 from parallax.processes import job
-from parallax.storage import files
 from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -138,11 +135,7 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Co
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
-    if files.is_local(folder):
-        with ocp.StandardCheckpointer() as reader:
-            flat = reader.restore(folder, flatten(wanted))
-    else:
-        flat = read_tree(folder, flatten(wanted))
+    flat = read_tree(folder, flatten(wanted))
     return jax.tree.unflatten(jax.tree.structure(wanted), [flat[name] for name in flatten(wanted)])
 
 
