@@ -101,7 +101,7 @@ def restore(
         arrays = manifest["arrays"][part]
         wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
         if wrong:
-            raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
+            raise DamagedError(folder, step, not_as_saved([f"{part} {name}" for name in wrong]))
     return loaded
 
 
@@ -131,7 +131,7 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Co
         raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in trees})
-        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved([*hit])}")
+        raise DamagedError(folder, step, f"{first_few(wrong)}; {not_as_saved([*hit])}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
@@ -139,7 +139,7 @@ def _restore_tree(folder: Path, wanted: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(wanted), [flat[name] for name in flatten(wanted)])
 
 
-def _not_as_saved(names: list[str]) -> str:
+def not_as_saved(names: list[str]) -> str:
     if not names:
         return "its arrays are whole"
     return f"{first_few(names)} {'is' if len(names) == 1 else 'are'} not what was saved"
