@@ -1,10 +1,15 @@
 """Cost of checkpoints, as ratios within one run.
 
     python benchmarks/checkpoints.py [FOLDER] [--steps 48] [--every 12] [--arrays 12]
+    python benchmarks/checkpoints.py [FOLDER] --sizes 6,24,96 [--bucket s3://bucket/folder] [--local /dev/shm/bench]
 
 Steps of a state sharded over 2·2·2 simulated devices are timed without saves, and with an asynchronous save every few
 steps; the disk's own speed is that of one file of as many bytes, written and flushed. The numbers are random, so that
 they cannot be compressed. FOLDER is on the measured disk; by default it is the folder of temporary files.
+
+With --sizes, numbers of arrays of 20 MiB, it prints for each size and place the seconds for which a save stops the
+steps, those until it is on disk, and those of a restore with its memory: the most that the process had while it ran,
+without the state and without what it had before. A local copy of one process has no neighbour's.
 """
 
 import os
@@ -96,12 +101,85 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
     return size / saving / 1e6, size / (time.perf_counter() - began) / 1e6
 
 
+def memory_bytes(key: str) -> int:
+    """A line of what Linux says of this process's memory."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
+
+
+def timed(act: Any) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = act()
+    return time.perf_counter() - began, result
+
+
+def time_place(name: str, folder: Any, state: Any) -> str:
+    """A row of the table: a save and a restore of a state in one place."""
+    import jax
+
+    from parallax.checkpoint.local import LocalCopies
+    from parallax.checkpoint.restore import restore_newest
+    from parallax.checkpoint.save import CheckpointWriter
+    from parallax.config.sections import CheckpointConfig
+
+    size, trees = sum(x.nbytes for x in state.values()), {"params": state}
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trees)
+    if name == "local copy":
+        copies = LocalCopies(folder, settings={})
+        copies.begin(0, trees)
+        stopped, _ = timed(lambda: copies.save(1, trees))
+        written, _ = timed(copies.close)
+        restore = lambda: copies.restore_newest(wanted, after=0, why_not=lambda settings: "")  # noqa: E731
+    else:
+        config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+        with CheckpointWriter(folder, config, settings={}) as checkpoints:
+            stopped, _ = timed(lambda: checkpoints.save(1, trees))
+            written, _ = timed(checkpoints.wait)
+        restore = lambda: restore_newest(folder, wanted)  # noqa: E731
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = memory_bytes("VmRSS")
+    loading, restored = timed(lambda: jax.block_until_ready(restore().trees))
+    beside = memory_bytes("VmHWM") - before - size
+    del restored
+    rate = size / 1e6
+    return (
+        f"{name:10} {size / 1e9:6.2f} GB  {stopped:6.2f} s  {written:6.2f} s {rate / (stopped + written):5.0f} MB/s"
+        f"  {loading:6.2f} s {rate / loading:5.0f} MB/s  {beside / 1e9:5.2f} GB"
+    )
+
+
+def time_places(args: Any, folder: pathlib.Path) -> None:
+    """Print the table of --sizes."""
+    from parallax.config.sections import MeshConfig
+    from parallax.hardware.devices import simulate_devices
+    from parallax.sharding.mesh import make_mesh
+    from parallax.storage import files
+    from parallax.storage.buckets import path_of
+
+    simulate_devices(8)
+    mesh = make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0))
+    print("place        state     stopped    until it is on disk    restored              beside")
+    for arrays in args.sizes:
+        state = make_state(mesh, arrays)
+        places = {"disk": folder / "run", "local copy": args.local or folder / "host"}
+        for name, place in (places | ({"bucket": path_of(args.bucket)} if args.bucket else {})).items():
+            print(time_place(name, place, state), flush=True)
+            files.remove(place)
+
+
+def sizes_of(text: str) -> list[int]:
+    return [whole_number(word) for word in text.split(",")]
+
+
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"steps": 2, "every": 1, "arrays": 1})
     parser.add_argument("folder", type=local_path, nargs="?", help="where files are written; they are removed again")
     parser.add_argument("--steps", type=whole_number, default=48)
     parser.add_argument("--every", type=whole_number, default=12, help="steps between two saves")
     parser.add_argument("--arrays", type=whole_number, default=12, help="of 20 MiB each")
+    parser.add_argument("--sizes", type=sizes_of, help="numbers of arrays, as 6,24,96: time each place")
+    parser.add_argument("--bucket", help="with --sizes: a folder in a bucket")
+    parser.add_argument("--local", type=local_path, help="with --sizes: where the local copy is")
     args = parser.parse_args()
     if args.every > args.steps:
         raise ConfigError(f"--every={args.every} is more than --steps={args.steps}: nothing would be saved")
@@ -109,7 +187,7 @@ def main() -> None:
         raise ConfigError(f"{str(args.folder)!r} is not a folder; name one on the disk to measure")
     folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        measure(args, folder)
+        (time_places if args.sizes else measure)(args, folder)
     finally:
         shutil.rmtree(folder)
 

@@ -309,6 +309,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.keep_last = 2  # number of newest checkpoints to keep
     config.checkpoint.keep_best = 1  # by eval/loss; none without evaluations
     config.checkpoint.keep_every_steps = 0  # the first checkpoint of every so many steps is kept for good; 0: none
+    config.checkpoint.local = ""  # folder of each host for copies of the newest step; empty: none
+    config.checkpoint.local_every_steps = 0  # 0: only where a save would miss deadline_secs
+    config.checkpoint.deadline_secs = 0  # from SIGTERM to the end of a preempted host, as 30; 0: no limit
 
     # How long the processes of a job wait for each other, and a process alone for its devices; in seconds.
     config.distributed = ConfigDict()

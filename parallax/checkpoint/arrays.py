@@ -1,6 +1,7 @@
 """Arrays of a checkpoint by name, read and written on the host piece by piece."""
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore
+from jax.sharding import SingleDeviceSharding
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.errors import CheckpointError, first_few, first_line
@@ -16,6 +18,10 @@ from parallax.storage.files import PlainPath, kvstore_of
 PIECE_BYTES = 1 << 26
 # Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.
 CACHE_BYTES = 1 << 29
+# Of a restore: shards that are being read and are not yet on the devices, and chunks that several of them need.
+READ_AHEAD_BYTES, RESTORE_CACHE_BYTES = 1 << 27, 1 << 25
+# Of an object in a bucket, which is sent, and read for its checksum, as a whole.
+OBJECT_BYTES = 1 << 28
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -42,9 +48,9 @@ def shape_and_dtype(array: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def new_cache() -> tensorstore.Context:
+def new_cache(limit_bytes: int = CACHE_BYTES) -> tensorstore.Context:
     """A cache for arrays that are open at the same time; arrays opened later with the same cache may be stale."""
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": limit_bytes}})
 
 
 class ArrayReader:
@@ -97,6 +103,55 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]], *, con
     return reasons
 
 
+def read_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Arrays of a part of a step by name, each process reading what its devices hold.
+
+    Besides the arrays themselves the host holds `READ_AHEAD_BYTES`, or a single larger shard, and the cache.
+    """
+    plain, cache = PlainPath(folder), new_cache(RESTORE_CACHE_BYTES)
+    placed: dict[str, list[jax.Array]] = {name: [] for name in wanted}
+    reading: collections.deque = collections.deque()
+    ahead_bytes = 0
+    for name, like in wanted.items():
+        array = open_array(plain, name, cache)
+        for index, devices in shards_of_process(like, jax.process_index()).values():
+            shard_bytes = math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
+            while reading and ahead_bytes + shard_bytes > READ_AHEAD_BYTES:
+                ahead_bytes -= _place(*reading.popleft(), placed)
+            reading.append((name, like, devices, array[index].read()))
+            ahead_bytes += shard_bytes
+    while reading:
+        _place(*reading.popleft(), placed)
+    return {
+        name: jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed[name])
+        for name, like in wanted.items()
+    }
+
+
+def shards_of_process(like: Any, process: int) -> dict[tuple, tuple[tuple[slice, ...], list[jax.Device]]]:
+    """The different shards of an array that a process holds, each with its index and devices, by their bounds."""
+    shards: dict[tuple, tuple[tuple[slice, ...], list[jax.Device]]] = {}
+    for device, index in like.sharding.devices_indices_map(like.shape).items():
+        if device.process_index == process:
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(index, like.shape, strict=True))
+            shards.setdefault(bounds, (index, []))[1].append(device)
+    return shards
+
+
+def on_devices(shard: np.ndarray, like: Any, devices: Iterable[jax.Device]) -> list[jax.Array]:
+    """A shard on each of its devices, in the memory of an array's sharding; returns when it is there."""
+    kind = like.sharding.memory_kind
+    copies = [jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
+    return jax.block_until_ready(copies)  # until then the host's copy is held
+
+
+def _place(name: str, like: Any, devices: list[jax.Device], read: Any, placed: dict[str, list[jax.Array]]) -> int:
+    """Add a shard that was read to those that are on the devices; returns its size."""
+    shard = np.asarray(read.result())
+    placed[name] += on_devices(shard, like, devices)
+    return shard.nbytes
+
+
 class ArrayWriter:
     """Writes one array of a part piece by piece, in the format of orbax.
 
@@ -145,6 +200,7 @@ def open_new_array(
     32 hexadecimal digits, since each would begin the database with another."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
+    spec["kvstore"]["target_data_file_size"] = OBJECT_BYTES
     if uuid:
         spec["kvstore"]["config"] = {"uuid": uuid}
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape, "transaction": transaction}

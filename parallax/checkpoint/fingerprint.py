@@ -5,7 +5,8 @@ and summed modulo 2^32. The sum does not depend on the order, so sharding does n
 so every change of a single element, and every flipped bit, changes the sum.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from parallax.sharding.host import rests_on_host
 WORD_BITS = 32
 # Elements that the host sums at once; its intermediate arrays are many times their size.
 BLOCK_WORDS = 1 << 18
+PROGRAM_BYTES = 1 << 26
 # Mixing steps of MurmurHash3's finaliser.
 MIXERS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
@@ -37,16 +39,33 @@ def fingerprint(x: Array) -> Array:
 def fingerprints(arrays: Mapping[str, Array]) -> dict[str, int]:
     """The fingerprint of each array by name; a device reads only its own shards.
 
-    It is one program, and waits for the result, since simulated devices can deadlock in sums of two programs that run
-    at once. Arrays in host memory are copied to the devices one after the other, each for a separate program.
+    A program takes arrays of up to `PROGRAM_BYTES` on a device, since some compilers write the terms of its sums down.
+    It is waited for, since simulated devices can deadlock in sums of two programs that run at once. Arrays in host
+    memory are copied to the devices one after the other, each for a separate program.
     """
     waiting = {name: array for name, array in arrays.items() if rests_on_host(getattr(array, "sharding", None))}
-    here = {name: array for name, array in arrays.items() if name not in waiting}
-    fingerprints = dict(zip(here, jax.device_get(_of_all(list(here.values()))), strict=True)) if here else {}
+    numbers: dict[str, int] = {}
+    for group in _groups({name: array for name, array in arrays.items() if name not in waiting}):
+        numbers |= zip(group, jax.device_get(_of_all(list(group.values()))), strict=True)
     for name, array in waiting.items():
         on_device = jax.device_put(array, array.sharding.with_memory_kind("device"))
-        fingerprints[name] = jax.device_get(_of_all([on_device]))[0]
-    return {name: int(fingerprints[name]) for name in arrays}
+        numbers[name] = jax.device_get(_of_all([on_device]))[0]
+    return {name: int(numbers[name]) for name in arrays}
+
+
+def _groups(arrays: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
+    """The arrays in groups, each for one program."""
+    group: dict[str, Array] = {}
+    size = 0
+    for name, array in arrays.items():
+        on_device = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if group and size + on_device > PROGRAM_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = array
+        size += on_device
+    if group:
+        yield group
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from parallax.checkpoint.arrays import new_cache, open_array, open_new_array
+from parallax.checkpoint.arrays import open_new_array
 from parallax.checkpoint.steps import BEGUN
 from parallax.storage import files
 
@@ -88,18 +88,3 @@ def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
         for index, shard in shards:
             array[index].write(shard).result()
     written.commit_async().result()
-
-
-def read_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays by name, each process reading what its devices hold."""
-    cache = new_cache()
-
-    def read(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        array = open_array(files.PlainPath(folder), name, cache)
-
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            return np.asarray(array[index].read().result())
-
-        return jax.make_array_from_callback(like.shape, like.sharding, shard)
-
-    return {name: read(name, like) for name, like in wanted.items()}

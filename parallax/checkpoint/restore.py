@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
-from parallax.checkpoint.arrays import damaged_arrays, flatten
+from parallax.checkpoint.arrays import damaged_arrays, flatten, read_tree
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.objects import read_tree
 from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
@@ -22,7 +20,6 @@ from parallax.checkpoint.steps import (
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, StoreError, first_few, first_line, tell
 from parallax.processes import job
-from parallax.storage import files
 from parallax.storage.files import PlainPath
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
@@ -104,7 +101,7 @@ def restore(
         arrays = manifest["arrays"][part]
         wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
         if wrong:
-            raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
+            raise DamagedError(folder, step, not_as_saved([f"{part} {name}" for name in wrong]))
     return loaded
 
 
@@ -134,19 +131,15 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], trees: Co
         raise DamagedError(folder, step, f"{first_few(wrong or odd)}; its arrays are not read")
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in trees})
-        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved([*hit])}")
+        raise DamagedError(folder, step, f"{first_few(wrong)}; {not_as_saved([*hit])}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
-    if files.is_local(folder):
-        with ocp.StandardCheckpointer() as reader:
-            flat = reader.restore(folder, flatten(wanted))
-    else:
-        flat = read_tree(folder, flatten(wanted))
+    flat = read_tree(folder, flatten(wanted))
     return jax.tree.unflatten(jax.tree.structure(wanted), [flat[name] for name in flatten(wanted)])
 
 
-def _not_as_saved(names: list[str]) -> str:
+def not_as_saved(names: list[str]) -> str:
     if not names:
         return "its arrays are whole"
     return f"{first_few(names)} {'is' if len(names) == 1 else 'are'} not what was saved"

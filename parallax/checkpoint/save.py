@@ -52,6 +52,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._may_write = may_write
         self._in_flight: dict[str, Any] = {}
         self._began = 0.0  # when the save in flight began
+        self._last_secs = 0.0  # of the last save that is on disk
         say_errors_once()
         files.check_writable(self._folder)
         self._plain = files.PlainPath(self._folder)
@@ -114,10 +115,16 @@ class CheckpointWriter(contextlib.AbstractContextManager):
                 steps.remove_notes(self._folder, step)
                 files.sync(self._folder)
         self._in_flight = {}
-        secs = time.monotonic() - self._began
+        self._last_secs = secs = time.monotonic() - self._began
         if jax.process_index() == 0:
             self._remove_replaced()  # before anything is written, since the save may have filled the disk
         self._on_disk(step, secs)
+
+    def expected_secs(self) -> float:
+        """Seconds until a save that begins now is on disk, as the last one took, after the one in flight; 0 before
+        there was one."""
+        running = time.monotonic() - self._began if self._in_flight else self._last_secs
+        return self._last_secs + max(self._last_secs - running, 0.0)
 
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together. In

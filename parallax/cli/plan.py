@@ -6,6 +6,7 @@
 Compiled plans for TPUs need libtpu but no TPU; those for GPUs need JAX's CUDA plugin but no GPU.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from parallax.display.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.analysis.planned import plan
     from parallax.analysis.planned.devices import local_topology
+    from parallax.analysis.planned.saving import saving_lines
     from parallax.analysis.planned.step_time import CompiledStep, compile_and_read, predicted
     from parallax.analysis.planned.sweep import Cache, Sweep, draw, front
     from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
@@ -30,6 +32,7 @@ USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] 
 FLAGS = {
     "topology": Flag("chips that need not be present, as v5p:4x4x4 or H100:1x8; default: this machine's devices"),
     "analytic": Flag("compile nothing", False),
+    "write-rate": Flag("MB/s that a host writes to the checkpoints' store; says how long a save takes", 0.0),
     "sweep": Flag("price all legal layouts, and compile the best", False),
     "keep": Flag("sweep: number of fastest layouts to find; default: 12", 12),
     "most": Flag("sweep: most layouts to look at, those with the least bounds; default: 60; 0: as many as needed", 60),
@@ -61,6 +64,8 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
     for flag in ("keep", "most", "compile", "svg", "cache"):
         if written(argv, flag) is not None and not values["sweep"]:
             raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
+    if not 0 <= values["write-rate"] < math.inf:
+        raise ConfigError(f"--write-rate={values['write-rate']:g} must be 0 or more MB/s of a host; 0 says nothing.")
     for flag, least in (("keep", 1), ("most", 0), ("compile", 0)):
         check_whole(f"--{flag}", values[flag], least=least)
 
@@ -85,6 +90,8 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
         planned = plan.Plan(name, settings, topology, predicted(settings, topology))
     print(planned, flush=True)
     now = planned.estimate
+    saving = saving_lines(settings, topology, planned.secs, values["write-rate"])
+    print(*(f"{line}\n" for line in saving), sep="", end="", flush=True)
     print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
     with waiting("pricing changes") as show:
         changes = plan.helpful_changes(settings, topology, now, show)

@@ -33,7 +33,7 @@ ADDED = {
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens",
     "train": "compile_cache continue_from other_data slow_process_share slow_process_steps",
-    "checkpoint": "keep_every_steps",
+    "checkpoint": "keep_every_steps local local_every_steps deadline_secs",
     "sample": "special_tokens",
 }
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}

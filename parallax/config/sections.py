@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
-from parallax.errors import ConfigError, check_choice, check_whole, divisors, listed, nearest, quoted, words_of
+from parallax.errors import (
+    ConfigError,
+    check_choice,
+    check_local,
+    check_whole,
+    divisors,
+    listed,
+    nearest,
+    quoted,
+    words_of,
+)
 from parallax.schedules import SCHEDULES, check_schedule
 from parallax.user_code import UserCode, codes_by_name, names_code, settings_by_name
 
@@ -1345,12 +1355,39 @@ class CheckpointConfig(Section, says=TOO_SMALL, saved=True):
     `keep_every_steps` = 1000 the first one at or after each of step 1000, 2000, 3000 and so on stays: usually these
     steps themselves. The key as it is now decides, so a run that goes on with another value may remove what the value
     before kept. Those that were set aside as damaged, and those of other folders, are never removed.
+
+    `local` is a folder of each host, such as /dev/shm/parallax. Every `local_every_steps` steps each process copies its
+    share of the state there, and that of a process on the host before it. A restart takes the newest step that is whole
+    on all hosts, if it is newer than those of the run's folder. With `deadline_secs`, the time from SIGTERM to the end
+    of a preempted host, a save that would take longer than what is left of it is preceded by such a copy.
     """
 
     every_steps: int = key(500, "0: only at the end")
     keep_last: int = key(2, "number of newest checkpoints to keep", least=1)
     keep_best: int = key(1, "by eval/loss; none without evaluations")
     keep_every_steps: int = key(0, "the first checkpoint of every so many steps is kept for good; 0: none")
+    local: str = key("", "folder of each host for copies of the newest step; empty: none", path=True, saved=False)
+    local_every_steps: int = key(0, "0: only where a save would miss deadline_secs", saved=False)
+    deadline_secs: int = key(0, "from SIGTERM to the end of a preempted host, as 30; 0: no limit")
+
+    def check(self) -> None:
+        """Whether the keys of local copies belong together."""
+        check_local("checkpoint.local", self.local)
+        if self.local_every_steps and not self.local:
+            raise ConfigError(
+                f"checkpoint.local_every_steps={self.local_every_steps} needs a folder of each host; set "
+                "checkpoint.local, as /dev/shm/parallax, or leave it out."
+            )
+        if self.local and not (self.local_every_steps or self.deadline_secs):
+            raise ConfigError(
+                f"checkpoint.local={self.local!r} would never be written; set checkpoint.local_every_steps, or "
+                "checkpoint.deadline_secs."
+            )
+        if self.local_every_steps and 0 < self.every_steps <= self.local_every_steps:
+            raise ConfigError(
+                f"checkpoint.local_every_steps={self.local_every_steps} is not more often than checkpoint.every_steps="
+                f"{self.every_steps}; use less than {self.every_steps}."
+            )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from parallax.checkpoint.local import LocalCopies, any_process
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
@@ -30,6 +31,7 @@ class Due(NamedTuple):
 
     evaluate: bool = False
     save: bool = False
+    copy: bool = False  # to the hosts' own folders
     profile: bool = False  # a trace begins or ends
     stop: bool = False
 
@@ -52,6 +54,7 @@ class TrainingLoop:
     watchdog: Watchdog
     corruption_check: SilentCorruptionCheck
     profile: Profile
+    copies: LocalCopies | None = None
     eval_loss: float | None = None  # of the latest evaluation
     postponed: Due = NOTHING_DUE  # what waits for a step that is finite
     data_error: DataError | None = None  # of a batch for which this process has asked all processes to stop
@@ -111,6 +114,7 @@ class TrainingLoop:
         return Due(
             evaluate=evaluate and self.evaluate is not None and not stop,  # a run that is stopping saves at once
             save=save or stop,
+            copy=self.copies is not None and _is_turn(done, checkpoint.local_every_steps) and not (save or stop),
             profile=self.profile.begins_after(done) or self.profile.ends_after(done),
             stop=stop,
         )
@@ -138,7 +142,12 @@ class TrainingLoop:
                 check_eval_loss(ended.step, self.eval_loss)
                 values[EVAL_SECS] = time.monotonic() - began
         self.reports.report(ended, values)
+        if due.copy:
+            with self.reports.times.apart():
+                self.copy(ended.step, state)
         if due.save:
+            if due.stop and self.settings.checkpoint.deadline_secs:
+                self.copy_if_late(ended.step, state)
             with self.reports.times.apart():
                 self.save(ended.step, state, values.get("eval/loss"))
         if due.profile and not due.stop:
@@ -154,6 +163,8 @@ class TrainingLoop:
         later step has shown that they work. After the last step the evaluation shows it.
         """
         suspect = values.get("skipped/reason") == "not finite" and step < self.settings.train.steps
+        if suspect:
+            due = due._replace(copy=False)
         if due.save and suspect:
             return Due(profile=due.profile and not due.stop), due._replace(profile=False, stop=False)
         return due, NOTHING_DUE
@@ -194,13 +205,37 @@ class TrainingLoop:
             self.reports.compile_secs = time.monotonic() - began
         return taken
 
+    def copy(self, step: int, state: TrainState) -> None:
+        """Start to copy a state to the hosts' own folders."""
+        check_finite(step, state)
+        job.set_phase(f"copying step {step} to the hosts")
+        began = time.monotonic()
+        with waiting(f"copying step {step} to the hosts"):
+            self.copies.save(step, checkpoint_trees(state))
+        copied = time.monotonic() - began
+        self.logger.record(step, {COPIED: copied, SAVE_SECS: copied})
+
+    def copy_if_late(self, step: int, state: TrainState) -> None:
+        """Copy the state of a run that stops to the hosts' own folders before it is saved, if the save would take
+        longer than what is left of checkpoint.deadline_secs on any host."""
+        limit, expected = self.settings.checkpoint.deadline_secs, self.checkpoints.expected_secs()
+        left = max(limit - self.stop.secs_since_signal(), 0.0)
+        if not any_process(expected > left):
+            return
+        late = (
+            f"a save takes {expected:.1f} s, as the last one did, and {left:.1f} s are left of checkpoint."
+            f"deadline_secs={limit}"
+        )
+        if self.copies is None:
+            self.logger.say(f"{late}: if step {step} is not whole by then, the run goes on from the one before")
+            return
+        self.logger.say(f"{late}: step {step} is copied to {self.settings.checkpoint.local} first")
+        self.copy(step, state)
+        self.copies.wait()
+
     def save(self, step: int, state: TrainState, loss: float | None) -> None:
-        """Start to save a state; DivergenceError if its parameters are not finite."""
-        if bad := not_finite(state.params):
-            raise DivergenceError(
-                f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
-                "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
-            )
+        """Start to save a state."""
+        check_finite(step, state)
         job.set_phase(f"saving step {step}")
         stopped = time.monotonic()
         with waiting("writing the checkpoint of an earlier step"):
@@ -215,6 +250,15 @@ class TrainingLoop:
 def _is_turn(step: int, interval: int) -> bool:
     """Whether it is the turn of what happens every `interval` steps; 0 is never."""
     return interval > 0 and step % interval == 0
+
+
+def check_finite(step: int, state: TrainState) -> None:
+    """Raise DivergenceError unless the parameters of a state that is to be saved are finite."""
+    if bad := not_finite(state.params):
+        raise DivergenceError(
+            f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
+            "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
+        )
 
 
 def check_eval_loss(step: int, loss: float) -> None:

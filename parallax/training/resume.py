@@ -93,6 +93,13 @@ def step_to_resume(
     return newest
 
 
+def why_not_this_run(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Why a copy that was saved with other settings is not of this run; "" if it is."""
+    changed = _changed_since(saved, settings)
+    fixed = {key: values for key, values in changed.items() if is_fixed(key) or key == CONTINUE_FROM}
+    return f"it has other settings: {difference_text(fixed)}" if fixed else ""
+
+
 def step_to_continue(
     train: TrainConfig,
     settings: Mapping[str, Any],
@@ -114,7 +121,11 @@ def step_to_continue(
 
 def _changed(checkpoints: Path, step: int, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from those of a saved step."""
-    saved = of_today(read_manifest(checkpoints, step)["settings"])[0]
+    return _changed_since(read_manifest(checkpoints, step)["settings"], settings)
+
+
+def _changed_since(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    saved = of_today(saved)[0]
     changed = compare_settings(saved, settings)
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from parallax.checkpoint.local import LocalCopies, run_copies
+from parallax.checkpoint.restore import Restored
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
 from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings
 from parallax.data import Prefetcher
 from parallax.display.progress import waiting
-from parallax.errors import ConfigError, writing
+from parallax.errors import ConfigError, first_few, writing
 from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
@@ -31,8 +34,8 @@ from parallax.step.step import (
     state_shardings,
     with_first_scales,
 )
-from parallax.storage.files import check_writable, write_file
-from parallax.storage.run_files import LAST_SAVE_SECS, RunFiles
+from parallax.storage.files import check_writable, names_in, write_file
+from parallax.storage.run_files import GOODPUT, LAST_SAVE_SECS, RunFiles
 from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
@@ -45,7 +48,14 @@ from parallax.training.loop import TrainingLoop, checkpoint_trees, state_from
 from parallax.training.meter import Meter
 from parallax.training.process_times import ProcessTimes
 from parallax.training.profile import Profile
-from parallax.training.resume import load_newest, load_params, load_step, step_to_continue, step_to_resume
+from parallax.training.resume import (
+    load_newest,
+    load_params,
+    load_step,
+    step_to_continue,
+    step_to_resume,
+    why_not_this_run,
+)
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
 from parallax.training.step_reports import StepReports, learning_rates
 from parallax.training.watchdog import Watchdog
@@ -155,8 +165,17 @@ def run_to_end(
     with contextlib.ExitStack() as stack:
         tidy_checkpoints(components, folder, logger)
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
-        loads, loading_at = bool(start or settings.train.first_run), time.time()
-        state, start = continued(components) if source else begin(components, folder, start, logger.say)
+        loading_at = time.time()
+        copies = open_copies(components, folder, logger, began) if settings.checkpoint.local else None
+        copied = None if copies is None else newest_copy(components, copies, start, logger.say)
+        loads = bool(start or settings.train.first_run or copied)
+        if copied is not None:
+            state, start, source = state_from(copied.trees), copied.step, ""
+        else:
+            state, start = continued(components) if source else begin(components, folder, start, logger.say)
+        if copies is not None:
+            stack.callback(copies.close)
+            copies.begin(start, checkpoint_trees(abstract_state(components.model, components.tx)))
         restore_secs = time.time() - loading_at if loads else 0.0
         checkpoints = stack.enter_context(open_checkpoints(components, folder, logger))
         with writing(folder.path):
@@ -183,6 +202,7 @@ def run_to_end(
             evaluate=evaluation(components),
             batches=stack.enter_context(Prefetcher(components.train_data, put, start, reserve=reserve)),
             checkpoints=checkpoints,
+            copies=copies,
             logger=logger,
             reports=StepReports(
                 settings=settings,
@@ -213,6 +233,8 @@ def run_to_end(
             logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
             say_goodput(folder, logger)
             return Outcome("stopped", done)
+        if copies is not None:
+            copies.remove()
         logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
         conclude(components, state, loop.eval_loss, folder.path, logger.say)
         say_goodput(folder, logger)
@@ -267,6 +289,31 @@ def continued(components: RunComponents) -> tuple[TrainState, int]:
     with waiting(f"restoring {train.continue_from}"):
         restored = load_step(train, checkpoint_trees(wanted), checkpoint_settings(components))
     return state_from(restored), train.first_step
+
+
+def open_copies(components: RunComponents, folder: RunFolder, logger: RunLogger, began: float) -> LocalCopies:
+    """The run's copies on this host. The run's first start, perhaps this one, tells it from others of its name."""
+    this_start = {"host": socket.gethostname(), GOODPUT: {"began": began}}
+    first = json.loads(job.broadcast("the run's first start", json.dumps((*folder.starts(), this_start)[0])))
+    local = run_copies(components.settings.checkpoint.local, folder.path.name, first)
+    others = [name for name in (names_in(local.parent) if local.parent.is_dir() else []) if name != local.name]
+    if others:
+        logger.say(f"{local.parent} has copies of other runs, which are not used: {first_few(others)}")
+    return LocalCopies(local, settings=checkpoint_settings(components), flush=logger.flush, say=logger.say_besides)
+
+
+def newest_copy(
+    components: RunComponents, copies: LocalCopies, start: int, say: Callable[[str], None]
+) -> Restored | None:
+    """The newest step of the hosts' copies that is whole and newer than `start`, that of the run's folder."""
+    settings, wanted = checkpoint_settings(components), abstract_state(components.model, components.tx)
+    with waiting("looking for copies on the hosts"):
+        copied = copies.restore_newest(
+            checkpoint_trees(wanted), after=start, why_not=lambda saved: why_not_this_run(saved, settings)
+        )
+    if copied is not None:
+        say(f"step {copied.step} is restored from checkpoint.local; the newest step in the run's folder is {start}")
+    return copied
 
 
 def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:

@@ -37,6 +37,7 @@ class StopRequest:
         self.signal: str | None = None
         self.last_words: Callable[[str], None] = lambda why: None  # called before a second signal ends the process
         self._signalled = False
+        self._signalled_at: float | None = None
         self._agreed, self._asked = False, 0
         self._deadline = float("inf") if max_runtime_secs is None else time.monotonic() + max_runtime_secs
 
@@ -87,6 +88,10 @@ class StopRequest:
             return self._agreed
         return self.signal is not None
 
+    def secs_since_signal(self) -> float:
+        """Seconds since the first signal came to this process; 0 if none has."""
+        return 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
+
     def _ask(self, reason: str) -> None:
         self.signal = reason
         if self._tell_jax is not None:
@@ -100,6 +105,8 @@ class StopRequest:
             if ending and self._signalled:  # a closed terminal sends SIGHUP twice, from the system and from the shell
                 self._end(name)
             self._signalled = self._signalled or ending
+            if self._signalled_at is None:
+                self._signalled_at = time.monotonic()
             if self.signal is None:
                 self._ask(name)
             advice = "; once more to exit at once" if ending else ""

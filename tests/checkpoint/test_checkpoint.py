@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
 
+from parallax.checkpoint import arrays
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter, is_no_error_of_orbax, say_errors_once
@@ -273,3 +274,41 @@ def test_what_others_hang_above_our_hook_is_not_called_without_end(monkeypatch):
 def test_of_what_orbax_logs_errors_alone_are_left_out(level, passes):
     record = logging.LogRecord("absl", level, "/x/orbax/checkpoint/handler.py", 1, "text", (), None)
     assert is_no_error_of_orbax(record) == passes
+
+
+class ArrayUnderWay:
+    """An array whose reads are under way until their results are taken."""
+
+    def __init__(self, array, under_way, most):
+        self._array, self._under_way, self._most = array, under_way, most
+
+    def __getitem__(self, index):
+        shard = self._array[index].read().result()
+
+        def result():
+            self._under_way.remove(shard.nbytes)
+            return shard
+
+        self._under_way.append(shard.nbytes)
+        self._most.append(sum(self._under_way))
+        return SimpleNamespace(read=lambda: SimpleNamespace(result=result))
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 4096])
+def test_a_restore_has_no_more_under_way_than_its_limit(tmp_path, monkeypatch, limit_bytes):
+    parts = save_steps(tmp_path, {1: None})
+    under_way, most, opened = [], [], arrays.open_array
+    monkeypatch.setattr(arrays, "open_array", lambda *about: ArrayUnderWay(opened(*about), under_way, most))
+    monkeypatch.setattr(arrays, "READ_AHEAD_BYTES", limit_bytes)
+    loaded = restore(tmp_path, 1, abstract(parts))
+    jax.tree.map(np.testing.assert_array_equal, loaded, parts)
+    largest = max(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(parts))
+    assert not under_way and largest <= max(most) <= max(limit_bytes, largest)
+    assert (max(most) > largest) == (limit_bytes > largest)
+
+
+def test_a_fingerprint_does_not_depend_on_the_programs_that_it_takes(monkeypatch):
+    numbers = {f"x{count}": jnp.arange(count * 7.0) for count in range(1, 5)}
+    together = fingerprints(numbers)
+    monkeypatch.setattr("parallax.checkpoint.fingerprint.PROGRAM_BYTES", 1)
+    assert fingerprints(numbers) == together

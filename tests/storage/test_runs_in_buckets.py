@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.checkpoint_examples import save_steps
 from support.run_examples import tiny_config
 
 from parallax.checkpoint import steps
@@ -87,6 +88,12 @@ def test_what_replaces_a_log_counts_before_the_rest_is_removed(bucket, monkeypat
     monkeypatch.setattr(buckets, "_remove", lambda path: None)  # killed here
     files.replace_log(path, [b"1\n"])
     assert len(files.names_in(path)) == 2 and list(files.lines_in(path)) == [b"1"]
+
+
+def test_one_of_every_so_many_steps_is_kept_for_good_in_a_bucket_too(bucket):
+    keep = dict(keep_last=1, keep_best=0, keep_every_steps=3, mesh=(1, 1, 1))
+    save_steps(bucket, {2: 1.0, 3: 1.0, 5: 1.0}, **keep)
+    assert steps.complete_steps(bucket) == {3, 5}
 
 
 def test_two_runs_do_not_write_one_log(bucket):
