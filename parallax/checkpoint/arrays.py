@@ -194,23 +194,35 @@ def open_array(folder: PlainPath, name: str, context: tensorstore.Context) -> te
 
 
 def open_new_array(
-    folder: PlainPath, name: str, about: Any, chunk: tuple[int, ...], *, uuid: str = "", transaction: Any = None
+    folder: PlainPath,
+    name: str,
+    about: Any,
+    chunk: tuple[int, ...],
+    *,
+    context: tensorstore.Context | None = None,
+    transaction: tensorstore.Transaction | None = None,
 ) -> tensorstore.TensorStore:
-    """An array to be written, whose chunks have this shape. Those of one transaction in a new folder need one `uuid`,
-    32 hexadecimal digits, since each would begin the database with another."""
+    """An array to be written, whose chunks have this shape. Those of one transaction need one context: with another,
+    each would write the database by itself, and again whenever one of the others has."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
     spec["kvstore"]["target_data_file_size"] = OBJECT_BYTES
-    if uuid:
-        spec["kvstore"]["config"] = {"uuid": uuid}
-    options = {"create": True, "dtype": about.dtype.name, "shape": about.shape, "transaction": transaction}
-    return tensorstore.open(spec, **options).result()
+    options = {"create": True, "dtype": about.dtype.name, "shape": about.shape}
+    return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
+
+
+def open_database(folder: Path, context: tensorstore.Context) -> tensorstore.KvStore:
+    """All arrays of a folder, as keys and values."""
+    return tensorstore.KvStore.open(_database(folder), context=context).result()
 
 
 def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:
     """The tensorstore spec of an array in orbax's format."""
-    kvstore = {"driver": "ocdbt", "base": kvstore_of(folder.path), "path": f"{name}/"}
-    return {"driver": "zarr", "kvstore": kvstore}
+    return {"driver": "zarr", "kvstore": {**_database(folder.path), "path": f"{name}/"}}
+
+
+def _database(folder: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": kvstore_of(folder)}
 
 
 def _chunk(about: Any, stacked: int) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """Trees of arrays in a bucket, where nothing can be renamed: orbax writes them on a disk only.
 
 Each part of a step is a database of TensorStore, in orbax's format: a folder that is copied to a disk is a run there.
+Each process writes a database of its shards, and process 0 one that names the values of all of them.
 """
 
-import secrets
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +15,17 @@ import jax
 import numpy as np
 import tensorstore
 
-from parallax.checkpoint.arrays import open_new_array
+from parallax.checkpoint.arrays import new_cache, open_database, open_new_array
 from parallax.checkpoint.steps import BEGUN
+from parallax.errors import CheckpointError
+from parallax.processes import job
 from parallax.storage import files
+
+OF_PROCESS = "ocdbt.process_"  # orbax's name of a folder with what one process has written
+DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a folder a database
+# Orbax's names of what a process spends for its own part of a save.
+COPY_EVENT = "/jax/orbax/write/blocking_d2h_duration_secs"
+WRITE_EVENT = "/jax/checkpoint/write/async/commit_duration_sec"
 
 
 class HostCopy(NamedTuple):
@@ -30,7 +40,7 @@ class ObjectSaver:
     """What a `CheckpointWriter` needs of orbax's CheckpointManager, for a folder in a bucket.
 
     Args:
-        finish: writes the manifest of a step whose arrays are stored; it is the last object.
+        finish: writes, in process 0, the manifest of a step whose arrays are stored; it is the last object.
     """
 
     def __init__(self, folder: Path, finish: Callable[[], None]):
@@ -40,7 +50,8 @@ class ObjectSaver:
 
     def save(self, step: int, args: Mapping[str, Any], *, force: bool) -> bool:
         """Copy the trees of a step, and begin to write them."""
-        copies = {part: {name: host_copy(x) for name, x in tree.item.items()} for part, tree in args.items()}
+        with recorded(COPY_EVENT):
+            copies = {part: {name: host_copy(x) for name, x in tree.item.items()} for part, tree in args.items()}
         self._thread = threading.Thread(target=self._write, args=(self._folder / str(step), copies), name="save")
         self._thread.start()
         return True
@@ -63,13 +74,28 @@ class ObjectSaver:
         """Each save ends by itself."""
 
     def _write(self, step: Path, copies: Mapping[str, Mapping[str, HostCopy]]) -> None:
+        # A process that fails ends, and with it all others: none waits here for ever.
         try:
             files.write_file(step / BEGUN, "removed when the manifest is there\n")
-            for part, arrays in copies.items():
-                write_tree(step / part, arrays)
+            with recorded(WRITE_EVENT):
+                for part, arrays in copies.items():
+                    write_tree(step / part / f"{OF_PROCESS}{jax.process_index()}", arrays)
+            job.barrier_in_thread(f"the shards of {step} are stored")
+            if jax.process_index() == 0:
+                for part in copies:
+                    merge_trees(step / part, jax.process_count())
             self._finish()
+            job.barrier_in_thread(f"{step} is stored")
         except Exception as error:
             self._error = error
+
+
+@contextlib.contextmanager
+def recorded(event: str) -> Iterator[None]:
+    """Record the seconds of the block as an event of JAX."""
+    began = time.perf_counter()
+    yield
+    jax.monitoring.record_event_duration_secs(event, time.perf_counter() - began)
 
 
 def host_copy(x: jax.Array) -> HostCopy:
@@ -82,9 +108,27 @@ def host_copy(x: jax.Array) -> HostCopy:
 
 def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
     """Write arrays by name, all of them or none."""
-    written, uuid = tensorstore.Transaction(), secrets.token_hex(16)
+    together = {"transaction": tensorstore.Transaction(atomic=True), "context": new_cache()}
     for name, (about, chunk, shards) in arrays.items():
-        array = open_new_array(files.PlainPath(folder), name, about, chunk, uuid=uuid, transaction=written)
+        array = open_new_array(files.PlainPath(folder), name, about, chunk, **together)
         for index, shard in shards:
             array[index].write(shard).result()
-    written.commit_async().result()
+    together["transaction"].commit_async().result()
+
+
+def merge_trees(folder: Path, processes: int) -> None:
+    """Make one database of those of all processes, whose values stay where they are.
+
+    Without databases of their own, what a process of a killed job still writes there can no longer matter.
+    """
+    context, transaction = new_cache(), tensorstore.Transaction(atomic=True)
+    folders = [folder / f"{OF_PROCESS}{process}" for process in range(processes)]
+    whole = open_database(folder, context).with_transaction(transaction)
+    for process, of_process in enumerate(folders):
+        database = open_database(of_process, context)
+        if not database.list().result():
+            raise CheckpointError(f"what process {process} has stored is not in {of_process}")
+        database.experimental_copy_range_to(whole).result()
+    transaction.commit_async().result()
+    for of_process in folders:
+        files.remove(of_process / DATABASE)

@@ -60,7 +60,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             # Orbax would remove the files of a step in any order; so here it keeps all steps.
             in_background = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
             options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
-            self._manager = ocp.CheckpointManager(self._plain.path, options=options)
+            self._manager = LocalSaver(self._plain.path, options=options)
         else:
             self._manager = ObjectSaver(self._folder, self._write_manifest)
 
@@ -176,6 +176,17 @@ def first_of_every(ascending: Sequence[int], count: int) -> list[int]:
     for step in ascending if count else ():
         first.setdefault(step // count, step)
     return [step for multiple, step in first.items() if multiple]
+
+
+class LocalSaver(ocp.CheckpointManager):
+    """Orbax's, which does not ask JAX in its own thread whether the run is to stop.
+
+    The run asks for each step, and a question about an older one may make processes miss the step after which all stop.
+    Orbax would also subtract times of which one has no zone, in the first save after a start.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 @functools.cache  # once in a process, since others may install hooks on top of ours

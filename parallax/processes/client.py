@@ -24,6 +24,7 @@ ANSWER_SECS = 2.0
 # How long a process that has finished waits for the others, and they for its last message.
 GRACE_SECS = 3.0
 LATE_REPORT_SECS = 15.0  # limit for the last messages, with the coordinator's answer about late processes
+STARTED = "the other processes to start"
 LONGEST_REASON = 4096  # characters of an error; those of compilers can have megabytes
 
 
@@ -53,7 +54,7 @@ class CoordinatorClient(Deadline):
         super().__init__(config)
         self.is_leaving = False  # the main thread has announced the end
         self._rank, self._coordinator = hello["rank"], coordinator
-        self._answers: queue.Queue[Message] = queue.Queue()
+        self._answers: dict[str, queue.Queue[Message]] = {}  # by what is waited for
         self._phases: queue.Queue[Mapping[str, list]] = queue.Queue()
         self._last_message, self._is_exiting, self._is_lost_reported = time.monotonic(), False, False
         self._may_exit = threading.Event()  # the coordinator has confirmed the end, or will not answer any more
@@ -62,7 +63,7 @@ class CoordinatorClient(Deadline):
         self._send(hello | {"clock": time.time()})
         for act in (self._read_messages, self._send_heartbeats):
             threading.Thread(target=act, name="coordinator client", daemon=True).start()
-        self._answer("the other processes to start", "start_secs")
+        self._answer(STARTED, "start_secs")
 
     def set_phase(self, phase: str, setting: str) -> None:
         """The same, and the others learn of it if they have to wait."""
@@ -78,6 +79,12 @@ class CoordinatorClient(Deadline):
         self._phase = before
         self._send({"phase": before.name})
         return answer
+
+    def barrier_in_thread(self, name: str) -> None:
+        """Wait until all processes have reached it, beside the main thread, whose phase stays. There is no limit but
+        that of whoever waits for the thread."""
+        self._send({"barrier": name, "values": {}})
+        self._answers_to(name).get()
 
     def report(self, numbers: Mapping[str, float]) -> None:
         """Send numbers to process 0, without waiting for an answer."""
@@ -113,7 +120,7 @@ class CoordinatorClient(Deadline):
     def _answer(self, name: str, setting: str) -> Message:
         secs = getattr(self._config, setting) + ANSWER_SECS
         try:
-            answer = self._answers.get(timeout=secs)
+            answer = self._answers_to(name).get(timeout=secs)
         except queue.Empty:
             waited = f"waited {secs:.0f} s (distributed.{setting}) for {name}"
             raise LostError(f"{waited}, and process 0 does not answer") from None
@@ -121,6 +128,9 @@ class CoordinatorClient(Deadline):
             kind = LostError if answer.get("status") == EXIT_RESTART else ConfigError
             raise kind(answer["refused"])
         return answer
+
+    def _answers_to(self, name: str) -> queue.Queue[Message]:
+        return self._answers.setdefault(name, queue.Queue())
 
     # ---- the threads
 
@@ -144,7 +154,7 @@ class CoordinatorClient(Deadline):
         elif "heartbeat" not in message:
             if "refused" in message:
                 self.is_leaving = True  # the main thread reports the reason and ends
-            self._answers.put(message)
+            self._answers_to(message.get("released", STARTED)).put(message)
 
     def _send_heartbeats(self) -> None:
         sent, heartbeat_secs = 0.0, self._config.heartbeat_secs / HEARTBEATS_PER_LIMIT

@@ -30,7 +30,7 @@ MOST_DIFFERENCES = 8
 MOST_UNIDENTIFIED = 256
 IDENTIFY_SECS = 30.0
 LONGEST_HOST = 255
-MOST_BARRIERS = 64  # that one process has reached and others have not; a correct one waits at one
+MOST_BARRIERS = 64  # that one process has reached and others have not; a correct one waits at one in each thread
 MOST_NUMBERS = 16  # of a report
 REPORTS_KEPT = 64  # of each process, for process 0, which takes them at every step
 

@@ -151,6 +151,12 @@ def barrier(name: str, *, setting: str = "wait_secs") -> None:
             _client.barrier(name, {}, setting)
 
 
+def barrier_in_thread(name: str) -> None:
+    """The same for a thread beside the main one; whoever waits for the thread limits it."""
+    if _client is not None:
+        _client.barrier_in_thread(name)
+
+
 def broadcast(name: str, text: str) -> str:
     """The first process's text, in all processes."""
     if _client is None:

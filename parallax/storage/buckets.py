@@ -26,7 +26,7 @@ from typing import IO, Any
 from parallax.errors import URL, CheckpointError, ConfigError, StoreError, writing
 from parallax.storage import files
 
-DRIVERS = {"s3": "s3"}  # of TensorStore, by scheme
+DRIVERS = {"s3": "s3", "gs": "gcs"}  # of TensorStore, by scheme
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
@@ -130,7 +130,17 @@ def is_in_bucket(written: str | os.PathLike) -> bool:
 def _kvstore_of(folder: BucketPath) -> dict[str, Any]:
     """The tensorstore spec of a folder, without credentials."""
     prefix = f"{folder.key}/" if folder.key else ""
-    return {"driver": DRIVERS[folder.scheme], "bucket": folder.bucket, "path": prefix} | _reached()
+    reached = _reached() if folder.scheme == "s3" else _reached_by_google()
+    return {"driver": DRIVERS[folder.scheme], "bucket": folder.bucket, "path": prefix} | reached
+
+
+def _reached_by_google() -> dict[str, Any]:
+    """The same for Google's stores. TensorStore reads the address of an emulator from a variable of its own, once."""
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        url = emulator if "://" in emulator else f"http://{emulator}"
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = url.rstrip("/")
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")  # or it would look for a machine of Google's
+    return {"gcs_request_retries": RETRIES}
 
 
 def _reached() -> dict[str, Any]:
@@ -168,6 +178,8 @@ def _asked(path: BucketPath, ask: Any) -> Any:
     for mark in (" [", "<?xml"):
         reason = reason.partition(mark)[0]
     reason = re.sub(r"//[^/@\s]*@", "//", reason)
+    if kind == "NOT_FOUND":  # of an object it would be an answer, not an error
+        kind, reason = "ENOENT", "the specified bucket does not exist"
     codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
     raise StoreError(codes.get(kind, errno.EIO), reason, str(path))
 

@@ -37,11 +37,6 @@ class RunFolder(RunFiles):
         """ConfigError for what a run cannot do where its folder is: a bucket, say."""
         if files.is_local(self.path):
             return
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"--workdir={self.path} is in a bucket, where a run has one process, and these are "
-                f"{jax.process_count()}; use a folder that all hosts share"
-            )
         for key in ("tensorboard", "wandb", "profile_steps"):
             if getattr(train, key):
                 value = getattr(train, key)

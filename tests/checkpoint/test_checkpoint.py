@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
@@ -80,6 +81,13 @@ def test_saving_a_step_twice_changes_nothing(tmp_path):
     before = (tmp_path / "3" / "manifest.json").stat().st_mtime_ns
     save_steps(tmp_path, {3: 2.0})
     assert (tmp_path / "3" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_goes_on_and_is_stopped_before_its_next_save_is_saved(tmp_path, monkeypatch):
+    save_steps(tmp_path, {1: 2.0})
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: True)
+    save_steps(tmp_path, {2: 1.0})
+    assert latest_step(tmp_path) == 2
 
 
 @pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt, SystemExit])

@@ -269,6 +269,18 @@ def test_all_hear_the_values_of_the_first_and_each_difference():
     assert answers[2]["differences"] == [["lr", 1, 1, 2], ["more", None, 2, True]]
 
 
+def test_a_thread_waits_for_all_beside_the_barriers_of_the_main_thread():
+    first, second = Job(2).join_all(0, 1)
+    first.set_phase("step 8", "wait_secs")
+    saved = threading.Thread(target=first.barrier_in_thread, args=("step 7 is stored",), daemon=True)
+    saved.start()
+    at_once(*(functools.partial(client.barrier, "step", {}, "wait_secs") for client in (first, second)))
+    assert saved.is_alive() and first.phase == "step 8"
+    second.barrier_in_thread("step 7 is stored")
+    saved.join(20)
+    assert not saved.is_alive()
+
+
 def test_differences_are_refused_with_both_values(in_job):
     in_job(ClientStandIn(differences=[["mesh.tp", 2, 3, 4]], more=7))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"

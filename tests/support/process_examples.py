@@ -65,6 +65,14 @@ class Started:
         found = re.findall(r"\[launch\] process (\d+) is pid (\d+)", self.text)
         return {int(rank): int(pid) for rank, pid in found}
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def wait_for(self, word: str) -> None:
         """Until a line with this word has come."""
         deadline = time.monotonic() + LONGEST_SECS
