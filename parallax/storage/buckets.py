@@ -466,6 +466,8 @@ def _pieces(path: BucketPath, state: tuple) -> Iterator[bytes]:
     while (answer := _piece(path, start)) is not None:
         if (answer.stamp.generation.hex(),) != state:
             raise OSError(errno.ESTALE, "it was changed while it was read", str(path))
+        if not answer.value:
+            return
         yield answer.value
         start += len(answer.value)
 
@@ -561,6 +563,7 @@ def _run_lock(path: BucketPath) -> Lease:
 @files.turns.register
 def _turns(path: BucketPath) -> Lease:
     lease, owner = Lease(path), f"process {os.getpid()} on {socket.gethostname()}"
+    _names_in(path.parent)  # says that there is no such bucket, where a lease would be waited for
     while True:
         try:
             lease.take(owner)

@@ -107,13 +107,18 @@ def _asked(path: RemotePath, ask: Callable[[Any], Any]) -> Any:
     file_system = _file_system(path.scheme)
     try:
         return ask(file_system)
-    except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    except FileNotFoundError as error:
+        # https:// says so, too, where a server refuses or does not answer.
+        if isinstance(error.__cause__, FileNotFoundError | None) or getattr(error.__cause__, "status", 0) == 404:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        said = error.__cause__
     except (ParallaxError, MemoryError):
         raise
-    except Exception as error:  # of any library, whose text may name a URL with a signature
-        reason = re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]*@", "//", first_line(error)))[:LIBRARY_LETTERS]
-        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    except Exception as error:  # of any library
+        said = error
+    # Its text may name a URL with a signature.
+    reason = re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]*@", "//", first_line(said)))[:LIBRARY_LETTERS]
+    number = said.errno if isinstance(said, OSError) and said.errno else errno.EIO
     raise StoreError(number, reason, str(path))
 
 

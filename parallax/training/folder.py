@@ -42,7 +42,7 @@ class RunFolder(RunFiles):
                 f"--workdir={self.path} is in a bucket, where a run has one process, and these are "
                 f"{jax.process_count()}; use a folder that all hosts share"
             )
-        for key in ("tensorboard", "wandb", "profile_steps"):
+        for key in ("tensorboard", "profile_steps"):
             if getattr(train, key):
                 value = getattr(train, key)
                 raise ConfigError(
