@@ -271,6 +271,8 @@ def get_config() -> ConfigDict:
     # that token
     config.data.special_tokens = "text"
     config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
+    # most bytes of copies on this machine of data in a bucket or behind a URL, in ~/.cache/parallax/copies
+    config.data.cache_bytes = 100000000000
     config.data.seq = 256  # tokens in a window
     config.data.global_batch = 32  # windows in a step, over all devices
     config.data.eval_fraction = 0.02  # share of documents held out

@@ -164,7 +164,7 @@ PATH_MODULES = {"shutil", "fcntl", "glob", "tempfile", "mmap"}
 PATH_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "pread", "preadv", "fsync"}
 PATH_METHODS |= {"unlink", "mkdir", "rename", "makedirs", "touch", "chmod", "symlink_to"}
 PATH_METHODS |= {"iterdir", "glob", "listdir", "scandir"}
-NOT_A_PATH = {"files", "tensorstore", "KvStore", "signal", "self"}  # what also has methods of these names
+NOT_A_PATH = {"files", "file_system", "tensorstore", "KvStore", "signal", "self"}  # have such methods
 # What touches files by itself, and why.
 OWN_WAY = {
     "analysis/": "what people keep of a plan, and traces of JAX's profiler",
@@ -172,6 +172,7 @@ OWN_WAY = {
     "errors.py": "/dev/null, for a stream that nobody reads any more",
     "hardware/devices.py": "the devices of this machine, in /dev and /sys",
     "version.py": "the package's own source",
+    "storage/copies.py": "copies of what is elsewhere, in a folder of its own",
     "cli/command.py": "config files, which are the user's, and the width of the terminal",
     "cli/schedules.py": "the width of the terminal",
 }

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parallax.errors import ConfigError, errors_as, quoted, why_not_local
+from parallax.storage.buckets import BucketPath, is_in_bucket, path_of
 from parallax.storage.files import write_file
+from parallax.storage.remote import AnyPath, source_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,6 +77,19 @@ def local_path(text: str) -> Path:
     if reason := why_not_local(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} {reason}")
     return Path(text)
+
+
+def run_path(text: str) -> Path | BucketPath:
+    """The type of arguments that name the folder of a run, here or in a bucket."""
+    return path_of(text) if is_in_bucket(text) else local_path(text)
+
+
+def source_of(text: str) -> AnyPath:
+    """The type of arguments that name a folder or a file to read, here, in a bucket, or behind a URL."""
+    try:
+        return source_path(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:

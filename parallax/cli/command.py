@@ -32,7 +32,9 @@ from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
 from parallax.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
-from parallax.storage.buckets import is_in_bucket, path_of
+from parallax.storage.buckets import is_in_bucket
+from parallax.storage.files import is_local
+from parallax.storage.remote import source_path
 from parallax.storage.run_files import RunFiles
 from parallax.user_code import with_settings
 
@@ -106,11 +108,12 @@ def read_line(
     config: Path | None = None,
     reads: Collection[str] = OF_A_RUN,
     *,
-    in_bucket: Collection[str] = (),
+    in_bucket: Collection[str] = ("workdir",),
+    from_url: Collection[str] = (),
 ) -> Line:
     """A parsed command line. Only names and types of its config are checked; `config` is the default config. Of a saved
-    config it is said what `tell_saved` says of the keys that the command `reads`. Flags of `in_bucket`, and the default
-    config, may name what is in a bucket."""
+    config it is said what `tell_saved` says of the keys that the command `reads`. Flags of `in_bucket` may name what is
+    in a bucket, and those of `from_url` and --config what is behind any URL that can be read."""
     argv = dashed(argv, program_flags)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(match[1] for match in words if match))
@@ -126,9 +129,11 @@ def read_line(
     for name, value in {"config": values.config, **given}.items():
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
-        may_be = name in in_bucket or value == str(config)
-        if isinstance(value, str) and not (may_be and is_in_bucket(value)):  # a path; other texts are not URLs either
-            errors.check_local(f"--{name}", value)
+        if isinstance(value, str):  # a path; other texts are not URLs either
+            if name in (*from_url, "config"):
+                source_path(value, f"--{name}", pattern=name != "config")
+            elif not (name in in_bucket and is_in_bucket(value)):
+                errors.check_local(f"--{name}", value)
     if values.config is None:
         folder = given.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to resume"
@@ -146,38 +151,50 @@ def read_line(
             config_dict.update({section: {key: _literal(value) if name in RENAMED else value}})
     sections, said = renamed(config_dict.to_dict(), chosen=overrides)
     if is_saved(values.config):
-        tell_saved(path_of(values.config), sections, left_out, [name for name in reads if name not in overrides])
+        tell_saved(source_path(values.config), sections, left_out, [name for name in reads if name not in overrides])
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
     return Line(ConfigDict(sections), values.config, given, tuple(warnings))
 
 
-def read_line_of_run(argv: Sequence[str], program_flags: Mapping[str, Flag], reads: Collection[str] = OF_A_RUN) -> Line:
+def read_line_of_run(
+    argv: Sequence[str],
+    program_flags: Mapping[str, Flag],
+    reads: Collection[str] = OF_A_RUN,
+    *,
+    from_url: Collection[str] = (),
+) -> Line:
     """The same for a program that works on the run in --workdir, whose config it uses."""
     workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
-    errors.check_local("--workdir", workdir)
+    if not is_in_bucket(workdir):
+        errors.check_local("--workdir", workdir)
     saved = RunFiles(workdir).config
     if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
-    return read_line(argv, program_flags, config=saved, reads=reads)
+    return read_line(argv, program_flags, config=saved, reads=reads, from_url=from_url)
 
 
 def file_of(config: str) -> Path:
     """The file that --config means: a name alone, as quickstart, is one of Parallax's own configs."""
     named = CONFIGS / f"{config}.py"
-    return named if re.fullmatch(r"\w+", str(config)) and named.is_file() else path_of(config)
+    return named if re.fullmatch(r"\w+", str(config)) and named.is_file() else source_path(config)
 
 
 def is_saved(path: str) -> bool:
     """Whether a config was saved by a run, whose folder may come from somebody else; other configs are programs."""
-    return path_of(path).suffix == ".json"
+    return source_path(path).suffix == ".json"
 
 
 def load_config(path: str) -> tuple[ConfigDict, dict[str, Any]]:
     """The config from get_config() of a file, or from a run's JSON, with the values that this does not decide;
     ConfigError if that fails."""
     file = file_of(path)
+    if not is_saved(path) and not is_local(file):
+        raise ConfigError(
+            f"--config={shown(path)} is code, which is run only from a file of this machine; copy it, or name a "
+            "config.json"
+        )
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if (root := str(CONFIGS.parent)) not in sys.path:
@@ -326,6 +343,8 @@ def _instead_of(file: Path) -> str:
     if file.is_dir():
         saved = file / "config.json"
         return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
+    if not is_local(file):
+        return "does not exist"
     known = {Path(path).stem: path for path in known_configs()}
     close = difflib.get_close_matches(file.stem[: errors.QUOTED_LETTERS], known, n=1)
     lead = f"did you mean {known[close[0]]!r}? Known" if close else "known"

@@ -11,15 +11,16 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from parallax.cli.arguments import Parser, add_command, local_path, positive
+from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.display.progress import print_progress_on
-from parallax.errors import ConfigError, DataError, check_choice, check_local, exit_status
+from parallax.errors import ConfigError, DataError, check_choice, exit_status
 from parallax.hardware.devices import usable_cpus
+from parallax.storage.remote import source_path
 from parallax.user_code import CODE_FORM, imported_code, names_code
 
 TRAINING = DataConfig()
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
     _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))
     inspect = add_command(commands, "inspect", "describe a folder of shards, and check every byte of it", __doc__)
-    inspect.add_argument("folder", type=local_path, help="the --out of prepare")
+    inspect.add_argument("folder", type=source_of, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -63,7 +64,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     tokens = as_training("special_tokens", meaning["special_tokens"])
     add("--special-tokens", default=TRAINING.special_tokens, choices=SPECIAL_TOKENS, help=tokens)
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
-    add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
+    add("--out", required=True, type=run_path, help="folder for the shards, tokenizer and manifest")
     cores, mib = usable_cpus(), SHARD_BYTES >> 20
     add(
         "--workers",
@@ -112,7 +113,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         if needed and not value:
             raise ConfigError(f"{by} needs {flag}")
     for name in ("path", "tokenizer"):
-        check_local(f"--{name}", getattr(parsed, name))
+        source_path(getattr(parsed, name), f"--{name}", pattern=name == "path")
     check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
 
 

@@ -86,11 +86,12 @@ def main(argv: Sequence[str]) -> int:
 def act(argv: Sequence[str]) -> None:
     """Read the command line, evaluate, and print the result to stdout and everything else to stderr."""
     of_data = ("data.cache",) if written(argv, "data") else OF_DATA
-    line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *of_data))
+    line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *of_data), from_url=["data"])
     settings = read_settings(line.config)
     mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
-    result = evaluate(Path(line.values["workdir"]), settings, data=line.values["data"], step=None if step < 0 else step)
+    workdir, data = RunFiles(line.values["workdir"]).path, line.values["data"]
+    result = evaluate(workdir, settings, data=data, step=None if step < 0 else step)
     print(result.to_json() if line.values["json"] else result)
 
 

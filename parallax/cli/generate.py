@@ -18,7 +18,7 @@ from typing import Any
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.arguments import Parser, local_path
+    from parallax.cli.arguments import Parser, run_path
     from parallax.cli.command import Flag, read_line_of_run, run_quietly, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
@@ -88,7 +88,7 @@ def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags; missing ones are None. ConfigError suggests the nearest name for an unknown flag."""
     parser = Parser("python -m parallax.generate", description=__doc__)
-    parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
+    parser.add_argument("--workdir", type=run_path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     prompt = "text to go on from; several give as many texts; default: the run's sample.prompt"
     parser.add_argument("--prompt", action="append", default=[], help=prompt)

@@ -55,7 +55,7 @@ FLAGS = {
 def start_run(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status of a run that ends well."""
     with reporting():
-        line = read_line(argv, FLAGS, config=config_of_run(argv), in_bucket=["workdir"])
+        line = read_line(argv, FLAGS, config=config_of_run(argv))
         limit = line.values["max-runtime"]
         limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - IMPORTED)
         workdir = choose_workdir(line.values["workdir"], line.values["run-name"])

@@ -10,6 +10,7 @@ ended, or with Ctrl-C, which does not affect the runs. If the output is not a te
 """
 
 import argparse
+import contextlib
 import io
 import math
 import os
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +37,9 @@ from rich.text import Text
 
 from parallax.analysis.load_picture import load_picture
 from parallax.checkpoint.steps import check_steps, unfinished_saves
-from parallax.cli.arguments import Parser, local_path, write_output
+from parallax.cli.arguments import Parser, local_path, run_path, write_output
 from parallax.display.units import decimal, duration, in_bytes, percent
-from parallax.errors import CheckpointError, ConfigError, check_choice, check_whole, exit_status, printable
+from parallax.errors import CheckpointError, ConfigError, StoreError, check_choice, check_whole, exit_status, printable
 from parallax.storage import files
 from parallax.storage.run_files import (
     COPIED,
@@ -54,6 +56,7 @@ from parallax.training.goodput import Goodput, StepSeconds, goodput, last_sign, 
 from parallax.training.slow_processes import SLOW_IN, median, slow_processes
 
 FRESH_SECS = 1.0  # between two reads of the files
+MOST_AT_ONCE = 16  # runs
 SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # without fonts from other sites
 LEAST_WIDTH = 40
 
@@ -106,26 +109,19 @@ class Metrics:
     """
 
     def __init__(self, path: Path):
-        self._path = path
+        self._path, self._log = path, files.growing_log(path)
         self._forget()
 
     def read(self, since: int = 0) -> None:
         """Read new lines; from the beginning if the file was replaced or is shorter, as a resumed run shortens it. Time
         counts after the step `since`."""
         if since != self.spent.since:
+            self._log = files.growing_log(self._path)
+        replaced, lines = self._log.read()
+        if replaced:
             self._forget(since)
-        try:
-            file = files.open_file(self._path)
-        except OSError:
-            self._forget(since)
-            return
-        with file:
-            about = os.fstat(file.fileno())
-            if about.st_ino != self._inode or about.st_size < self._lines.offset:
-                self._forget(since)
-                self._inode = about.st_ino
-            for line in self._lines.read(file):
-                self._add(row_of(line))
+        for line in lines:
+            self._add(row_of(line))
 
     def _forget(self, since: int = 0) -> None:
         self.spent, self.processes = StepSeconds(since), np.empty((0, len(OF_PROCESSES)))
@@ -136,7 +132,6 @@ class Metrics:
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.copied: set[int] = set()  # steps whose state was copied to be saved
         self.torn = self.odd = 0
-        self._inode, self._lines = 0, files.LineReader()
 
     def _add(self, row: dict[str, Any] | None) -> None:
         if row is None:
@@ -263,7 +258,7 @@ class WatchedRun:
     def status(self) -> Status:
         """Whether the run is running, or how it has ended."""
         alive, ended, of = self._owner_is_alive(), self._started.get("ended"), self.files
-        taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by a start without metadata so far
+        taken_again = alive and files.time_of(of.lock) > files.time_of(of.metadata) + 1  # by a new start
         if isinstance(ended, dict) and not taken_again:
             reason = str(ended.get("reason"))
             if reason == "interrupted":
@@ -271,7 +266,8 @@ class WatchedRun:
             return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
             return Status("gone", self.last_words() or "its log has no last message")
-        quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
+        times = map(files.time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints))
+        quiet = self.clock() - max(self.metrics.spent.latest, *times)
         secs = self.speed.get("step_secs", 0.0)
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
             return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
@@ -280,9 +276,7 @@ class WatchedRun:
     def last_words(self) -> str:
         """The last informative line of the log."""
         try:
-            with files.open_file(self.files.log) as log:
-                log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
-                lines = log.read().decode("utf-8", "replace").splitlines()
+            lines = files.end_of(self.files.log, 4096).decode("utf-8", "replace").splitlines()
         except OSError:
             return ""
         return next((one_line(line.strip()) for line in reversed(lines) if line.strip()), "")
@@ -310,10 +304,10 @@ class WatchedRun:
 
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
-        if any(file.is_file() for file in wanted):
+        if any(file.is_file() for file in wanted) or files.names_in(self.files.metrics):
             return
         reason = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
-        below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
+        below = [folder.name for folder in files.folders_with(self.path, self.files.config.name)]
         advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
         names = ", ".join(file.name for file in wanted)
         raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {reason} {names}{advice}")
@@ -321,7 +315,7 @@ class WatchedRun:
     def _look_at_checkpoints(self) -> None:
         folder = self.files.checkpoints
         try:
-            seen = tuple((name, (folder / name).stat().st_mtime_ns) for name in files.names_in(folder))
+            seen = files.state_below(folder)
         except OSError:
             seen = ()
         if seen == self._looked:  # manifests are long, so they are read again only after a change
@@ -336,9 +330,8 @@ class WatchedRun:
     def _owner_is_alive(self) -> bool | None:
         """Whether the process that locks the folder is alive; None if this machine cannot know."""
         try:
-            with files.open_file(self.files.lock, "r") as lock:
-                owner = OWNER.match(lock.read(LONGEST_LINE))
-        except (OSError, ValueError):
+            owner = OWNER.match(files.owner_of(self.files.lock))
+        except OSError:
             return None
         if owner is None or owner[2] != socket.gethostname():
             return None
@@ -352,13 +345,6 @@ class WatchedRun:
 def one_line(text: str) -> str:
     """Text from a file as one printable line of limited length."""
     return printable(text[:LONGEST_LINE], keep="")
-
-
-def _time_of(file: Path) -> float:
-    try:
-        return file.stat().st_mtime_ns / 1e9
-    except OSError:
-        return 0.0
 
 
 # ---- a curve; `rich`, which draws the rest, has no plots
@@ -643,7 +629,7 @@ def runs_in(folder: Path) -> list[Path]:
     """The folder itself if it is a run's, else those directly in it that are; itself again if there is none, which is
     refused."""
     config = RunFiles(folder).config
-    below = [folder / file.parent for file in files.matching(f"*/{config.name}", folder)]
+    below = files.folders_with(folder, config.name)
     return [folder] if config.is_file() or not below else below
 
 
@@ -682,11 +668,21 @@ def follow(runs: Sequence[WatchedRun], console: Console, draw: Draw = picture) -
             while not all(run.status.over for run in runs):
                 live.update(draw(runs, console), refresh=True)
                 time.sleep(FRESH_SECS)
-                for run in runs:
-                    run.refresh()
+                refresh(runs)
     except KeyboardInterrupt:
         pass
     console.print(draw(runs, console))
+
+
+def refresh(runs: Sequence[WatchedRun]) -> None:
+    """Read new data of all runs; a store is asked about many at once."""
+    with ThreadPool(min(len(runs), MOST_AT_ONCE)) as pool:
+        pool.map(_refresh_if_reached, runs)
+
+
+def _refresh_if_reached(run: WatchedRun) -> None:
+    with contextlib.suppress(StoreError):  # shown is what was read last
+        run.refresh()
 
 
 def write_svg(runs: Sequence[WatchedRun], width: int, path: Path, draw: Draw = picture) -> None:
@@ -707,7 +703,7 @@ def write_load(runs: Sequence[WatchedRun], path: Path) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags; ConfigError if they are wrong."""
     parser = Parser("python -m parallax.watch", description=__doc__)
-    parser.add_argument("workdir", type=local_path, nargs="+", help="the folders of the runs")
+    parser.add_argument("workdir", type=run_path, nargs="+", help="the folders of the runs")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
     parser.add_argument("--svg", type=local_path, help="also write the picture to this file")

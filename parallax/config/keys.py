@@ -7,6 +7,8 @@ import re
 from typing import Any, ClassVar
 
 from parallax.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
+from parallax.storage.buckets import is_in_bucket, path_of
+from parallax.storage.remote import source_path
 from parallax.user_code import CODE_FORM, check_call, codes_by_name, names_code, settings_by_name
 
 LARGEST_FLOAT32 = 3.4028234e38
@@ -31,6 +33,7 @@ class Key:
     says: str = ""  # the error for a refused value, after KEY=VALUE
     too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
+    elsewhere: str = ""  # where else than on this machine that may be: "bucket", or behind a "url" that can be read
     code: tuple[str, ...] = ()  # if it may name code, the arguments with which that is called: see check_call
     by_name: bool = False  # whether it names code for several names
     saved: bool | None = None  # whether the saved config of a run decides it; None: as its section says
@@ -81,7 +84,7 @@ class Key:
         if self.by_name and value.strip():
             raise ConfigError(f"{name}={quoted(value)} must be {BY_NAME_FORM}.")
         if self.path:
-            _check_path(name, value)
+            _check_path(name, value, self.elsewhere)
         if self.choices and not self.other and value not in self.choices:
             wrong = self.says or f"is unknown; {nearest(value, self.choices)}"
             raise ConfigError(f"{name}={quoted(value)} {wrong}{f', or {CODE_FORM}' if self.code else ''}")
@@ -146,8 +149,13 @@ class Section:
         """Raise ConfigError if values of several keys do not fit together."""
 
 
-def _check_path(name: str, value: str) -> None:
-    check_local(name, value)
+def _check_path(name: str, value: str, elsewhere: str) -> None:
+    if elsewhere == "url":
+        source_path(value, name, pattern=True)
+    elif elsewhere and is_in_bucket(value):
+        path_of(value)
+    else:
+        check_local(name, value)
     whole, longest = len(value.encode()), max(len(part.encode()) for part in value.split("/"))
     if longest > NAME_BYTES or whole > PATH_BYTES:
         raise ConfigError(

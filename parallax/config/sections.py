@@ -24,6 +24,7 @@ from parallax.errors import (
     words_of,
 )
 from parallax.schedules import SCHEDULES, check_schedule
+from parallax.storage.copies import LIMIT_BYTES
 from parallax.user_code import UserCode, codes_by_name, names_code, settings_by_name
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
@@ -1180,7 +1181,9 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     """The text, the tokenizer and the windows of tokens."""
 
     source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"), code=("file?",))
-    path: str = key("", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, saved=True)
+    path: str = key(
+        "", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, elsewhere="url", saved=True
+    )
     field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
     tokenizer: str = key(
         AUTO,
@@ -1188,6 +1191,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         choices=(AUTO, "bytes", "bpe"),
         other="a tokenizer.json",
         path=True,
+        elsewhere="url",
         saved=True,
     )
     bpe_vocab: int = key(4096, "number of entries of a trained bpe tokenizer")
@@ -1198,6 +1202,13 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         saved=True,
     )
     cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True, saved=False)
+    cache_bytes: int = key(
+        LIMIT_BYTES,
+        "most bytes of copies on this machine of data in a bucket or behind a URL, in ~/.cache/parallax/copies",
+        least=1,
+        most=2**53,
+        saved=False,
+    )
     seq: int = key(256, "tokens in a window", least=1)
     global_batch: int = key(32, "windows in a step, over all devices", least=1)
     eval_fraction: float = key(
@@ -1243,13 +1254,18 @@ class TrainConfig(Section, says=TOO_SMALL):
     steps: int = key(1000, "number of steps of the whole run, including those before a resume", least=1, saved=True)
     seed: int = key(0, "seed of initial values and dropout", saved=True)
     init_from: str = key(
-        "", "run folder from which a fresh run takes the weights, and nothing else", path=True, saved=True
+        "",
+        "run folder from which a fresh run takes the weights, and nothing else",
+        path=True,
+        elsewhere="bucket",
+        saved=True,
     )
     continue_from: str = key(
         "",
         "step of another run, as runs/mine/checkpoints/100, from which a fresh run goes on, with its weights, "
         "optimizer and step number",
         path=True,
+        elsewhere="bucket",
         saved=True,
     )
     other_data: bool = key(

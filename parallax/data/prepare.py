@@ -1,5 +1,6 @@
 """Tokenise a source into shards on disk: in parallel, resumable, and independent of the number of workers."""
 
+import contextlib
 import json
 import logging
 import re
@@ -76,8 +77,7 @@ def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
     """
     try:
         files.make_folder(folder)
-        with files.open_file(folder / LOCK_FILE, "a") as opened:
-            files.lock(opened, wait=True)
+        with files.turns(folder / LOCK_FILE):
             return _prepare(request, folder, workers)
     except OSError as error:
         where = error.filename or folder
@@ -127,7 +127,7 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
         return finished
     # Written again, so that new text does not continue an incomplete line.
     lines = (whole_request, *map(asdict, listed))
-    files.write_whole(journal, "".join(json.dumps(line) + "\n" for line in lines))
+    files.replace_log(journal, [json.dumps(line).encode() + b"\n" for line in lines])
     tokenizer.save(folder)
     shards, byte_counts, spelled = _write_missing(request, folder, tokenizer, journal, done, workers)
     manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts, spelled)
@@ -179,11 +179,11 @@ def _write_missing(
 
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
         options = {"special_tokens": request.special_tokens, "workers": workers}
-        for shard in write_shards(folder, missing(), tokenizer, **options):
-            with files.open_file(journal, "a") as opened:
+        with contextlib.closing(files.append_file(journal)) as opened:
+            for shard in write_shards(folder, missing(), tokenizer, **options):
                 opened.write(json.dumps(asdict(shard)) + "\n")
-            shards[shard.name] = shard
-            show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
+                shards[shard.name] = shard
+                show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
     if spelled:
         logger.warning(
             "the text spells special tokens of the tokenizer %s times (%s); they stay text, "
@@ -246,7 +246,7 @@ def _entropy(counts: np.ndarray) -> float:
 def _whole_lines(file: Path) -> list[dict]:
     # The last line is incomplete if the writer was killed.
     lines = []
-    for line in files.read_bytes(file).splitlines() if file.exists() else ():
+    for line in files.lines_in(file) if file.exists() else ():
         try:
             lines.append(files.object_of(line))
         except ValueError:

@@ -1,11 +1,14 @@
 """Batches of a run: the batch of step n depends only on data, seed and n."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,18 +16,31 @@ import numpy as np
 
 from parallax.config.sections import AUTO, DataConfig
 from parallax.data.prepare import Request, prepare
-from parallax.data.shards import MANIFEST_FILE, Manifest, check_file, ids_file, reading_shard, text_hash
+from parallax.data.shards import (
+    DOCUMENT,
+    MANIFEST_FILE,
+    Manifest,
+    check_file,
+    documents_file,
+    ids_file,
+    reading_shard,
+    text_hash,
+)
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
 from parallax.hardware.devices import usable_cpus
-from parallax.storage.files import open_file
+from parallax.storage.copies import limit_copies
+from parallax.storage.files import is_local, local_copy, open_copy, state_of
+from parallax.storage.remote import AnyPath, source_path
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked as a whole when opened, which takes about a second
 CHECKED_IDS = 1 << 20  # at once
 OPEN_FILES = 128  # open at once, well below the usual limit of 1024 per process
+FETCHED_AT_ONCE = 8  # files
+STEPS_AHEAD = 200  # whose windows say in which order shards are fetched
 SPLITS = ("train", "eval", "all")
 
 
@@ -57,8 +73,9 @@ def open_reader(
     """
     check_choice("split", split, SPLITS)
     named = tokenizer or config.tokenizer
+    limit_copies(config.cache_bytes)
     if config.source == "prepared":
-        prepared, left_out = Path(config.path).expanduser(), ""
+        prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
         where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
@@ -160,7 +177,15 @@ class Reader:
             )
         self.folder, self._seed = folder, config.seed
         self._global_batch, self._eval_fraction = config.global_batch, config.eval_fraction
-        contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
+        of_ids = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize
+        contents = of_ids <= CHECKSUM_BYTES
+        self._fetching: threading.Thread | None = None
+        self._is_elsewhere = not is_local(folder)
+        if self._is_elsewhere:
+            _check_room(config, of_ids + sum(shard.documents for shard in manifest.shards) * DOCUMENT.itemsize)
+            names = [shard.name for shard in manifest.shards]
+            tables = [documents_file(folder, name) for name in names]
+            fetch([*tables, *(ids_file(folder, name) for name in names if contents)])
         for shard in manifest.shards:
             shard.check(folder, manifest.dtype, contents=contents)
         tokens = manifest.read_documents(folder)["tokens"]
@@ -233,6 +258,10 @@ class Reader:
         Raises:
             DataError: a shard has changed since it was opened.
         """
+        if self._is_elsewhere and self._fetching is None:
+            files = (self._stream.files[shard] for shard in self._shards_from(step))
+            self._fetching = threading.Thread(target=fetch, args=(files,), name="shards", daemon=True)
+            self._fetching.start()
         windows = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
         starts = np.minimum(windows + self.columns.start, self.tokens)
         ids = self._stream.read(starts, len(self.columns) + 1)
@@ -240,6 +269,19 @@ class Reader:
         segments, positions = self._before(windows, starts) if self.columns.start else (1, 0)
         ends = self._ends_in(starts, len(self.columns))
         return batch_arrays(ids, self.tokens - starts, ends, segments=segments, positions=positions)
+
+    def _shards_from(self, step: int) -> Iterator[int]:
+        """All shards, in the order in which batches from a step on need them first."""
+        yielded: set[int] = set()
+        for ahead in range(step, step + STEPS_AHEAD):
+            if len(yielded) == len(self._stream.files):
+                return
+            starts = np.minimum(self._windows_in(ahead, self.rows) * self.seq, self.tokens - 1)
+            for shard in self._stream.shards_of(starts):
+                if shard not in yielded:
+                    yielded.add(shard)
+                    yield shard
+        yield from (shard for shard in range(len(self._stream.files)) if shard not in yielded)
 
     def _ends_in(self, starts: np.ndarray, columns: int) -> np.ndarray:
         """Whether each of the tokens from `starts` on is its document's last, [rows, columns]. The table of documents
@@ -290,6 +332,27 @@ class Reader:
         return windows
 
 
+def _check_room(config: DataConfig, size: int) -> None:
+    """ConfigError if copies of the shards would displace each other: windows are drawn from all of them."""
+    if size > config.cache_bytes:
+        raise ConfigError(
+            f"data.cache_bytes={config.cache_bytes} is less than the {size:,} bytes of the shards in {config.path}, "
+            "and windows are drawn from all of them; raise it, or copy them to a disk that all hosts see"
+        )
+
+
+def fetch(files: Iterable[AnyPath]) -> None:
+    """Copy files to this machine, several at once and in order; what fails is reported by who reads it."""
+
+    def copy(file: AnyPath) -> None:
+        with contextlib.suppress(OSError):
+            local_copy(file)
+
+    with ThreadPool(FETCHED_AT_ONCE) as pool:
+        for _ in pool.imap_unordered(copy, files):
+            pass
+
+
 def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) -> np.ndarray:
     """A mask of the documents in `split`.
 
@@ -333,16 +396,18 @@ class TokenStream:
     def __init__(self, folder: Path, manifest: Manifest, tokens: np.ndarray, documents: np.ndarray, vocab: int | None):
         self._dtype, self._known = manifest.dtype, manifest.vocab
         self._vocab = self._known if vocab is None else min(vocab, self._known)
-        self._files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
-        states = [_state(file) for file in files]
+        self.files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
+        states = [_state(file) if is_local(file) else () for file in files]
 
         def open_shard(number: int) -> BinaryIO:
             """Open the file, which may have been replaced meanwhile, but only with the same ids."""
             file, shard = files[number], manifest.shards[number]
             size = shard.tokens * manifest.dtype.itemsize
-            if _state(file) != states[number] and file.stat().st_size >= size:  # a shorter file is refused by reads
+            state = _state(file)
+            if state != states[number] and not _is_shorter(file, size):  # a shorter file is refused by reads
                 check_file(file, size, shard.ids_sha256)
-            return open_file(file, buffering=0)
+                states[number] = state if not is_local(file) else states[number]
+            return open_copy(file, buffering=0)
 
         self._shards, self._offsets, lengths = _runs(manifest, tokens, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -370,11 +435,15 @@ class TokenStream:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
             shard, offset, _ = self._find(int(starts[row]) + column)
             raise DataError(
-                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the tokenizer has "
+                f"shard {self.files[shard]} holds id {rows[row, column]} at position {offset}, but the tokenizer has "
                 f"{self._known} ids and the model's table {self._vocab} of them; prepare the data again if it is none "
                 "of the tokenizer's, or use texts without this token, or a model with more"
             )
         return rows
+
+    def shards_of(self, places: np.ndarray) -> list[int]:
+        """The shards of these indices in the stream."""
+        return self._shards[np.searchsorted(self._starts, places, side="right") - 1].tolist()
 
     def check_ids(self) -> None:
         """Read everything once; DataError as in `read`."""
@@ -389,7 +458,7 @@ class TokenStream:
         return int(self._shards[run]), int(self._offsets[run]) + place - begin, end - place
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
-        file, start = self._files[shard], offset * self._dtype.itemsize
+        file, start = self.files[shard], offset * self._dtype.itemsize
         with reading_shard(file):
             opened = self._open(shard)
             if os.preadv(opened.fileno(), [target], start) < target.nbytes:
@@ -398,10 +467,13 @@ class TokenStream:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """A value that changes when a file is written or replaced."""
     with reading_shard(file):
-        about = os.stat(file)
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+        return state_of(file)
+
+
+def _is_shorter(file: AnyPath, size: int) -> bool:
+    """Whether a shard of this machine is shorter than it should be."""
+    return is_local(file) and file.stat().st_size < size
 
 
 def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):

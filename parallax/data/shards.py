@@ -1,8 +1,10 @@
 """Prepared data on disk: shards of token ids with tables of their documents, and the manifest of their folder."""
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ import numpy as np
 
 from parallax.data.tokenizer import Tokenizer, as_document
 from parallax.errors import DataError, errors_as, names_of, quoted
-from parallax.storage.files import LARGEST_BYTES, open_file, read_object, write_whole
+from parallax.storage.files import LARGEST_BYTES, open_copy, read_object, size_of, write_whole
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"
@@ -213,7 +215,7 @@ def write_shard(
 
 
 def _read(file: Path, dtype: np.dtype) -> np.ndarray:
-    with reading_shard(file), open_file(file) as opened:
+    with reading_shard(file), open_copy(file) as opened:
         return np.fromfile(opened, dtype)
 
 
@@ -234,11 +236,15 @@ def check_file(file: Path, size: int, sha256: str | None) -> None:
     with reading_shard(file):
         if not file.is_file():
             raise DataError(f"shard {file} is missing; {ADVICE}")
-        if file.stat().st_size != size:
-            raise DataError(f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {ADVICE}")
-        if sha256 is None:
+        there = size_of(file)
+        if there is None and sha256 is None:  # looked at when it is opened
             return
-        with open_file(file) as opened:
+        with contextlib.nullcontext() if sha256 is None else open_copy(file) as opened:
+            there = there if opened is None else os.fstat(opened.fileno()).st_size
+            if there != size:
+                raise DataError(f"shard {file} has {there} bytes where the manifest says {size}; {ADVICE}")
+            if opened is None:
+                return
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != sha256:
         raise DataError(f"shard {file} is damaged: sha256 {digest[:8]}..., in the manifest {sha256[:8]}...; {ADVICE}")

@@ -20,7 +20,17 @@ from typing import BinaryIO
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
 from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
-from parallax.storage.files import LARGEST_BYTES, matching, names_in, object_of, open_file
+from parallax.storage.files import (
+    LARGEST_BYTES,
+    files_below,
+    is_local,
+    local_copy,
+    matching,
+    names_in,
+    object_of,
+    open_copy,
+)
+from parallax.storage.remote import AnyPath, source_path
 from parallax.user_code import named, names_code
 
 # A longer text file is divided at line ends, so that a part can be held out and tokenisation is parallel.
@@ -88,7 +98,7 @@ def _users(code: str, path: str) -> Source:
 def _checked(code: str, read: Callable[..., Iterator[str]], **file: Path) -> Iterator[str]:
     """The documents that code yields; DataError for anything else."""
     where = "".join(f" of {path}" for path in file.values())
-    texts = read(**file)
+    texts = read(**{name: local_copy(path) for name, path in file.items()})
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         kind = type(texts).__name__
         raise DataError(f"data.source={quoted(code)} returns a {kind}{where}, not documents; yield a text for each")
@@ -110,7 +120,7 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
     Raises:
         DataError: there are none, or a folder cannot be read.
     """
-    place = Path(path).expanduser()
+    place = source_path(path, "data.path", pattern=True)
     with _reading(place):
         if place.is_file():
             return [place], ""
@@ -126,7 +136,8 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
         if in_folder:
             wanted = f"a file that ends in {' or '.join(SUFFIXES[kind])}" if kind in SUFFIXES else "a file"
         but = f"; {left_out}" if counts else ""
-        raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()}){but}")
+        looked = f" (looked from {Path.cwd()})" if is_local(place) else ""
+        raise DataError(f"data.path={path!r}: {wanted} does not exist{looked}{but}")
     if not counts:
         return files, ""
     said = f"{path}: reading {len(files):,} file{'s'[: len(files) != 1]}, {left_out}"
@@ -141,7 +152,7 @@ def kind_of(path: str, field: str) -> str:
     >>> [kind_of(name, "text") for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
     ['text', 'jsonl', 'parquet']
     """
-    place = Path(path).expanduser()
+    place = source_path(path, "--data", pattern=True)
     with _reading(place):
         if (place / MANIFEST_FILE).is_file():
             return "prepared"
@@ -157,6 +168,10 @@ def kind_of(path: str, field: str) -> str:
 def _below(folder: Path) -> list[Path]:
     """All files and hidden folders below a folder, sorted. A folder to which several paths lead is entered once, by the
     one without links if there is one."""
+
+    if not is_local(folder):
+        below = files_below(folder)
+        return [file for file in below if not any(name.startswith(".") for name in file.relative_to(folder).parts[:-1])]
 
     def fail(error: OSError) -> None:
         raise error
@@ -181,6 +196,7 @@ def _below(folder: Path) -> list[Path]:
 
 def _repeated(files: list[Path]) -> dict[Path, str]:
     """Why not to read files that are links to others of them; hard links are files of their own."""
+    files = [file for file in files if is_local(file)]
     real, chosen = {file: file.resolve() for file in files}, {}
     for file in sorted(files, key=lambda file: (file.absolute() != real[file], file)):
         chosen.setdefault(real[file], file)
@@ -191,7 +207,7 @@ def _why_not(file: Path, kind: str | None, field: str) -> str:
     """Why a file is not one of a source, "" if it is; without a source, any file is."""
     if kind and file.name.startswith("."):
         return "hidden"
-    if not file.is_file():
+    if is_local(file) and not file.is_file():
         return "that are broken links or no files"
     if kind not in SUFFIXES:
         return ""
@@ -234,8 +250,9 @@ def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], 
         for done, file in enumerate(files):
             show(done, len(files))
             with _reading(file):
-                text_bytes += file.stat().st_size
-                sha256.update(_hash(file))
+                size, digest = _size_and_hash(file)
+                text_bytes += size
+                sha256.update(digest)
     description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": sha256.hexdigest()}
 
     def documents() -> Iterator[str]:
@@ -250,17 +267,18 @@ def _reading(file: Path) -> contextlib.AbstractContextManager[None]:
     return errors_as(DataError, f"{file} cannot be read: ", "", EOFError, zlib.error)
 
 
-def _hash(file: Path) -> bytes:
+def _size_and_hash(file: AnyPath) -> tuple[int, bytes]:
     # Only of contents, in order, so that a corpus in another folder is still the same.
-    with open_file(file) as opened:
-        return hashlib.file_digest(opened, "sha256").digest()
+    with open_copy(file) as opened:
+        digest = hashlib.file_digest(opened, "sha256").digest()
+        return opened.tell(), digest
 
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
     """A file, unpacked piece by piece if its ending says that it is packed."""
     ending = file.suffix.lower()
-    with open_file(file) as opened:
+    with open_copy(file) as opened:
         if ending == ".zst":
             pyarrow = imported("pyarrow", f"{file.name}, which is packed with zstd,", "data")
             yield io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"))
@@ -347,7 +365,7 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
     """
     pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        with parquet.ParquetFile(file) as opened:
+        with parquet.ParquetFile(local_copy(file)) as opened:
             names = opened.schema_arrow.names
             if field not in names:
                 raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(names)}")

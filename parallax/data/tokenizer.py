@@ -19,8 +19,8 @@ from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.data.growth import check_growth
 from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
-from parallax.storage.buckets import path_of
 from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
+from parallax.storage.remote import source_path
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
@@ -138,7 +138,7 @@ class Bpe:
         self._inner = _from_text(text, origin)
         check_growth(self._inner, origin)
         self._text, self._origin, self.config = text, origin, config
-        beside = path_of(origin).with_name(TOKENIZER_CONFIG)
+        beside = source_path(origin).with_name(TOKENIZER_CONFIG)
         with errors_as(DataError, f"{beside} is not a configuration of a tokenizer: ", "", ValueError):
             written = object_of(config) if config else {}
         ids, added = self._inner.get_vocab(), self._inner.get_added_tokens_decoder()
@@ -335,7 +335,7 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     Raises:
         DataError: the file is missing, or a file is damaged.
     """
-    path = path_of(path)
+    path = source_path(path, "the tokenizer")
     path = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"tokenizer {str(path)!r} does not exist"
     with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError, missing=missing):

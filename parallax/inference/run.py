@@ -30,7 +30,7 @@ from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from parallax.display.html import facts_html
 from parallax.display.progress import clear_progress, waiting
 from parallax.display.svg import svg
-from parallax.errors import CheckpointError, ConfigError, DataError, check_local, nearest, tell
+from parallax.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.inference.ends import ends_of_step
 from parallax.inference.generate import complete, encode
@@ -172,7 +172,6 @@ def load(
     its model has some, give it as `code`, as {"model.mlp": SquaredMLP}, where the values are classes, functions or the
     texts of a config.
     """
-    check_local("workdir", workdir)
     path = RunFiles(workdir).path
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
     return load_trained(path, with_code(load_settings(path), code), mesh, step, "pp, dp, cp, ep and tp")

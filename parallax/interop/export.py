@@ -277,10 +277,10 @@ def make_run(
         check()
         for name, content in carried.items():
             for folder in (step,) if name == RECORD else (step, unfinished):
-                if isinstance(content, Path):
-                    files.copy_file(content, folder / name)
-                else:
+                if isinstance(content, str):
                     files.write_file(folder / name, content)
+                else:
+                    files.copy_file(content, folder / name)
         corpus, code = {"tokenizer": tokenizer.fingerprint}, {"parallax": code_version()}
         about = {**settings.to_dict(), "corpus": corpus, "code": code}
         described = {"params": {name: array.described() for name, array in arrays.items()}}

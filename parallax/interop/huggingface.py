@@ -230,7 +230,7 @@ def _read_text(path: Path) -> str:
 
 
 def _is_small(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size <= BESIDE_LIMIT_BYTES
+    return path.is_file() and not path.is_symlink() and (files.size_of(path) or 0) <= BESIDE_LIMIT_BYTES
 
 
 # ---- export

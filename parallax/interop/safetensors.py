@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
 from parallax.errors import CheckpointError, errors_as, quoted, shown
-from parallax.storage.files import LARGEST_BYTES, new_file, object_of, open_file, read_object, write_whole
+from parallax.storage.files import LARGEST_BYTES, local_copy, new_file, object_of, open_copy, read_object, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -71,7 +71,7 @@ class Tensor(NamedTuple):
         """Pieces of rows, each of at most `limit_bytes`."""
         count = self.shape[0] if self.shape else 1
         rows = max(limit_bytes * count // max(nbytes(self), 1), 1)
-        with _reading(self.path), open_file(self.path) as file:
+        with _reading(self.path), open_copy(self.path) as file:
             file.seek(self.start)
             for start in range(0, count, rows):
                 piece = np.empty((min(rows, count - start), *self.shape[1:]), self.dtype)
@@ -102,12 +102,12 @@ def read_header(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the header is invalid, or does not fit the file.
     """
-    with _reading(path), open_file(path) as file:
+    with _reading(path), open_copy(path) as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length > HEADER_LIMIT_BYTES:
             raise _bad(path, f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
         try:
-            with safe_open(path, framework="numpy", backend="pread"):
+            with safe_open(local_copy(path), framework="numpy", backend="pread"):
                 header = object_of(file.read(length))  # after the library has accepted it
         except (SafetensorError, ValueError) as error:
             raise _bad(path, str(error).removeprefix("Error while deserializing header: ")) from error

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from parallax.errors import URL, CheckpointError, ConfigError, StoreError, writing
 from parallax.storage import files
+from parallax.storage.copies import copy_of
 
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # of TensorStore, by scheme
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
@@ -89,8 +90,9 @@ class BucketPath(PurePosixPath):
         """A folder is gone with its last object."""
 
 
-def path_of(written: str | os.PathLike) -> Path | BucketPath:
-    """The path of a file or a folder, here or in a bucket; ConfigError for a bucket that has no name.
+def path_of(written: str | os.PathLike, *, pattern: bool = False) -> Path | BucketPath:
+    """The path of a file or a folder, here or in a bucket; ConfigError for a bucket that has no name. With `pattern`,
+    its names may have an asterisk.
 
     >>> path_of("runs/mine"), path_of("s3://bucket/runs")
     (PosixPath('runs/mine'), BucketPath('s3://bucket/runs'))
@@ -105,7 +107,8 @@ def path_of(written: str | os.PathLike) -> Path | BucketPath:
             f"a {path.scheme} URL is {path.scheme}://BUCKET/FOLDER; this one names no bucket, or has a user or a "
             "password in it, which belong into the variables of the environment that the store's own tools read"
         )
-    if not path.key or {".", ".."} & {*path.parts} or re.search(r"[^\w./=+,@:~ -]", path.key):
+    letters = path.key.replace("*", "") if pattern else path.key
+    if not path.key or {".", ".."} & {*path.parts} or re.search(r"[^\w./=+,@:~ -]", letters):
         raise ConfigError(
             f"{path} is no folder in a bucket; write {path.scheme}://{path.bucket}/FOLDER with letters, digits and "
             "any of . _ - = + , @ : ~"
@@ -181,6 +184,7 @@ def _asked(path: BucketPath, ask: Any) -> Any:
     if kind == "NOT_FOUND":  # of an object it would be an answer, not an error
         kind, reason = "ENOENT", "the specified bucket does not exist"
     codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
+    codes["OUT_OF_RANGE"] = errno.ERANGE  # beyond the end of an object
     raise StoreError(codes.get(kind, errno.EIO), reason, str(path))
 
 
@@ -248,6 +252,26 @@ def _size_of(path: BucketPath) -> None:
 @files.bytes_below.register
 def _bytes_below(folder: BucketPath) -> None:
     return None
+
+
+@files.folders_with.register
+def _folders_with(folder: BucketPath, name: str) -> list[BucketPath]:
+    return [folder / above for above, *rest in (key.split("/") for key in _keys_below(folder)) if rest == [name]]
+
+
+@files.state_of.register
+def _state_of(path: BucketPath) -> tuple:
+    return (_part_of(path, 0, 0).stamp.generation.hex(),)
+
+
+@files.state_below.register
+def _state_below(folder: BucketPath) -> tuple:
+    return tuple(_keys_below(folder))
+
+
+@files.time_of.register
+def _time_of(path: BucketPath) -> float:
+    return 0.0
 
 
 @files.odd_kind.register
@@ -330,6 +354,41 @@ def _next_number(path: BucketPath) -> int:
     return max((int(name.removesuffix(WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
 
 
+class GrowingSegments:
+    """Reads a log that a run appends to: only objects that were not there before."""
+
+    def __init__(self, path: BucketPath):
+        self._path, self._last = path, ""
+
+    def read(self) -> tuple[bool, Iterator[bytes]]:
+        """As `GrowingLog.read`."""
+        names = self._names_from(self._last)
+        replaced = [place for place, name in enumerate(names) if place and name.endswith(WHOLE_LOG)]
+        if is_new := not self._last or names[:1] != [self._last] or bool(replaced):
+            names = self._names_from("")
+            first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
+        contents = [read(self._path / name) for name in names[first if is_new else 1 :]]
+        self._last = (names or [""])[-1]
+        return is_new, (line for content in contents for line in content.splitlines())
+
+    def _names_from(self, first: str) -> list[str]:
+        prefix = f"{self._path.key}/"
+        return [key.removeprefix(prefix) for key in _keys(self._path, prefix + first, f"{self._path.key}0")]
+
+
+@files.growing_log.register
+def _growing_log(path: BucketPath) -> GrowingSegments:
+    return GrowingSegments(path)
+
+
+@files.end_of.register
+def _end_of(path: BucketPath, most: int) -> bytes:
+    names, end = _names_in(path), b""
+    while names and len(end) < most:
+        end = read(path / names.pop()) + end
+    return end
+
+
 @files.replace_log.register
 def _replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
     before, number = _names_in(path), _next_number(path)
@@ -402,6 +461,48 @@ def _append_file(path: BucketPath) -> Segments:
     return Segments(path)
 
 
+# ---- objects that are read as files of this machine
+
+OBJECT_PIECE_BYTES = 1 << 24
+
+
+@files.local_copy.register
+def _local_copy(path: BucketPath) -> Path:
+    state = _state_of(path)
+    return copy_of(str(path), state, lambda: _pieces(path, state))
+
+
+def _pieces(path: BucketPath, state: tuple) -> Iterator[bytes]:
+    """The content of an object, piece by piece; OSError if it is no longer the one of this state."""
+    start = 0
+    while (answer := _piece(path, start)) is not None:
+        if (answer.stamp.generation.hex(),) != state:
+            raise OSError(errno.ESTALE, "it was changed while it was read", str(path))
+        if not answer.value:
+            return
+        yield answer.value
+        start += len(answer.value)
+
+
+def _piece(path: BucketPath, start: int) -> Any:
+    """Some of an object from a byte on; None from its end on."""
+    for end in (start + OBJECT_PIECE_BYTES, None):
+        try:
+            return _part_of(path, start, end)
+        except StoreError as error:
+            if error.errno != errno.ERANGE:
+                raise
+    return None
+
+
+def _part_of(path: BucketPath, start: int, end: int | None) -> Any:
+    """Bytes of an object, all of them up to the end if that is None."""
+    answer = _asked(path, lambda store: store.read(path.key, byte_range=slice(start, end)))
+    if answer.state != "value":
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return answer
+
+
 # ---- the lock of a run
 
 
@@ -471,6 +572,23 @@ def _run_lock(path: BucketPath) -> Lease:
     return Lease(path)
 
 
+@files.turns.register
+def _turns(path: BucketPath) -> Lease:
+    lease, owner = Lease(path), f"process {os.getpid()} on {socket.gethostname()}"
+    _names_in(path.parent)  # says that there is no such bucket, where a lease would be waited for
+    while True:
+        try:
+            lease.take(owner)
+            return lease
+        except BlockingIOError:
+            time.sleep(LEASE_LOOK_SECS)
+
+
+@files.owner_of.register
+def _owner_of(path: BucketPath) -> str:
+    return _owner(read(path))
+
+
 def this_process() -> dict[str, Any]:
     """What tells this process from all others of this machine, before and after a restart."""
     return {
@@ -519,4 +637,8 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _held(content: bytes) -> BlockingIOError:
-    return BlockingIOError(errno.EAGAIN, str(_object(content).get("owner", "unknown"))[: files.OWNER_LETTERS])
+    return BlockingIOError(errno.EAGAIN, _owner(content))
+
+
+def _owner(content: bytes) -> str:
+    return str(_object(content).get("owner", "unknown"))[: files.OWNER_LETTERS]

@@ -24,7 +24,7 @@ import stat
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from parallax.errors import ESCAPED, CheckpointError, errors_as, writing
@@ -55,12 +55,28 @@ def names_in(folder: Path) -> list[str]:
 
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
     """Paths that match a glob pattern, sorted; relative to `folder` if given. Folders at its beginning that exist by
-    their letters are not patterns: "lr=[1e-3]/*.txt"."""
+    their letters are not patterns: "lr=[1e-3]/*.txt". Elsewhere, * and ** are all that patterns have."""
+    if not is_local(pattern):
+        return _matching_elsewhere(pattern)
     pattern = Path(pattern)
     base = next((parent for parent in pattern.parents if (folder or Path()).joinpath(parent).is_dir()), Path())
     escaped = os.path.join(glob.escape(str(base)), pattern.relative_to(base))
     names = glob.glob(escaped, root_dir=folder, recursive=True)
     return sorted(map(Path, names or glob.glob(str(pattern), root_dir=folder, recursive=True)))
+
+
+def _matching_elsewhere(pattern: PurePosixPath) -> list[Any]:
+    """As with files, an asterisk stands for no hidden name."""
+    base, text = next(parent for parent in pattern.parents if "*" not in str(parent)), str(pattern)
+
+    def form(part: re.Match) -> str:
+        if part[0] == "**/":
+            return "(?:[^./][^/]*/)*"
+        begins_a_name = text[part.start() - 1] == "/"
+        return ("[^./][^/]*" if begins_a_name else "[^/]*") if part[0][0] == "*" else re.escape(part[0])
+
+    meant = re.compile(re.sub(r"\*\*/|\*+|[^*]+", form, text))
+    return [path for path in files_below(base) if meant.fullmatch(str(path))]
 
 
 @functools.singledispatch
@@ -88,6 +104,34 @@ def bytes_below(folder: Path) -> int | None:
 
 
 @functools.singledispatch
+def folders_with(folder: Path, name: str) -> list[Path]:
+    """Folders directly in a folder that have a file of this name, sorted."""
+    return [folder / file.parent for file in matching(f"*/{name}", folder)]
+
+
+@functools.singledispatch
+def state_of(path: Path) -> tuple:
+    """A value that changes when a file is written or replaced."""
+    about = path.stat()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+@functools.singledispatch
+def state_below(folder: Path) -> tuple:
+    """A value that changes when something directly in a folder is written, replaced or removed."""
+    return tuple((name, (folder / name).stat().st_mtime_ns) for name in names_in(folder))
+
+
+@functools.singledispatch
+def time_of(path: Path) -> float:
+    """When a file or folder was last changed, in seconds since 1970; 0 if it is missing or its store does not say."""
+    try:
+        return path.stat().st_mtime_ns / 1e9
+    except OSError:
+        return 0.0
+
+
+@functools.singledispatch
 def odd_kind(path: Path) -> str | None:
     """What a path is if it is neither a plain file nor a folder; None if it is, or is not there."""
     try:
@@ -103,6 +147,27 @@ def odd_kind(path: Path) -> str | None:
 def is_local(path: Path) -> bool:
     """Whether a path is one of this machine, which libraries can be given."""
     return True
+
+
+@functools.singledispatch
+def local_copy(path: Path) -> Path:
+    """The file itself, or a copy on this machine of one that is elsewhere; others may remove it to make room."""
+    return path
+
+
+def open_copy(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """Open a file of this machine or, if it is elsewhere, its copy here: it has a descriptor, and all can be read."""
+    copy = local_copy(path)
+    try:
+        return open_file(copy, buffering=buffering)
+    except FileNotFoundError:  # removed since
+        return open_file(path if is_local(path) else local_copy(path), buffering=buffering)
+
+
+def cache_folder() -> Path:
+    """The folder for what is kept on this machine, following the XDG base directories."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path.home() / ".cache") / "parallax"
 
 
 @functools.singledispatch
@@ -199,6 +264,44 @@ class LineReader:
         self._begun = b"" if self._is_odd else self._begun + piece
 
 
+class GrowingLog:
+    """Reads a log that a run appends to and may replace."""
+
+    def __init__(self, path: Path):
+        self._path, self._inode, self._lines = path, 0, LineReader()
+
+    def read(self) -> tuple[bool, Iterator[bytes]]:
+        """Whether it was replaced or made shorter since the last call, as a resumed run does; and the lines that have
+        ended since then, or in that case all."""
+        try:
+            file = open_file(self._path)
+        except OSError:
+            self._inode, self._lines = 0, LineReader()
+            return True, iter(())
+        about = os.fstat(file.fileno())
+        if replaced := about.st_ino != self._inode or about.st_size < self._lines.offset:
+            self._inode, self._lines = about.st_ino, LineReader()
+        return replaced, self._new_lines(file)
+
+    def _new_lines(self, file: IO[bytes]) -> Iterator[bytes]:
+        with file:
+            yield from self._lines.read(file)
+
+
+@functools.singledispatch
+def growing_log(path: Path) -> GrowingLog:
+    """A log of this name to read as it grows."""
+    return GrowingLog(path)
+
+
+@functools.singledispatch
+def end_of(path: Path, most: int) -> bytes:
+    """The last bytes of a log, `most` of them or a few more."""
+    with open_file(path) as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+        return file.read()
+
+
 @functools.singledispatch
 def lines_in(path: Path) -> Iterator[bytes]:
     """The lines of a file, as of `LineReader`, also the last one if it has no end."""
@@ -259,8 +362,8 @@ def new_file(path: Path) -> IO[bytes]:
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy the content of a file."""
-    shutil.copyfile(path, target)
+    """Copy the content of a file, here or elsewhere, to a file of this machine."""
+    shutil.copyfile(local_copy(path), target)
 
 
 @functools.singledispatch
@@ -381,6 +484,18 @@ def lock(opened: IO, *, wait: bool) -> None:
     fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
+@functools.singledispatch
+def turns(path: Path) -> contextlib.AbstractContextManager:
+    """A context in which no other process holds the lock of this name; waits until that is so."""
+    opened = open_file(path, "a")
+    try:
+        lock(opened, wait=True)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
 class FileLock(contextlib.AbstractContextManager):
     """A lock on a file, which ends with the process; use it as a context."""
 
@@ -409,6 +524,13 @@ class FileLock(contextlib.AbstractContextManager):
 def run_lock(path: Path) -> FileLock:
     """The lock of this name, which is not taken yet."""
     return FileLock(path)
+
+
+@functools.singledispatch
+def owner_of(path: Path) -> str:
+    """Who holds, or held, the lock of this name, as its `take` was told; OSError if it is not there."""
+    with open_file(path, "r", errors="replace") as file:
+        return file.read(OWNER_LETTERS)
 
 
 @functools.singledispatch

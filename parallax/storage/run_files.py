@@ -1,14 +1,13 @@
 """Names of the files in a run's folder, and how to read metrics.jsonl."""
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallax.errors import check_local
 from parallax.storage.buckets import BucketPath, is_in_bucket, path_of
-from parallax.storage.files import lines_in, object_of
+from parallax.storage.files import cache_folder, lines_in, object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 GOODPUT = "goodput"  # of a start in metadata.json: when it began and ended, and seconds of its parts
@@ -60,12 +59,6 @@ class RunFiles:
 def process_key(part: str) -> str:
     """The name in metrics.jsonl of what each process spends for itself in a part."""
     return f"processes/{part}_secs"
-
-
-def cache_folder() -> Path:
-    """The folder for what is kept on this machine, following the XDG base directories."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (caches if caches.is_absolute() else Path.home() / ".cache") / "parallax"
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

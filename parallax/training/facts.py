@@ -36,7 +36,6 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
 from parallax.hardware.devices import unused_accelerators
 from parallax.step.step import abstract_state
-from parallax.storage.files import is_local
 from parallax.training.build import RunComponents, eval_count
 
 
@@ -150,9 +149,6 @@ def next_commands(path: Path, settings: Settings) -> Iterator[str]:
     code = code_of(settings)
     of_model = flags_not_saved(settings, (*OF_A_MODEL, *(key for key in code if not key.startswith(NOT_OF_A_MODEL))))
     steps, of_run = 2 * settings.train.steps, flags_not_saved(settings, (*NOT_SAVED, *code))
-    if not is_local(path):  # other commands read folders of this machine
-        yield f"train on     {python} -m parallax.train --workdir={workdir} --config.train.steps={steps}{of_run}"
-        return
     yield f"write text   {python} -m parallax.generate --workdir={workdir} --prompt={prompt}{of_model}"
     yield f"see losses   {python} -m parallax.watch {workdir} --once"
     yield f"train on     {python} -m parallax.train --workdir={workdir} --config.train.steps={steps}{of_run}"

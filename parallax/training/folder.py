@@ -37,7 +37,7 @@ class RunFolder(RunFiles):
         """ConfigError for what a run cannot do where its folder is: a bucket, say."""
         if files.is_local(self.path):
             return
-        for key in ("tensorboard", "wandb", "profile_steps"):
+        for key in ("tensorboard", "profile_steps"):
             if getattr(train, key):
                 value = getattr(train, key)
                 raise ConfigError(

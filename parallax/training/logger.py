@@ -218,7 +218,7 @@ class Wandb:
                 project=self._project,
                 id=run_id,
                 name=self._folder.path.resolve().name,
-                dir=str(self._folder.path),
+                dir=str(self._here()),
                 config=self._settings,
                 resume="allow",
                 # Console capture is off: signals and closed pipes are handled by the run.
@@ -244,6 +244,13 @@ class Wandb:
         ending.join(WANDB_SECS)
         if ending.is_alive():
             self._say(f"wandb has not received all metrics within {WANDB_SECS} s; the run ends without waiting longer")
+
+    def _here(self) -> Path:
+        """Where the library keeps its files: in the run's folder or, if that is elsewhere, in this machine's cache."""
+        if files.is_local(self._folder.path):
+            return self._folder.path
+        files.make_folder(files.cache_folder() / "wandb")
+        return files.cache_folder() / "wandb"
 
     def _own_id(self) -> str:
         """The id of the project's run in this folder; a new one if there is none yet."""

@@ -241,7 +241,7 @@ def load_params(
     elif is_another:
         raise CheckpointError(
             f"train.init_from={source!r} learned other ids: {difference_text({TOKENIZER: (there, here)})}; "
-            f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"
+            f"use its tokenizer, data.tokenizer={str(RunFiles(source).path / 'tokenizer.json')!r}"
         )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")

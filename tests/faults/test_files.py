@@ -421,7 +421,7 @@ def test_a_source_that_cannot_be_read_ends_with_status_5_and_its_name(where, tmp
     def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(*((sources, "_hash") if where == "hashed" else (sources, "_open")), fails)
+    monkeypatch.setattr(*((sources, "_size_and_hash") if where == "hashed" else (sources, "_open")), fails)
     command = ["prepare", "--source", "text", "--path", str(tmp_path), "--tokenizer", "bytes"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 5
     said = capsys.readouterr().err

@@ -52,6 +52,7 @@ def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_
     """Whoever adds a key has it here: is it for a stranger to decide?"""
     assert NOT_SAVED == (
         "data.cache",
+        "data.cache_bytes",
         "train.compile_cache",
         "train.profile_steps",
         "train.tensorboard",
@@ -66,7 +67,7 @@ def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_
         section, _, key = name.partition(".")
         assert found[section][key] == (base[section][key] if name in NOT_SAVED else value), name
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"{path} does not decide data.cache='x' and train.compile_cache=")
+    assert said.count("\n") == 1 and said.startswith(f"{path} does not decide data.cache='x' and data.cache_bytes=")
     assert "--config" not in said and all(f"{name}=" in said for name in NOT_SAVED)
 
 

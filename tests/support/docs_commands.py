@@ -202,6 +202,7 @@ PARSED = {
 # Pages about machines, schedulers and clouds that are not here.
 PLATFORMS = sorted(ROOT.glob("docs/platforms/*.md"))
 PARSED |= {command: POD for page in PLATFORMS for command in commands(page)}
+PARSED |= {command: NETWORK for command in commands(ROOT / "docs" / "buckets.md")}
 # What compiles, or traces for seconds: run with the slow tests.
 SLOW = re.compile(r"train\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/")
 # A command that is in no block, and that nobody would run here.
