@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import tensorstore
 from jax.sharding import SingleDeviceSharding
+from tensorstore import KvStore
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.errors import CheckpointError, first_few, first_line
@@ -211,9 +212,9 @@ def open_new_array(
     return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
 
 
-def open_database(folder: Path, context: tensorstore.Context) -> tensorstore.KvStore:
+def open_database(folder: Path, context: tensorstore.Context) -> KvStore:
     """All arrays of a folder, as keys and values."""
-    return tensorstore.KvStore.open(_database(folder), context=context).result()
+    return KvStore.open(_database(folder), context=context).result()
 
 
 def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:
