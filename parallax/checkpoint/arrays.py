@@ -21,7 +21,7 @@ CACHE_BYTES = 1 << 29
 # Of a restore: shards that are being read and are not yet on the devices, and chunks that several of them need.
 READ_AHEAD_BYTES, RESTORE_CACHE_BYTES = 1 << 27, 1 << 25
 # Of an object in a bucket, which is sent, and read for its checksum, as a whole.
-OBJECT_BYTES = 1 << 28
+STORED_BYTES = 1 << 28
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def open_new_array(
     32 hexadecimal digits, since each would begin the database with another."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
-    spec["kvstore"]["target_data_file_size"] = OBJECT_BYTES
+    spec["kvstore"]["target_data_file_size"] = STORED_BYTES
     if uuid:
         spec["kvstore"]["config"] = {"uuid": uuid}
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape, "transaction": transaction}
