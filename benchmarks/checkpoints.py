@@ -103,7 +103,7 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
 
 def memory_bytes(key: str) -> int:
     """A line of what Linux says of this process's memory."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    lines = pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
 
 
@@ -136,7 +136,7 @@ def time_place(name: str, folder: Any, state: Any) -> str:
             stopped, _ = timed(lambda: checkpoints.save(1, trees))
             written, _ = timed(checkpoints.wait)
         restore = lambda: restore_newest(folder, wanted)  # noqa: E731
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins again
     before = memory_bytes("VmRSS")
     loading, restored = timed(lambda: jax.block_until_ready(restore().trees))
     beside = memory_bytes("VmHWM") - before - size

@@ -22,7 +22,7 @@ CACHE_BYTES = 1 << 29
 # Of a restore: shards that are being read and are not yet on the devices, and chunks that several of them need.
 READ_AHEAD_BYTES, RESTORE_CACHE_BYTES = 1 << 27, 1 << 25
 # Of an object in a bucket, which is sent, and read for its checksum, as a whole.
-OBJECT_BYTES = 1 << 28
+STORED_BYTES = 1 << 28
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def open_new_array(
     each would write the database by itself, and again whenever one of the others has."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
-    spec["kvstore"]["target_data_file_size"] = OBJECT_BYTES
+    spec["kvstore"]["target_data_file_size"] = STORED_BYTES
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape}
     return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
 

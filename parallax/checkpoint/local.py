@@ -113,11 +113,11 @@ class LocalCopies:
             marks = fingerprints(tree).items()
             arrays[part] = {name: {**shape_and_dtype(tree[name]), "fingerprint": mark} for name, mark in marks}
             for name, x in tree.items():
-                own = {shard.device: np.array(shard.data) for shard in x.addressable_shards}
-                copies[jax.process_index()][part][name] = _host_copy(x, jax.process_index(), own)
+                held = {shard.device: np.array(shard.data) for shard in x.addressable_shards}
+                copies[jax.process_index()][part][name] = _host_copy(x, jax.process_index(), held)
                 if len(self._folders) > 1:
                     before = devices_before(x.sharding.mesh, self._neighbours.distance)
-                    received = self._sent(x, own, self._neighbours.distance)
+                    received = self._sent(x, held, self._neighbours.distance)
                     kept = {before[to]: np.array(piece)[0] for to, piece in received.items()}
                     copies[self._neighbours.kept][part][name] = _host_copy(x, self._neighbours.kept, kept)
         about = {"step": step, "loss": None, "settings": self._settings, "arrays": arrays}
@@ -182,7 +182,7 @@ class LocalCopies:
         kept = {owner: {(step, mark_of(manifest)) for step, manifest in of.items()} for owner, of in whole.items()}
         everywhere = self._exchanged(kept)
         for step, mark in sorted(complete_sets(everywhere, self._neighbours.distance), reverse=True):
-            lacking = {process for process, (own, _) in enumerate(everywhere) if (step, mark) not in own}
+            lacking = {process for process, (held, _) in enumerate(everywhere) if (step, mark) not in held}
             try:
                 loaded = self._load(step, flat, lacking)
                 self._check(step, loaded, whole[jax.process_index()].get(step))
@@ -227,12 +227,12 @@ class LocalCopies:
 
     def _load(self, step: int, flat: Mapping[str, Any], lacking: set[int]) -> dict[str, dict[str, jax.Array]]:
         here, keeps = jax.process_index(), self._neighbours.kept
-        own, kept = self._folders[here] / str(step), self._folders[keeps] / str(step)
+        held, kept = self._folders[here] / str(step), self._folders[keeps] / str(step)
         sends = keeps in lacking
 
         def read() -> tuple[Any, Any]:
             try:
-                loaded = {part: read_tree(own / part, tree) for part, tree in flat.items() if here not in lacking}
+                loaded = {part: read_tree(held / part, tree) for part, tree in flat.items() if here not in lacking}
                 to_send = {part: read_shards(kept / part, tree, keeps) for part, tree in flat.items() if sends}
             except (ValueError, OSError, KeyError) as error:
                 raise DamagedError(self._root, step, f"it cannot be read: {first_line(error)}") from error
@@ -253,10 +253,10 @@ class LocalCopies:
         before = devices_before(like.sharding.mesh, self._neighbours.distance)
         index = bounds_of(like)
         nothing = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
-        own = {
+        held = {
             device: shards[index[before[device]]] if shards else nothing for device in like.sharding.mesh.local_devices
         }
-        received = self._sent(like, own, -self._neighbours.distance)
+        received = self._sent(like, held, -self._neighbours.distance)
         placed = [
             copy for device, piece in received.items() for copy in on_devices(np.asarray(piece)[0], like, [device])
         ]
@@ -280,10 +280,10 @@ class LocalCopies:
 
     # ---- between hosts
 
-    def _sent(self, x: Any, own: Mapping[jax.Device, np.ndarray], distance: int) -> dict[jax.Device, jax.Array]:
+    def _sent(self, x: Any, held: Mapping[jax.Device, np.ndarray], distance: int) -> dict[jax.Device, jax.Array]:
         """For each device of this process the shard, `[1, ...]`, of its counterpart `distance` processes before."""
         mesh = x.sharding.mesh
-        placed = [jax.device_put(piece[None], SingleDeviceSharding(device)) for device, piece in own.items()]
+        placed = [jax.device_put(piece[None], SingleDeviceSharding(device)) for device, piece in held.items()]
         stacked = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         shape = (mesh.size, *placed[0].shape[1:])
         pieces = jax.make_array_from_single_device_arrays(shape, stacked, placed)
@@ -324,7 +324,7 @@ def complete_sets(everywhere: list[tuple[set, set]], distance: int) -> set[tuple
     {(4, 1)}
     """
     count = len(everywhere)
-    available = (own | everywhere[(process + distance) % count][1] for process, (own, _) in enumerate(everywhere))
+    available = (held | everywhere[(process + distance) % count][1] for process, (held, _) in enumerate(everywhere))
     return functools.reduce(set.intersection, available)
 
 
