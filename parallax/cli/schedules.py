@@ -168,7 +168,7 @@ asynchronous time {priced.asynchronous_time:g}
 asynchronous bubble {percent(abs(priced.asynchronous_bubble))}
 activations at most {max(priced.activations):g} microbatches of a rank's layers; by rank {per_rank}
 sends by rank {" ".join(map(str, priced.sends))}
-slots {" ".join(f"{pool} {count}" for pool, count in schedule.slots.items())}"""
+slots {", ".join(f"{pool} {count}" for pool, count in schedule.slots.items())}"""
 
 
 NOTES = """

@@ -21,8 +21,9 @@ from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import logits
 from parallax.model.loss import cross_entropy
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline import Arrangement, ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import ROWS, activation
+from parallax.sharding.layers_on_ranks import Arrangement
 
 
 class Activations(NamedTuple):

@@ -27,7 +27,6 @@ from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.transformer import Parts
-from parallax.pipeline import Arrangement, arrangements
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
 from parallax.sharding.collectives import (
     all_gather,
@@ -42,6 +41,7 @@ from parallax.sharding.collectives import (
 )
 from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
+from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of

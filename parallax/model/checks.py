@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from parallax.config.remat import REMAT_PARTS
+from parallax.config.remat import REMAT_PARTS, check_residuals_on
 from parallax.config.sections import (
     AUTO,
+    BLOCKS,
     COMPUTE,
     MLP,
     MOST_INT8_PRODUCTS,
@@ -18,6 +20,7 @@ from parallax.config.sections import (
     ModelConfig,
     PipelineConfig,
 )
+from parallax.config.settings import Settings
 from parallax.errors import LONGEST_PATH, ConfigError, divisors, listed, quoted
 from parallax.model.families import CONTEXTS, GATHERED, RING, WHOLE
 from parallax.model.kernels.cudnn import WINDOWS_SINCE, cudnn_version, widest_head
@@ -25,14 +28,54 @@ from parallax.model.kernels.pallas import LANES
 from parallax.model.kernels.platforms import ATTENTION_KERNELS
 from parallax.model.kernels.triton import TRITON_BACKWARD_BLOCK, TRITON_WIDEST
 from parallax.model.products import WIDEST_BLOCKS
-from parallax.model.transformer import stacks_of
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.bucket import BY_PARAMETER
+from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.layout import COUNTING_DIMS, Layout, named_leaves
 from parallax.sharding.parameter import Role
+from parallax.sharding.plan import ShardingPlan
 
 # Kernels beside xla that support each form of keys. The one for Triton needs the queries of whole rows.
 KERNELS_OF = {WHOLE: ("splash", "cudnn", "triton"), GATHERED: ("splash", "cudnn"), RING: ()}
+
+
+def check_on_mesh(model: ModelConfig, settings: Settings, mesh: Any, schedule: Schedule) -> None:
+    """Raise ConfigError if settings do not fit each other or the mesh. `model` is theirs, with the kernel that runs."""
+    layout, pipeline, sizes = settings.layout, settings.pipeline, mesh.shape
+    check_divides(model, sizes)
+    check_context(model, layout.context, sizes)
+    check_kernel(model, mesh)
+    check_matmul(model, layout, sizes)
+    check_schedule_is_used(pipeline, sizes)
+    check_stages(model, schedule)
+    check_remat(model, pipeline.remat)
+    check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+    check_residuals_on(pipeline.residuals_on, pipeline.remat)
+    check_masters(model, settings.optimizer.masters_on)
+
+
+def check_plan(model: ModelConfig, settings: Settings, plan: ShardingPlan, part_of_table: str) -> None:
+    """Raise ConfigError if settings ask for moves that this plan does not have, or if arrays do not divide over axes.
+    `part_of_table` is the part of the model that stores the head's table."""
+    row, rows = plan.rows[part_of_table]["table"], jax.tree.leaves(plan.rows[BLOCKS])
+    exceptions = settings.data_parallel.exceptions
+    policy = f"with data_parallel.policy={settings.data_parallel.policy!r}"
+    policy += f" and data_parallel.exceptions={exceptions!r}" if exceptions else ""
+    if settings.fsdp.bucket != BY_PARAMETER and all(row.resident == row.compute == row.summed for row in rows):
+        raise ConfigError(
+            f"fsdp.bucket={settings.fsdp.bucket!r} sends matrices of a layer together, but {policy} none is sent when "
+            f"a layer runs; use fsdp.bucket={BY_PARAMETER!r}, or the policy 'zero3' for layers."
+        )
+    plan.check_grads()
+    check_layouts(model, plan.at_rest, plan.shapes, plan.axis_sizes)
+    if settings.loss.table_first and not (row.spec.is_trained and row.summed != row.compute):
+        why = f"{policy} it is sent once a step" if row.spec.is_trained else f"{part_of_table}/table is not trained"
+        raise ConfigError(
+            "loss.table_first=True sends the gradient of the head's table before layers run backward, but "
+            f"{why}; use loss.table_first=False, or the policy 'zero3' for a trained {part_of_table}."
+        )
+    check_blocks_of_operands(model, plan.rows, plan.axis_sizes)
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:

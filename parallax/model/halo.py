@@ -44,13 +44,13 @@ def reshard_seen(moves: Sequence[tuple[str, Array]], mask: Mask) -> list[Array]:
     arrays, mask = vary_alike((arrays, mask))
 
     # A single branch has all messages: simulated devices could confuse those of several, which run at the same time.
-    def of_window(mask: Mask) -> list[Array]:
+    def in_window(mask: Mask) -> list[Array]:
         sent = tails(context_ranks(), arrays[0].shape[1], mask.window, mask.order)
         if sent is None:
             return [reshard_in_order(pattern, x, mask.order) for pattern, x in zip(patterns, arrays)]
         return _gather_tails(arrays, sent, mask.order)
 
-    return mask.of_window(of_window)
+    return mask.by_window(in_window)
 
 
 def _gathers(pattern: str) -> bool:

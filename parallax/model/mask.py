@@ -34,7 +34,7 @@ class Mask(struct.PyTreeNode):
     key_places: Array | None = None  # with a cursor: the places of the keys, if not all of a row; negative for none
     order: str = struct.field(pytree_node=False, default=ZIGZAG)
 
-    def of_window(self, act: Callable[["Mask"], Any]) -> Any:
+    def by_window(self, act: Callable[["Mask"], Any]) -> Any:
         """`act(mask)` for a mask with the window of this layer: a branch for each window, whose results are alike, so
         that what a branch skips is known when it is traced."""
         windows = list(dict.fromkeys(map(self._that_cuts, self.windows or (self.window,))))
@@ -101,10 +101,10 @@ def _in_scope(act: Callable[[Mask], Any], mask: Mask) -> Any:
         return act(mask)
 
 
-def window_of(stack: str) -> int:
+def window_in(stack: str) -> int:
     """The window of a layer whose kernel has this stack of names in a trace or a compiled program.
 
-    >>> window_of("B/attention/window_of_1024/splash"), window_of("B/attention")
+    >>> window_in("B/attention/window_of_1024/splash"), window_in("B/attention")
     (1024, 0)
     """
     named = re.findall(rf"\b{WINDOW}(\d+)\b", stack)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ from parallax.model.mlp import mlps_of
 from parallax.model.norm import norms_of
 from parallax.model.products import MEASURED
 from parallax.model.rope import Rope
+from parallax.sharding.layers_on_ranks import stacks_of
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared, map_declared
 from parallax.user_code import codes_by_name, named
@@ -199,16 +200,6 @@ class Block(nn.Module):
     def _dense(self) -> Callable[..., Dense] | None:
         """What makes projections in place of Dense."""
         return named("model.dense", self.model.dense, {"dense": lora_of(self.model, self.family.context.order)})
-
-
-def stacks_of(kinds: Sequence[str]) -> dict[str, str]:
-    """The name of the stack of each kind of layers in the tree of parameters, in order.
-
-    >>> stacks_of(("moe", "dense", "moe")), stacks_of(("moe",))
-    ({'dense': 'blocks/dense', 'moe': 'blocks/moe'}, {'moe': 'blocks'})
-    """
-    names = sorted(set(kinds))
-    return {kind: f"{BLOCKS}/{kind}" if len(names) > 1 else BLOCKS for kind in names}
 
 
 class Parts(NamedTuple):

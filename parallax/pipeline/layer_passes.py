@@ -1,7 +1,7 @@
 """How the layers of one kind run: forward, backward, and in the two halves of the backward pass.
 
 `layer_passes` chooses once, by `pipeline.remat` and by whether the schedule divides the backward pass. What is saved is
-in pools: "FB" is saved by F for B, "FW" by F for W alone, and "BW" by B for W.
+in pools: "F to B" is saved by F for B, "F to W" by F for W alone, and "B to W" by B for W.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class SaveAll:
     held: tuple[int | None, ...]  # for each array, its place among those of (weights, context); None for a residual
     program: ClosedJaxpr  # see traced_vjp
     saved: Pools  # shapes of a layer's residuals
-    names: tuple[str, ...] = ()  # of the first residuals in "FB"
+    names: tuple[str, ...] = ()  # of the first residuals in "F to B"
     last_gradient = 0  # a leaf of the gradients to which the last pass of a tick adds
 
     def run(self, weights: Any, x: Array, context: Context) -> Array:
@@ -72,7 +72,7 @@ class SaveAll:
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         """F: the layer's output, and what is saved."""
         y, residuals = self.output_and_residuals(weights, x, context)
-        return y, {"FB": residuals}
+        return y, {"F to B": residuals}
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradients of x and of weights; nothing is saved."""
@@ -83,7 +83,7 @@ class SaveAll:
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
         """What the vjp holds besides weights and context: saved, or recomputed from what is saved."""
-        return saved["FB"]
+        return saved["F to B"]
 
     def output_and_residuals(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
         """The layer's output, and residuals, which vary over pp, as arrays from a slot do."""
@@ -100,10 +100,10 @@ class SaveNamed(SaveAll):
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         y, *named = jaxpr_as_fun(self.selection.make)(*jax.tree.leaves((weights, x, context)))
-        return y, {"FB": [x, *named]}
+        return y, {"F to B": [x, *named]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
-        x, *named = saved["FB"]
+        x, *named = saved["F to B"]
         named = [row_major(leaf) for leaf in named] if self.in_rows else named
         recomputed = jaxpr_as_fun(self.selection.recompute)(*jax.tree.leaves((weights, x, context)), *named)
         return [as_varying(leaf, ["pp"]) for leaf in recomputed]
@@ -114,10 +114,10 @@ class SaveLayerInput(SaveAll):
     """Passes that save the layer's input, from which the backward pass runs the layer again."""
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
-        return self.block.apply(weights | noise_of(context), x, context), {"FB": [x]}
+        return self.block.apply(weights | noise_of(context), x, context), {"F to B": [x]}
 
     def residuals(self, weights: Any, context: Context, saved: Pools) -> list[Array]:
-        (x,) = saved["FB"]
+        (x,) = saved["F to B"]
         return self.output_and_residuals(weights, x, context)[1]
 
 
@@ -140,7 +140,7 @@ class Divided:
         residuals; otherwise B does."""
 
         def backward(weights: Any, context: Context, residuals: Any, dy: Array) -> tuple[Any, Array]:
-            dx, dw, _ = saves_all.backward(weights, context, {"FB": residuals}, dy)
+            dx, dw, _ = saves_all.backward(weights, context, {"F to B": residuals}, dy)
             return dw, dx
 
         saves_all = SaveAll(whole.block, whole.vjp, whole.held, whole.program, {})
@@ -154,7 +154,7 @@ class Divided:
         now = dx + 1 - len(halves.deferred)
         b_residuals = jax.eval_shape(jaxpr_as_fun(halves.first), *jax.tree.leaves(given))[now:]
         passes = Divided(whole, halves, jax.tree.structure(dw), later, {})
-        return dataclasses.replace(passes, saved=passes._by_reader(whole.saved["FB"]) | {"BW": b_residuals})
+        return dataclasses.replace(passes, saved=passes._by_reader(whole.saved["F to B"]) | {"B to W": b_residuals})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -171,24 +171,24 @@ class Divided:
 
     def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, Pools]:
         y, saved = self.whole.forward(weights, x, context)
-        return y, self._by_reader(saved["FB"])
+        return y, self._by_reader(saved["F to B"])
 
     def backward(self, weights: Any, context: Context, saved: Pools, dy: Array) -> tuple[Array, Any, Pools]:
         """B: the gradient of x, those of weights that take no matrix product, and what is saved for W."""
-        later, rest = dict(zip(self.later, saved.get("FW", ()), strict=True)), iter(saved["FB"])
-        both = [later[place] if place in later else next(rest) for place in range(len(later) + len(saved["FB"]))]
-        residuals = self.whole.residuals(weights, context, {"FB": both})
+        later, rest = dict(zip(self.later, saved.get("F to W", ()), strict=True)), iter(saved["F to B"])
+        both = [later[place] if place in later else next(rest) for place in range(len(later) + len(saved["F to B"]))]
+        residuals = self.whole.residuals(weights, context, {"F to B": both})
         outputs = jaxpr_as_fun(self.halves.first)(*jax.tree.leaves((weights, context)), *residuals, dy)
         now = [place for place in range(self.structure.num_leaves) if place not in self.halves.deferred]
-        return outputs[len(now)], self._tree(now, outputs[: len(now)]), {"BW": outputs[len(now) + 1 :]}
+        return outputs[len(now)], self._tree(now, outputs[: len(now)]), {"B to W": outputs[len(now) + 1 :]}
 
     def weight_gradients(self, saved: Pools) -> Any:
         """W: the other gradients of weights, from what F and B have saved."""
-        return self._tree(self.halves.deferred, jaxpr_as_fun(self.halves.second)(*saved["FW"], *saved["BW"]))
+        return self._tree(self.halves.deferred, jaxpr_as_fun(self.halves.second)(*saved["F to W"], *saved["B to W"]))
 
     def _by_reader(self, saved: list[Array]) -> Pools:
         rest = [leaf for place, leaf in enumerate(saved) if place not in self.later]
-        return {"FB": rest, "FW": [saved[place] for place in self.later]}
+        return {"F to B": rest, "F to W": [saved[place] for place in self.later]}
 
     def _tree(self, places: Iterable[int], gradients: list[Array]) -> Any:
         of_place = dict(zip(places, gradients, strict=True))
@@ -227,9 +227,9 @@ def layer_passes(
         selection = select(program, now=[0], names=parts)
         named = jax.eval_shape(jaxpr_as_fun(selection.make), *given)[1:]
         names = (LAYER_INPUT, *selection.names)
-        passes = SaveNamed(block, *vjp, program, {"FB": [x, *named]}, names, selection, in_rows)
+        passes = SaveNamed(block, *vjp, program, {"F to B": [x, *named]}, names, selection, in_rows)
     elif remat == "layer":
-        passes = SaveLayerInput(block, *vjp, program, {"FB": [x]}, (LAYER_INPUT,))
+        passes = SaveLayerInput(block, *vjp, program, {"F to B": [x]}, (LAYER_INPUT,))
     else:
-        passes = SaveAll(block, *vjp, program, {"FB": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
+        passes = SaveAll(block, *vjp, program, {"F to B": residuals}, (LAYER_INPUT,) if remat == "stage" else ())
     return Divided.of(passes, remat == "none", weights, residuals, context, y) if split else passes

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.remat import check_residuals_on, recomputed_parts
+from parallax.config.remat import recomputed_parts
 from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
@@ -28,17 +28,16 @@ from parallax.model.lora import check_adapted
 from parallax.model.products import product_of, scales_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.embed_and_head import Tokens, folds
-from parallax.pipeline.layers_on_ranks import Arrangement, LayerRun, arrangements
+from parallax.pipeline.layer_runs import LayerRun, repeats_of
 from parallax.schedules import by_name
 from parallax.sharding import activations
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS
-from parallax.sharding.bucket import BY_PARAMETER
 from parallax.sharding.collectives import Accelerators, SimulatedDevices, as_varying
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group
-from parallax.sharding.frozen import freeze
 from parallax.sharding.host import MEMORY_KINDS
+from parallax.sharding.layers_on_ranks import Arrangement, arrangements
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.parameter import stored_as
+from parallax.sharding.parameter import freeze, stored_as
 from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
 from parallax.user_code import refuse_saved
 
@@ -65,8 +64,9 @@ class ModelOnMesh:
         self.layout, self.pipeline, self.loss_config = layout, pipeline, settings.loss
         self.fsdp, self.data_parallel = settings.fsdp, settings.data_parallel
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
-        self._check()
+        checks.check_on_mesh(model, settings, mesh, self.schedule)
         self.arrangement = Arrangement(self.schedule.placement, model.layer_kinds)
+        self.repeats = repeats_of(self.arrangement)
         context_form = CONTEXTS[layout.context]._replace(order=layout.order)
         family = FAMILIES[layout.tensor_parallel]._replace(context=context_form)
         form, tp = EMBEDDINGS[layout.embedding], self.axis_sizes["tp"]
@@ -87,23 +87,15 @@ class ModelOnMesh:
             self.axis_sizes,
             model.dtype,
             orders=self.orders,
-            reduce=self.fsdp.reduce,
-            gather=self.fsdp.gather_dtype,
             products=product_of(model.matmul_form).operand if self.rounds_kernels else None,
             gather_first=partial(first_group, mesh),
-            masters_on=optimizer.masters_on,
-            states_on=optimizer.states_on,
-            grads_dtype=pipeline.grads_dtype,
-            grads_on=pipeline.grads_on,
-            bucket=self.fsdp.bucket,
+            fsdp=self.fsdp,
+            optimizer=optimizer,
+            pipeline=pipeline,
         )
         self._check_prefetch()
-        self._check_bucket()
-        self.plan.check_grads()
+        checks.check_plan(model, settings, self.plan, EMBEDDING if self.parts.head.tied else HEAD)
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
-        checks.check_layouts(model, self.layouts, self.shapes, self.axis_sizes)
-        self._check_table_first()
-        checks.check_blocks_of_operands(model, self.plan.rows, self.axis_sizes)
         self.shardings = jax.tree.map(lambda row: self._sharding(row, row.memory), self.plan.rows)
         # Of each parameter's optimizer states.
         self.states_shardings = jax.tree.map(lambda row: self._sharding(row, row.states), self.plan.rows)
@@ -111,20 +103,6 @@ class ModelOnMesh:
         # Arguments of `jax.shard_map` for a function of (params, batch, noise) in local view.
         specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
         self.on_mesh = dict(mesh=mesh, in_specs=(specs, self.batch_sharding.spec, P()), check_vma=True)
-
-    def _check(self) -> None:
-        """Raise ConfigError if settings do not fit each other or the mesh."""
-        model, layout, pipeline, sizes = self.config, self.layout, self.pipeline, self.axis_sizes
-        checks.check_divides(model, sizes)
-        checks.check_context(model, layout.context, sizes)
-        checks.check_kernel(model, self.mesh)
-        checks.check_matmul(model, layout, sizes)
-        checks.check_schedule_is_used(pipeline, sizes)
-        checks.check_stages(model, self.schedule)
-        checks.check_remat(model, pipeline.remat)
-        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
-        check_residuals_on(pipeline.residuals_on, pipeline.remat)
-        checks.check_masters(model, self.settings.optimizer.masters_on)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
@@ -172,42 +150,12 @@ class ModelOnMesh:
                 "data_parallel.policy='zero3'."
             )
         order = self.arrangement
-        if order.stage_layers > 1 and not any(self.prefetches(run) for each in order.repeats for run in each.runs):
+        if order.stage_layers > 1 and not any(self.prefetches(run) for each in self.repeats for run in each.runs):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
                 f"model.layers_of={self.config.layers_of!r} and {len(order.placement)} pipeline stages no stage has "
                 "two layers of one kind after each other; use fsdp.prefetch=0."
             )
-
-    def _check_bucket(self) -> None:
-        """Raise ConfigError if nothing is sent that could go together."""
-        rows = jax.tree.leaves(self.plan.rows[BLOCKS])
-        if self.fsdp.bucket != BY_PARAMETER and all(row.resident == row.compute == row.summed for row in rows):
-            raise ConfigError(
-                f"fsdp.bucket={self.fsdp.bucket!r} sends matrices of a layer together, but with data_parallel.policy="
-                f"{self.data_parallel.policy!r}{self._excepted} none is sent when a layer runs; use "
-                f"fsdp.bucket={BY_PARAMETER!r}, or the policy 'zero3' for layers."
-            )
-
-    def _check_table_first(self) -> None:
-        """Raise ConfigError if no gradient of the head's table is sent after a microbatch."""
-        part = EMBEDDING if self.parts.head.tied else HEAD
-        row = self.plan.rows[part]["table"]
-        if self.loss_config.table_first and not (row.spec.is_trained and row.summed != row.compute):
-            why = (
-                f"with data_parallel.policy={self.data_parallel.policy!r}{self._excepted} it is sent once a step"
-                if row.spec.is_trained
-                else f"{part}/table is not trained"
-            )
-            raise ConfigError(
-                "loss.table_first=True sends the gradient of the head's table before layers run backward, but "
-                f"{why}; use loss.table_first=False, or the policy 'zero3' for a trained {part}."
-            )
-
-    @property
-    def _excepted(self) -> str:
-        exceptions = self.data_parallel.exceptions
-        return f" and data_parallel.exceptions={exceptions!r}" if exceptions else ""
 
     def _check_shared_rows(self, global_batch: int) -> None:
         """Check the batch if embedding and head run outside of the ticks: pipeline and data ranks share its rows."""

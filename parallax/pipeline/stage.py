@@ -17,8 +17,8 @@ from jax import Array, lax
 from parallax.config.remat import LAYER_INPUT, is_moved
 from parallax.model.context import Context
 from parallax.pipeline.layer_passes import LayerPasses, Pools
+from parallax.pipeline.layer_runs import LayerRun, Repeat
 from parallax.pipeline.layer_weights import LayerWeights, RoundedWeights
-from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import no_observations, with_observation
 from parallax.sharding.collectives import vary_over_pp
@@ -59,6 +59,15 @@ class Pass(NamedTuple):
     def from_last(self) -> bool:
         """Whether layers run from the last to the first."""
         return self.work == "backward"
+
+
+class Both(NamedTuple):
+    """What F and B carry as one pass."""
+
+    x: Array  # the residual stream, in F
+    dy: Array  # its gradient, in B
+    saved: Any
+    grads: list
 
 
 # ---- what F saves, and with what B begins
@@ -110,23 +119,21 @@ class SaveLayers(SaveNothing):
         (dx, saved), grads, _ = each_layer(this._replace(work="backward"), (dy, saved), grads)
         return dx, saved, grads
 
-    def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
-    ) -> tuple[Array, Array, Any, list]:
-        """F of one microbatch and B of another as one pass: what `forward` and `backward` return.
+    def both(self, ahead: Pass, back: Pass, state: Both) -> Both:
+        """F of one microbatch and B of another as one pass.
 
         What B reads is read before: beside writes of F, XLA would copy all slots.
         """
-        pools = [pool for pool in ("FB", "FW") if pool in back.slots]
+        pools = [pool for pool in ("F to B", "F to W") if pool in back.slots]
         with jax.named_scope(BACKWARD):
-            read = {pool: read_slot(saved[pool], *back.slots[pool]) for pool in pools}
+            read = {pool: read_slot(state.saved[pool], *back.slots[pool]) for pool in pools}
         back = back._replace(work="backward", slots=back.slots | dict.fromkeys(pools, ()))
-        return both_ways(ahead._replace(work=self.work), back, x, dy, saved, grads, read)
+        return both_ways(ahead._replace(work=self.work), back, state, read)
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
         slots = []
         for kind, passes in enumerate(layers.passes):
-            names = itertools.chain(passes.names if pool == "FB" else (), itertools.repeat(None))
+            names = itertools.chain(passes.names if pool == "F to B" else (), itertools.repeat(None))
             like = zip(passes.saved.get(pool, ()), names)
             slots.append([_new_slots(layers, name, leaf, count, layers.per_stage(kind)) for leaf, name in like])
         return slots
@@ -136,39 +143,41 @@ class SaveStageInput(SaveLayers):
     """F saves the stage's input, and B runs the stage's layers again first."""
 
     def forward(self, this: Pass, x: Array, saved: Any) -> tuple[Array, Any, Any]:
-        saved = saved | {"FB": [write_slot(saved["FB"][0], [x], *this.slots["FB"])]}
+        saved = saved | {"F to B": [write_slot(saved["F to B"][0], [x], *this.slots["F to B"])]}
         y, _, gathered = SaveNothing().forward(this, x, None)
         return y, saved, gathered
 
     def backward(self, this: Pass, dy: Array, saved: Any, grads: list) -> tuple[Array, Any, list]:
         here, _, recomputed = self._again(this._replace(gathered=None), saved)
         dx, after, grads = super().backward(here, dy, saved | recomputed, grads)
-        return dx, after | {"FB": saved["FB"]}, grads
+        return dx, after | {"F to B": saved["F to B"]}, grads
 
-    def both(
-        self, ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list
-    ) -> tuple[Array, Array, Any, list]:
+    def both(self, ahead: Pass, back: Pass, state: Both) -> Both:
         with jax.named_scope(BACKWARD):
-            here, y, recomputed = self._again(back, saved)
-        x = back.layers.model.devices.after(x, y)
+            here, y, recomputed = self._again(back, state.saved)
+        x = back.layers.model.devices.after(state.x, y)
         with jax.named_scope(FORWARD):
-            inputs = [write_slot(saved["FB"][0], [x], *ahead.slots["FB"])]
+            inputs = [write_slot(state.saved["F to B"][0], [x], *ahead.slots["F to B"])]
         ahead, here = ahead._replace(work="run"), here._replace(work="backward")
-        read = saved | recomputed
-        y, dx, after, grads = both_ways(ahead, here, x, dy, read, grads, read)
-        return y, dx, after | {"FB": inputs}, grads
+        read = state.saved | recomputed
+        after = both_ways(ahead, here, state._replace(x=x, saved=read), read)
+        return after._replace(saved=after.saved | {"F to B": inputs})
 
     def _again(self, this: Pass, saved: Any) -> tuple[Pass, Array, Any]:
         """The stage's layers once more, before B: the pass, their output, and what they save."""
-        (x,) = read_slot(saved["FB"][0], *this.slots["FB"])
+        (x,) = read_slot(saved["F to B"][0], *this.slots["F to B"])
         kinds = enumerate(this.layers.passes)
-        empty = [[zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["FB"]] for kind, passes in kinds]
-        here = this._replace(slots=this.slots | {"FB": ()})  # for this pass alone: one slot
-        y, recomputed, gathered = super().forward(here, x, {"FB": empty})
+        empty = [
+            [zeros(leaf, this.layers.per_stage(kind)) for leaf in passes.saved["F to B"]] for kind, passes in kinds
+        ]
+        here = this._replace(slots=this.slots | {"F to B": ()})  # for this pass alone: one slot
+        y, recomputed, gathered = super().forward(here, x, {"F to B": empty})
         return here._replace(gathered=gathered), y, recomputed
 
     def _slots(self, layers: Layers, x: Array, pool: str, count: int) -> list[list[Array]]:
-        return [[_new_slots(layers, LAYER_INPUT, x, count)]] if pool == "FB" else super()._slots(layers, x, pool, count)
+        if pool == "F to B":
+            return [[_new_slots(layers, LAYER_INPUT, x, count)]]
+        return super()._slots(layers, x, pool, count)
 
 
 def weight_gradients(this: Pass, saved: Any, grads: list) -> list:
@@ -199,7 +208,7 @@ def each_layer(
     last turn gathers its own layer once more: these are the weights that are returned.
     """
     model, state, gathered = this.layers.model, (carry, grads), None
-    for each in in_order(this, model.arrangement.repeats if repeat is None else [repeat]):
+    for each in in_order(this, model.repeats if repeat is None else [repeat]):
         if each.times > 1 and repeat is None:
             turn = partial(each_layer, this, read=read, repeat=each)
             state = lax.fori_loop(0, each.times, lambda n, state, turn=turn: turn(*state, count=n)[:2], state)
@@ -261,11 +270,11 @@ def one_layer(
             x, residuals = passes.forward(weights, x, context)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "backward":
-            residuals = _read(this, kind, in_stage, saved if read is None else read, ("FB", "FW"))
+            residuals = _read(this, kind, in_stage, saved if read is None else read, ("F to B", "F to W"))
             x, gradients, residuals = passes.backward(weights, context, residuals, x)
             saved = _written(this, kind, in_stage, saved, residuals)
         case "weight_gradients":
-            gradients = passes.weight_gradients(_read(this, kind, in_stage, saved, ("FW", "BW")))
+            gradients = passes.weight_gradients(_read(this, kind, in_stage, saved, ("F to W", "B to W")))
         case "observe":
             saved = with_observation(saved, jnp.int32(0), x, numbers[on_rank] == 0)  # the embedding's output
             x = passes.run(weights, x, context)
@@ -280,26 +289,24 @@ def one_layer(
 # ---- F and B as one pass
 
 
-def both_ways(
-    ahead: Pass, back: Pass, x: Array, dy: Array, saved: Any, grads: list, read: Any
-) -> tuple[Array, Array, Any, list]:
+def both_ways(ahead: Pass, back: Pass, state: Both, read: Any) -> Both:
     """F of one microbatch, from the first layer to the last, and B of another, from the last to the first, a layer of
     each in a turn: so the compiler can send what the one has to send while the other computes. B reads `read`.
 
-    Returns the outputs of both, what is saved, and `grads` plus the layers' gradients. Where layers of several kinds
-    alternate, and do so beside others, the turns of F and B do not meet, and all of F comes first.
+    Where layers of several kinds alternate, and do so beside others, the turns of F and B do not meet, and all of F
+    comes first.
     """
-    repeats, state = ahead.layers.model.arrangement.repeats, (x, dy, saved, grads)
+    repeats, (x, dy, saved, grads) = ahead.layers.model.repeats, state
     if len(repeats) > 1 and any(repeat.times > 1 for repeat in repeats):
         with jax.named_scope(FORWARD):
             (x, saved), *_ = each_layer(ahead, (x, saved), [])
         dy = back.layers.model.devices.after(dy, x)
         with jax.named_scope(BACKWARD):
             (dy, saved), grads, _ = each_layer(back, (dy, saved), grads, read)
-        return x, dy, saved, grads
+        return Both(x, dy, saved, grads)
     whole = repeats[0] if len(repeats) == 1 else Repeat(1, tuple(run for repeat in repeats for run in repeat.runs))
 
-    def turn(count: Array | int, state: Any) -> Any:
+    def turn(count: Array | int, state: Both) -> Both:
         for run, run_back in whole.paired():
             runs = whole.run_in(run, count), whole.run_in(run_back, whole.times - 1 - count)
             state = each_place_of_both((ahead, back), runs, state, read)
@@ -308,7 +315,7 @@ def both_ways(
     return lax.fori_loop(0, whole.times, turn, state) if whole.times > 1 else turn(0, state)
 
 
-def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Any, read: Any) -> Any:
+def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun], state: Both, read: Any) -> Both:
     """The same for a run of each, with as many places. With `fsdp.prefetch` a turn carries the weights of its own
     layers."""
     (ahead, back), (run, run_back), model = passes, runs, passes[0].layers.model
@@ -318,7 +325,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
     def layer(this: Pass, run: LayerRun, place: Array | int, state: Any, weights: Any, read: Any = None) -> Any:
         if plain:
             return one_layer(this, run, *run.kinds, place, state, weights, read)
-        here = partial(one_place, this, run.narrowed(place), read)
+        here = partial(one_place, this, run.part(place, 1), read)
         return lax.fori_loop(0, 1, here, (state, None))[0]
 
     def gathered(count: Array | int, x: Array, dy: Array) -> tuple[Any, Any]:
@@ -336,7 +343,7 @@ def each_place_of_both(passes: tuple[Pass, Pass], runs: tuple[LayerRun, LayerRun
             (dy, saved), grads = layer(back, run_back, place_back, ((dy, saved), grads), weights_back, read)
         # On simulated devices nothing may be gathered beside a layer's own loops.
         following = gathered(jnp.minimum(count + 1, run.places - 1), dy, dy)
-        return (x, dy, saved, grads), following
+        return Both(x, dy, saved, grads), following
 
     return lax.fori_loop(0, run.places, turn, (state, gathered(0, *state[:2])))[0]
 

@@ -23,6 +23,7 @@ from parallax.pipeline.stage import (
     FORWARD,
     JOINT,
     WEIGHTS,
+    Both,
     Layers,
     Pass,
     SaveLayers,
@@ -152,22 +153,21 @@ def backward(pipeline: Pipeline, state: State, row: Row, gathered: Any) -> tuple
 def joint_pass(pipeline: Pipeline, state: State, row: Row, y: Array) -> tuple[Array, Array, State]:
     """F and B as one pass if this rank has both: outputs and the state after it. If it has not, the first is `y`."""
 
-    def both() -> tuple[Array, ...]:
+    def both() -> tuple[Both, EndsState]:
         with jax.named_scope(FORWARD):
             x, ahead = received(pipeline, state, row, "F"), pass_of(pipeline, row, "F")
         with jax.named_scope(BACKWARD):
             dy, back = received(pipeline, state, row, "B"), pass_of(pipeline, row, "B")
-        y, dx, saved, grads = pipeline.saves.both(ahead, back, x, dy, state.saved, state.grads)
+        after = pipeline.saves.both(ahead, back, Both(x, dy, state.saved, state.grads))
         with jax.named_scope(BACKWARD):
-            return y, dx, saved, grads, embedding_gradient(pipeline, state, row, dx)
+            return after, embedding_gradient(pipeline, state, row, after.dy)
+
+    def neither() -> tuple[Both, EndsState]:
+        return Both(y, jnp.zeros_like(state.messages["B"][0]), state.saved, state.grads), state.ends
 
     with jax.named_scope(JOINT):
-        y, dx, saved, grads, ends = cond_over_pp(
-            row.values[JOINT] >= 0,
-            both,
-            lambda: (y, jnp.zeros_like(state.messages["B"][0]), state.saved, state.grads, state.ends),
-        )
-    return y, dx, state._replace(saved=saved, grads=grads, ends=ends)
+        after, ends = cond_over_pp(row.values["F and B"] >= 0, both, neither)
+    return after.x, after.dy, state._replace(saved=after.saved, grads=after.grads, ends=ends)
 
 
 def head_of_joint_tick(
@@ -262,5 +262,5 @@ def tables_of(s: Schedule, segment: Segment) -> dict[str, np.ndarray]:
     tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
     if s.joint:
         tables |= {f"{kind} alone": np.where(s.both, -1, s.microbatch[kind]) for kind in "FB"}
-        tables |= {JOINT: np.where(s.both, s.microbatch["F"], -1)}
+        tables |= {"F and B": np.where(s.both, s.microbatch["F"], -1)}
     return {name: table[segment.start : segment.stop] for name, table in tables.items()}

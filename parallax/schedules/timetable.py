@@ -13,8 +13,8 @@ import numpy as np
 from parallax.errors import ParallaxError
 
 ACTION_KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
-# Residuals that one action writes and a later one on the same rank reads: "FB" is held from F to B, and so on.
-POOLS = ("FB", "FW", "BW")
+# Residuals that one action writes and a later one on the same rank reads, by both.
+POOLS = ("F to B", "F to W", "B to W")
 LISTED = 8  # most actions that an error names
 
 
@@ -76,10 +76,10 @@ class Timetable:
     The ticks read tables, int32 `[tick, rank]` with -1 for no action. `microbatch["F"]` is the microbatch whose
     forward pass runs, and `chunk["F"]` the index of the rank's stage in which it runs; likewise "B" and "W".
 
-    A slot is one buffer of a rank, which is reused when it is free. A slot of pool "FB" is written by F and free after
-    B; "FW" is held from F to W, "BW" from B to W. `slot["FB"]["F"]` is the slot that F writes, `slot["FB"]["B"]` the
-    one that B reads. Messages are also stored in slots: `message["F"]` is the slot that F reads, and `arrival["F", 1]`
-    the slot in which a message from the previous rank is stored at the end of the tick.
+    A slot is one buffer of a rank, which is reused when it is free. A slot of pool "F to B" is written by F and free
+    after B: `slot["F to B"]["F"]` is the slot that F writes, `slot["F to B"]["B"]` the one that B reads. Messages are
+    also stored in slots: `message["F"]` is the slot that F reads, and `arrival["F", 1]` the slot in which a message
+    from the previous rank is stored at the end of the tick.
     """
 
     name: str
@@ -215,7 +215,7 @@ class Timetable:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The pools of the schedule: all, or only "FB" if the backward pass is not split."""
+        """The pools of the schedule: all, or only "F to B" if the backward pass is not split."""
         return POOLS if self.split else POOLS[:1]
 
     @cached_property
@@ -225,7 +225,7 @@ class Timetable:
         def spans(pool: str) -> dict[tuple[int, int], Span]:
             made = ((action, tick) for action, tick in self.tick_of.items() if action.kind == pool[0])
             return {
-                (a.stage, a.microbatch): Span(self.rank_of(a.stage), tick, self.tick_of[a._replace(kind=pool[1])])
+                (a.stage, a.microbatch): Span(self.rank_of(a.stage), tick, self.tick_of[a._replace(kind=pool[-1])])
                 for a, tick in made
             }
 
@@ -239,7 +239,7 @@ class Timetable:
     @cached_property
     def keeps_across_ticks(self) -> bool:
         """Whether any residual is read in a later tick than that in which it was written."""
-        return any(not np.array_equal(self.microbatch[first], self.microbatch[then]) for first, then in self.pools)
+        return any(not np.array_equal(self.microbatch[pool[0]], self.microbatch[pool[-1]]) for pool in self.pools)
 
     @cached_property
     def slot(self) -> dict[str, dict[str, np.ndarray]]:
@@ -251,7 +251,7 @@ class Timetable:
         def kinds_between(first: str, last: str) -> tuple[str, ...]:
             return self.kinds[ACTION_KINDS.index(first) : ACTION_KINDS.index(last) + 1]
 
-        return {pool: {kind: table(pool, kind) for kind in kinds_between(*pool)} for pool in self.pools}
+        return {pool: {kind: table(pool, kind) for kind in kinds_between(pool[0], pool[-1])} for pool in self.pools}
 
     # ---- messages
 

@@ -30,7 +30,7 @@ from einops import pack, unpack
 from flax.traverse_util import unflatten_dict
 from jax import Array, lax
 
-from parallax.config.sections import PARTS
+from parallax.config.sections import PARTS, FsdpConfig, OptimizerConfig, PipelineConfig
 from parallax.display.html import html_table
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -39,6 +39,7 @@ from parallax.sharding import collectives
 from parallax.sharding.bucket import BY_PARAMETER, Bucket, Packed, Shipment, buckets
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, argument_to_device, is_on_host, to_device, to_host
+from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.layout import Layout, named_leaves, with_parents
 from parallax.sharding.parameter import Declared, ParameterSpec, Role, is_declared, layouts_of
 from parallax.sharding.rounding import bits_in_layer, to_bfloat16
@@ -187,16 +188,15 @@ class ShardingPlan:
     Args:
         declared: a tree of parameters as `Declared`.
         sizes: of dims, as `ModelConfig.sizes`, of which a parameter's own shape goes first; `axis_sizes` of the mesh.
-        dtype: of compute. Weights are sent in it unless `gather` says otherwise; `reduce` says how gradients are sent,
-            see FsdpConfig.
+        dtype: of compute, in which weights are sent unless `fsdp` says otherwise.
         products: the 8-bit dtype to which products round their kernels.
-        orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" if there are several
-            kinds. Without it no layer moves over pp.
+        orders: of layers on pipeline ranks, for "blocks", or for "blocks/KIND" if there are several kinds.
+            Without it no layer moves over pp.
         gather_first: `first` of `all_gather`.
-        masters_on: memory of parameters between steps; `states_on` is that of their optimizer states. Norms and biases,
-            which no data axis may shard, are always on the device.
-        grads_dtype: of summed gradients, see PipelineConfig; `grads_on` is their memory.
-        bucket: what is sent in one message, see FsdpConfig.
+        fsdp: how weights and gradients are sent.
+        optimizer: its memory of parameters and of their optimizer states between steps. Norms and biases, which no data
+            axis may shard, are always on the device.
+        pipeline: its dtype and memory of summed gradients.
     Raises:
         ConfigError: the policies do not fit these parameters.
     """
@@ -207,16 +207,12 @@ class ShardingPlan:
     axis_sizes: Mapping[str, int]
     dtype: str
     _: dataclasses.KW_ONLY
-    orders: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    reduce: str = "float32"
-    gather: str = "compute"
+    orders: Mapping[str, Arrangement] = dataclasses.field(default_factory=dict)
     products: str | None = None
     gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1
-    masters_on: str = DEVICE
-    states_on: str = DEVICE
-    grads_dtype: str = "float32"
-    grads_on: str = DEVICE
-    bucket: str = BY_PARAMETER
+    fsdp: FsdpConfig = dataclasses.field(default_factory=FsdpConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __post_init__(self):
         self.policies.check(named_leaves(layouts_of(self.declared)))
@@ -345,28 +341,26 @@ class ShardingPlan:
             return row
         dtype = jnp.dtype(declared.value.dtype)
         sent = dtype.name if dtype.itemsize == 1 else self.dtype
-        row = dataclasses.replace(row, dtype=sent, memory=self.masters_on, states=self.states_on)
+        row = dataclasses.replace(row, dtype=sent, memory=self.optimizer.masters_on, states=self.optimizer.states_on)
         if spec.stack and spec.is_trained:
             # Without tp, ranks along it may have summands, whose rounded sum would depend on the mesh.
-            dtype = self.grads_dtype if "tp" in compute.used_axes() else "float32"
-            row = dataclasses.replace(row, grads=dtype, grads_on=self.grads_on)
+            dtype = self.pipeline.grads_dtype if "tp" in compute.used_axes() else "float32"
+            row = dataclasses.replace(row, grads=dtype, grads_on=self.pipeline.grads_on)
         if spec.scales:  # kernels of 8-bit products are rounded with these products' scales
             return dataclasses.replace(row, rounded_for=self.products)
-        narrow = self.gather != "compute" and spec.role != Role.TABLE and not spec.unit
-        return dataclasses.replace(row, rounded_to=self.gather) if narrow else row
+        narrow = self.fsdp.gather_dtype != "compute" and spec.role != Role.TABLE and not spec.unit
+        return dataclasses.replace(row, rounded_to=self.fsdp.gather_dtype) if narrow else row
 
     def check_grads(self) -> None:
         """Raise ConfigError if no gradient can be rounded or be in host memory, or if ranks have summands of one that
         is rounded."""
         rows = named_leaves(self.rows)
-        for key, asked, has in (
-            ("grads_dtype", self.grads_dtype, any(row.grads != "float32" for row in rows.values())),
-            ("grads_on", self.grads_on, any(row.grads_on == HOST for row in rows.values())),
-        ):
-            if asked not in ("float32", DEVICE) and not has:
+        for key, has in (("grads_dtype", self.rounds_grads), ("grads_on", self.grads_on_host)):
+            asked, plain = getattr(self.pipeline, key), getattr(PipelineConfig, key)
+            if asked != plain and not has:
                 raise ConfigError(
                     f"pipeline.{key}={asked!r} has no effect: no matrix of this model's layers is trained that it is "
-                    f"for; use {ParameterPlan.__dataclass_fields__[key.removesuffix('_dtype')].default!r}."
+                    f"for; use {plain!r}."
                 )
         for name, row in rows.items():
             over = {
@@ -379,9 +373,9 @@ class ShardingPlan:
                 policy, excepted = self.policies.of(name), self.policies.of(name) != self.policies.policy
                 said = f"the policy {policy!r} of data_parallel.{'exceptions' if excepted else 'policy'}"
                 raise ConfigError(
-                    f"pipeline.grads_dtype={self.grads_dtype!r} rounds sums of gradients, but with {said} each of "
-                    f"{ranks} ranks has a summand of {name}, so the result would depend on the mesh; use 'zero3' or "
-                    "'zero2' there, without mesh.replica, or grads_dtype='float32'."
+                    f"pipeline.grads_dtype={row.grads!r} rounds sums of gradients, but with {said} each of {ranks} "
+                    f"ranks has a summand of {name}, so the result would depend on the mesh; use 'zero3' or 'zero2' "
+                    "there, without mesh.replica, or grads_dtype='float32'."
                 )
 
     # ---- the moves
@@ -448,9 +442,9 @@ class ShardingPlan:
             with jax.named_scope(scope):
                 moves = [(getattr(rows[index], before), getattr(rows[index], after)) for index in members]
                 patterns = tuple(_pattern(*move, whole[index]) for move, index in zip(moves, members, strict=True))
-                scales = [scale_of(largest_of[index], self.gather) for index in members]
+                scales = [scale_of(largest_of[index], self.fsdp.gather_dtype) for index in members]
                 given = [whole[index] for index in members], scales
-                gathered = gather_rounded(patterns, self.gather, self.gather_first, *given)
+                gathered = gather_rounded(patterns, self.fsdp.gather_dtype, self.gather_first, *given)
             for index, x in zip(members, gathered, strict=True):
                 whole[index] = x
         return whole
@@ -557,7 +551,7 @@ class ShardingPlan:
         return jax.tree.leaves(entry(self.rows, stack))
 
     @cached_property
-    def stacks(self) -> dict[str, Any]:
+    def stacks(self) -> dict[str, Arrangement | None]:
         """The names of the parts of the model, with one for each kind of layers, and the order of each, if any."""
         of_rows = {part: [row.spec.stack or part for row in jax.tree.leaves(self.rows[part])] for part in PARTS}
         # A head whose table is the embedding's, and whose norm has no parameters, has no rows.
@@ -574,17 +568,18 @@ class ShardingPlan:
             for index, row in enumerate(rows)
             if index in which
         }
-        unit = self.bucket if (before, after) == ("resident", "compute") else BY_PARAMETER
+        unit = self.fsdp.bucket if (before, after) == ("resident", "compute") else BY_PARAMETER
         return buckets(unit, sent, self._ranks)
 
     def buckets_of_gradients(self, rows: Sequence[ParameterPlan], which: Sequence[int]) -> list[Bucket]:
         """The messages in which some of these rows' gradients of one layer are scattered."""
+        exact = self.fsdp.reduce == "float32"
         sent = {
-            index: Shipment(row.scope, row.summed, row.compute, "float32" if self.reduce == "float32" else row.dtype)
+            index: Shipment(row.scope, row.summed, row.compute, "float32" if exact else row.dtype)
             for index, row in enumerate(rows)
             if index in which
         }
-        return buckets(self.bucket, sent, self._ranks)
+        return buckets(self.fsdp.bucket, sent, self._ranks)
 
     def _ranks(self, axes: Sequence[str]) -> int:
         return math.prod(self.axis_sizes.get(axis, 1) for axis in axes)
@@ -601,7 +596,7 @@ class ShardingPlan:
             if before == after:
                 return [grad.astype(jnp.float32) for grad in grads]
             patterns = [_pattern(*move, grad) for move, grad in zip(moves, grads, strict=True)]
-            if self.reduce == "float32":
+            if self.fsdp.reduce == "float32":
                 send, sent = collectives.reduce_scatter, [grad.astype(jnp.float32) for grad in grads]
             else:
                 if jnp.dtype(first.dtype) == jnp.bfloat16 and first.spec.role == Role.TABLE:

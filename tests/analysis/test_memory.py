@@ -77,7 +77,7 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     of_a_slot = 1 if remat == "stage" else 8 // s.stages
     ends = 2 * s.microbatches if s.head == "between" else s.exit_slots
     an_input = tokens * 4 * model.config.d_model // mesh[2]
-    assert plan.saved_activations == an_input * of_a_slot * s.slots["FB"]
+    assert plan.saved_activations == an_input * of_a_slot * s.slots["F to B"]
     buffers = an_input * (sum(s.message_slots.values()) + ends)
     # GPipe's are not all there at once: messages of one direction are gone when those of the other travel.
     assert plan.pipeline_buffers == buffers or (s.head == "between" and plan.pipeline_buffers < buffers)

@@ -36,7 +36,7 @@ from parallax.model.kernels.cudnn import CUDNN_BLOCK, described_attention
 from parallax.model.kernels.flops import attention_flops, kernel_flops
 from parallax.model.kernels.splash import splash_attention, splash_block_tokens
 from parallax.model.kernels.splash_window import window_tokens
-from parallax.model.mask import Mask, order_in, window_of
+from parallax.model.mask import Mask, order_in, window_in
 from parallax.model.rope import Rope
 from parallax.pipeline.layer_passes import layer_passes
 from parallax.sharding.zigzag import order_of, own_tokens
@@ -460,7 +460,7 @@ def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
 @pytest.mark.slow
 def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segments():
     passes, weights, x, context = layer_alone(GQA)
-    saved = passes.forward(weights, x, context)[1]["FB"]
+    saved = passes.forward(weights, x, context)[1]["F to B"]
     assert {leaf.dtype.name for leaf in saved} <= {"float32", "bool"}
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ)) == 1  # logsumexp
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
@@ -469,7 +469,7 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
 @pytest.mark.slow
 def test_a_layer_keeps_the_output_once_and_key_heads_as_they_are_for_triton():
     passes, weights, x, context = layer_alone(GQA, kernel="triton")
-    saved = passes.forward(weights, x, context)[1]["FB"]
+    saved = passes.forward(weights, x, context)[1]["F to B"]
     shapes = [leaf.shape for leaf in saved]
     assert shapes.count((2, 2, 2, SEQ)) == 1  # logsumexp, [M, B, G, S]
     assert shapes.count((2, 2, SEQ, 2, 128)) == 2  # q, output, [M, B, S, G, J]
@@ -511,7 +511,7 @@ def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     passes, weights, x, context = layer_alone(GQA, split=True)
     y, saved = passes.forward(weights, x, context)
     kernels = lambda *args: [e for e in equations(*args) if is_kernel(e)]  # noqa: E731
-    for_w = passes.backward(weights, context, saved, y)[2] | {"FW": saved["FW"]}
+    for_w = passes.backward(weights, context, saved, y)[2] | {"F to W": saved["F to W"]}
     assert len(kernels(lambda dy: passes.backward(weights, context, saved, dy), y)) == 2
     assert not kernels(passes.weight_gradients, for_w)
 
@@ -577,7 +577,7 @@ def test_flops_of_context_ranks_are_those_of_the_rank_with_the_most_blocks(kerne
     where = "contiguous/" * (order == "contiguous") + f"window_of_{window}/" * (window > 0)
     shapes = [(1, 2048 // ranks, 8), (1, 2048, 8), (1, 2048, 8)]
     if kernel == "splash":
-        assert kernel_flops("splash_mha_fwd_", shapes, window_of(where), order_in(where)) == 32 * size**2 * blocks
+        assert kernel_flops("splash_mha_fwd_", shapes, window_in(where), order_in(where)) == 32 * size**2 * blocks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

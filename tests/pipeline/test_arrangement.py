@@ -14,8 +14,9 @@ from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import AXES, CheckpointConfig
-from parallax.pipeline.layers_on_ranks import Arrangement
+from parallax.pipeline.layer_runs import repeats_of
 from parallax.sharding.collectives import as_varying
+from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import cut_over_pp
 from parallax.step.optimizer import make_optimizer
@@ -141,7 +142,7 @@ def test_the_loops_of_a_stage_meet_each_of_its_places_once_with_its_kind(placeme
     order = Arrangement(placement, kinds)
     stages = order.kinds_in_places.reshape(2, -1, order.stage_layers)
     place = 0
-    for repeat in order.repeats:
+    for repeat in repeats_of(order):
         for turn in range(repeat.times):
             for run in (repeat.run_in(run, turn) for run in repeat.runs):
                 assert run.place == place
@@ -152,4 +153,4 @@ def test_the_loops_of_a_stage_meet_each_of_its_places_once_with_its_kind(placeme
                     assert run.layer is None or (before[there] == run.layer + at).all()
                     place += 1
     assert place == order.stage_layers
-    assert sum(len(repeat.runs) for repeat in order.repeats) <= 8
+    assert sum(len(repeat.runs) for repeat in repeats_of(order)) <= 8

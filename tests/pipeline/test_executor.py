@@ -98,7 +98,7 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
     """FLOPs as XLA counts them in the compiled programs."""
     passes, halves, weights, x, context, dy = layer_alone()
     all_saved, saved = (each.forward(weights, x, context)[1] for each in (passes, halves))
-    for_w = {"FW": saved["FW"]} | halves.backward(weights, context, saved, dy)[2]
+    for_w = {"F to W": saved["F to W"]} | halves.backward(weights, context, saved, dy)[2]
     flops = lambda f, *args: jax.jit(f).lower(*args).compile().cost_analysis()["flops"]  # noqa: E731
     whole = flops(lambda saved, dy: passes.backward(weights, context, saved, dy), all_saved, dy)
     first = flops(lambda saved, dy: halves.backward(weights, context, saved, dy), saved, dy)

@@ -17,8 +17,8 @@ from support.traced_equations import equations, inside, sent
 from parallax.config.sections import REMAT, FsdpConfig, PipelineConfig
 from parallax.errors import ConfigError
 from parallax.pipeline.layer_passes import SaveAll, layer_passes
+from parallax.pipeline.layer_runs import LayerRun, Repeat
 from parallax.pipeline.layer_weights import LayerWeights
-from parallax.pipeline.layers_on_ranks import LayerRun, Repeat
 from parallax.pipeline.stage import Layers, Pass, SaveLayers, SaveNothing, SaveStageInput, weight_gradients
 from parallax.sharding.collectives import Accelerators
 
@@ -75,7 +75,7 @@ def toy_stage(remat, weights, x, *, split=False, layers=LAYERS, prefetch=0):
     model = ToyModel(layers, prefetch)
     here = Layers(model, passes, LayerWeights.of_step(model, [weights], trains=True), [numbers], None)
     saves = SaveStageInput() if remat == "stage" else SaveLayers()
-    pools = ("FB", "FW", "BW") if split else ("FB",)
+    pools = ("F to B", "F to W", "B to W") if split else ("F to B",)
     empty = saves.empty(here, x, dict.fromkeys(pools, 2))
     return saves, empty, Pass(here, NoDropout(), 0, dict.fromkeys(pools, (1,)))
 
@@ -151,7 +151,7 @@ def test_what_is_kept_is_what_remat_says():
     for remat in REMAT:
         saves, residuals, this = toy_stage(remat, weights, x)
         _, residuals, _ = saves.forward(this, x, residuals)
-        (kept,) = residuals["FB"]
+        (kept,) = residuals["F to B"]
         shapes[remat] = [leaf.shape for leaf in kept]
         if remat != "none":
             np.testing.assert_array_equal(kept[0][1].reshape(-1, *x.shape)[0], x)
@@ -167,9 +167,9 @@ def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
     weights, x, _ = toy()
     whole, halves = (passes_of("none", split, weights, x) for split in (False, True))
     pools = halves.saved
-    assert len(pools["FB"]) + len(pools["FW"]) == len(whole.saved["FB"]) and len(pools["FB"]) > 0
-    assert len(pools["FW"]) == 2, "the inputs of up and of down"
-    assert len(pools["BW"]) == 2, "the gradients of their outputs"
+    assert len(pools["F to B"]) + len(pools["F to W"]) == len(whole.saved["F to B"]) and len(pools["F to B"]) > 0
+    assert len(pools["F to W"]) == 2, "the inputs of up and of down"
+    assert len(pools["B to W"]) == 2, "the gradients of their outputs"
     assert set(halves.halves.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
 
 
@@ -178,7 +178,7 @@ def test_b_and_w_do_the_work_of_the_backward_pass_once():
     one, context = {"params": jax.tree.map(lambda w: w[0], weights)}, NoDropout()
     whole, halves = (passes_of("none", split, weights, x) for split in (False, True))
     all_saved, saved = (passes.forward(one, x, context)[1] for passes in (whole, halves))
-    for_w = {"FW": saved["FW"]} | halves.backward(one, context, saved, dy)[2]
+    for_w = {"F to W": saved["F to W"]} | halves.backward(one, context, saved, dy)[2]
     products = lambda f, *args: sum(e.primitive.name == "dot_general" for e in equations(f, *args))  # noqa: E731
     assert products(lambda saved, dy: halves.backward(one, context, saved, dy), saved, dy) == 2
     assert products(halves.weight_gradients, for_w) == 2
@@ -204,7 +204,7 @@ def test_a_layer_saves_neither_weights_nor_context():
     passes = layer_passes(TimesContext(), "none", split=False, in_rows=False, **given)
     assert isinstance(passes, SaveAll)
     _, saved = passes.forward(one, x, context)
-    assert not any(leaf is known for leaf in saved["FB"] for known in (*one["params"].values(), factor))
+    assert not any(leaf is known for leaf in saved["F to B"] for known in (*one["params"].values(), factor))
     expected = jax.vjp(lambda w, x: ToyLayer().apply(w, x, None) * factor, one, x)[1](dy)
     dx, dw, _ = passes.backward(one, context, saved, dy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ({"params": dw}, dx), expected)

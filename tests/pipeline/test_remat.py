@@ -101,7 +101,7 @@ def test_slots_hold_each_layers_input_and_the_parts_that_are_not_in_the_set(rema
     model, carried, planned = saved_bytes(remat, schedule, 4)
     tokens, layers = ROWS // 4 * SEQ, MODEL["layers"] // 2
     kept = 32 + sum(width for part, width in WIDTHS.items() if part not in recomputed_parts(remat))
-    assert carried == 4 * kept * tokens * layers * model.schedule.slots["FB"]
+    assert carried == 4 * kept * tokens * layers * model.schedule.slots["F to B"]
     assert planned == carried
 
 

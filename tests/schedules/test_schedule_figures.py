@@ -64,7 +64,7 @@ def test_closed_forms_are_lower_bounds_of_the_bubble_and_of_the_slots(name):
         for virtual in (2, 4) if name == "interleaved" else (1,):
             sizes = name, ranks, microbatches, virtual
             schedule = by_name(*sizes)
-            held = [schedule.slots.get(pool, 0) / schedule.virtual for pool in ("FB", "BW")]
+            held = [schedule.slots.get(pool, 0) / schedule.virtual for pool in ("F to B", "B to W")]
             bounds = least_held(*sizes)
             assert bounds[1] <= held[1] and (bounds[0] <= held[0] if name == "interleaved" else bounds[0] == held[0])
             for costs in (Costs(), EQUAL, Costs(1, 3, 1.2), Costs(3, 2, 2), Costs(1, 2, 0)):
@@ -118,7 +118,7 @@ def test_the_v_has_its_first_and_last_stage_on_rank_0_and_holds_at_most_three_ha
         assert schedule.rank_of(0) == schedule.rank_of(2 * ranks - 1) == 0
         assert [schedule.placement.count(rank) for rank in range(ranks)] == [2] * ranks
         assert max(figures(schedule).activations) <= min(microbatches, 1.5 * ranks - 0.5)
-        slots = {"FB": 2 * ranks, "FW": 3 * ranks - 1, "BW": ranks}
+        slots = {"F to B": 2 * ranks, "F to W": 3 * ranks - 1, "B to W": ranks}
         assert all(count <= min(2 * microbatches, slots[pool]) for pool, count in schedule.slots.items())
         if microbatches >= 2 * ranks:
             assert schedule.slots == slots
@@ -129,8 +129,8 @@ def test_dualpipe_v_idles_least_of_all_with_two_stages_in_lockstep():
     for ranks, microbatches in GRID:
         schedule = dualpipe_v(ranks, microbatches)
         priced = figures(schedule, EQUAL)
-        assert schedule.slots["FB"] == min(2 * microbatches, 2 * ranks + 1)
-        assert schedule.slots["BW"] == min(2 * microbatches, ranks)
+        assert schedule.slots["F to B"] == min(2 * microbatches, 2 * ranks + 1)
+        assert schedule.slots["B to W"] == min(2 * microbatches, ranks)
         assert max(priced.activations) <= min(microbatches, 1.5 * ranks)
         assert schedule.message_slots == {"F": 1, "B": 1} and schedule.exit_slots == 1
         if microbatches > ranks:
@@ -167,7 +167,7 @@ def test_gpipe_keeps_every_microbatch_and_runs_its_head_between():
     for ranks, microbatches in GRID:
         schedule, each_way = gpipe(ranks, microbatches), microbatches + ranks - 1
         assert schedule.segments == [(0, each_way, "F"), (each_way, 2 * each_way, "B")]
-        assert (schedule.slots, schedule.message_slots) == ({"FB": microbatches}, {"F": 1, "B": 1})
+        assert (schedule.slots, schedule.message_slots) == ({"F to B": microbatches}, {"F": 1, "B": 1})
         assert schedule.head == "between"
         assert figures(schedule).activations == (microbatches,) * ranks
 
@@ -175,7 +175,7 @@ def test_gpipe_keeps_every_microbatch_and_runs_its_head_between():
 def test_1f1b_keeps_no_more_than_the_pipeline_is_long():
     for ranks, microbatches in GRID:
         schedule = one_f_one_b(ranks, microbatches)
-        assert schedule.slots == {"FB": min(microbatches, 2 * (ranks - 1) + 1)}
+        assert schedule.slots == {"F to B": min(microbatches, 2 * (ranks - 1) + 1)}
         most = tuple(min(microbatches, 2 * (ranks - 1 - rank) + 1) for rank in range(ranks))
         assert figures(schedule).activations == most
 
@@ -199,7 +199,7 @@ def test_accumulation_keeps_one_microbatch_and_never_waits(microbatches):
     rows = [[m] for m in range(microbatches)]
     assert {kind: table.tolist() for kind, table in schedule.microbatch.items()} == {"F": rows, "B": rows}
     assert schedule.segments == [(0, microbatches, "FB")]
-    assert (schedule.slots, schedule.head, schedule.arrival) == ({"FB": 1}, "inside", {})
+    assert (schedule.slots, schedule.head, schedule.arrival) == ({"F to B": 1}, "inside", {})
     assert (schedule.message["F"] == -1).all() and (schedule.message["B"] == -1).all()
     assert figures(schedule, Costs(send=5)).lockstep_bubble == 0
 

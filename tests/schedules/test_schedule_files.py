@@ -163,7 +163,12 @@ def test_the_command_prints_the_grid_and_the_figures(capsys):
     assert run("one_f_one_b --stages 4 --microbatches 8") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "one_f_one_b ranks=4 stages=4 microbatches=8"
-    assert {"ticks 14", "lockstep bubble 27.3 %", "asynchronous bubble 27.3 %", "slots FB 7"} <= set(lines)
+    assert {
+        "ticks 14",
+        "lockstep bubble 27.3 %",
+        "asynchronous bubble 27.3 %",
+        "slots F to B 7",
+    } <= set(lines)
     assert lines[2].split()[:5] == ["rank", "0", "0F0", "0F1", "0F2"]
     assert "\033" not in "".join(lines)
 

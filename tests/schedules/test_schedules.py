@@ -25,7 +25,7 @@ from parallax.schedules import (
 )
 
 sizes = st.integers(1, 8)
-POOLS = {"FB": "FB", "FW": "FBW", "BW": "BW"}  # who uses a slot, from when it is taken to when it is free
+POOLS = {"F to B": "FB", "F to W": "FBW", "B to W": "BW"}  # who uses a slot, from when it is taken to when it is free
 
 any_schedule = st.one_of(
     random_schedules(),
@@ -61,14 +61,14 @@ def run_action(schedule: Schedule, rank: Rank, column: int, tick: int, kind: str
     stage = rank.stages[schedule.chunk[kind][tick, column]]
     slot = {pool: schedule.slot[pool][kind][tick, column] for pool in schedule.pools if kind in POOLS[pool]}
     if kind == "W":
-        x, dy = rank.pools["FW"][slot["FW"]], rank.pools["BW"][slot["BW"]]
+        x, dy = rank.pools["F to W"][slot["F to W"]], rank.pools["B to W"][slot["B to W"]]
         made[stage, "W", microbatch] = f"d{stage}({x};{dy})"
         return None
     at = schedule.message[kind][tick, column]
     read = rank.messages[kind][at] if at >= 0 else f"{'embed' if kind == 'F' else 'head'}{microbatch}"
-    for pool in {"FB", "FW"} & set(slot) if kind == "F" else {"BW"} & set(slot):
+    for pool in {"F to B", "F to W"} & set(slot) if kind == "F" else {"B to W"} & set(slot):
         rank.pools[pool][slot[pool]] = read
-    x = rank.pools["FB"][slot["FB"]]
+    x = rank.pools["F to B"][slot["F to B"]]
     made[stage, kind, microbatch] = f"{stage}({x})" if kind == "F" else f"{stage}'({x};{read})"
     return made[stage, kind, microbatch]
 
@@ -125,7 +125,7 @@ def test_every_action_runs_once_and_after_what_it_needs(schedule):
 @given(any_schedule)
 def test_no_slot_is_taken_before_it_is_free_and_none_is_superfluous(schedule):
     tick = schedule.tick_of
-    assert set(schedule.slots) == (set(POOLS) if schedule.split else {"FB"})
+    assert set(schedule.slots) == (set(POOLS) if schedule.split else {"F to B"})
     for pool, (first, *_, last) in {pool: POOLS[pool] for pool in schedule.slots}.items():
         held = np.zeros((schedule.ticks, schedule.ranks), int)
         holder = {}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from support.tiny_model import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.traced.collectives import sent_by
-from parallax.config.sections import AXES, POLICY_NAMES
+from parallax.config.sections import AXES, POLICY_NAMES, FsdpConfig
 from parallax.errors import ConfigError
 from parallax.model.dense import Dense
 from parallax.sharding.collectives import as_varying
@@ -96,7 +96,9 @@ def dense_and_plan(policy="zero3", gather="compute"):
     dense = Dense(*DENSE)
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
     variables = jax.eval_shape(dense.init, jax.random.key(0), x)
-    plan = ShardingPlan(variables, Policies(policy), SIZES, {"pp": 1, "dp": 2, "tp": 2}, "float32", gather=gather)
+    plan = ShardingPlan(
+        variables, Policies(policy), SIZES, {"pp": 1, "dp": 2, "tp": 2}, "float32", fsdp=FsdpConfig(gather_dtype=gather)
+    )
     return dense, plan, nn.meta.unbox(dense.init(jax.random.key(0), x)), x
 
 

@@ -17,8 +17,8 @@ from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline import Arrangement
 from parallax.sharding.activations import ROWS, activation
+from parallax.sharding.layers_on_ranks import Arrangement
 
 
 class Notes(NamedTuple):

@@ -34,7 +34,7 @@ from parallax.hardware.chips import Chip, chip
 from parallax.model.experts.experts import USUAL_LOAD
 from parallax.model.experts.ragged import SENT
 from parallax.model.kernels.flops import kernel_flops
-from parallax.model.mask import WINDOW, order_in, window_of
+from parallax.model.mask import WINDOW, order_in, window_in
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
@@ -751,7 +751,7 @@ def _kernel_flops(op: Instruction, home: Computation) -> int:
     elif op.target.startswith(CUDNN_CALLS):
         name = "cudnn_bwd" if re.search("bwd|Backward", op.target) else "cudnn_fwd"
     shapes = [dims for name in op.operands for dims in float_dims(home.shape_of(name))]
-    return kernel_flops(name, shapes, window_of(op.op_name), order_in(op.op_name)) or 0
+    return kernel_flops(name, shapes, window_in(op.op_name), order_in(op.op_name)) or 0
 
 
 def _dims(home: Computation, name: str) -> tuple[int, ...]:

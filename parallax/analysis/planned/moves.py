@@ -28,13 +28,13 @@ class Move(NamedTuple):
 def moves(plan: ShardingPlan) -> dict[Move, int]:
     """Bytes that a device sends in each move."""
     sent: Counter[Move] = Counter()
-    kind = "reduce-scatter" if plan.reduce == "float32" else "all-to-all"
+    kind = "reduce-scatter" if plan.fsdp.reduce == "float32" else "all-to-all"
     for row, size in _layers(plan):
         weights = jnp.dtype(row.travels or jnp.float32).itemsize
         moved = [("load", "all-gather", row.staged, row.resident, weights)]
         moved += [("use", "all-gather", row.resident, row.compute, weights)]
         if not row.spec.is_constant:
-            gradients = FLOAT32_BYTES if plan.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
+            gradients = FLOAT32_BYTES if plan.fsdp.reduce == "float32" else jnp.dtype(row.dtype or jnp.float32).itemsize
             moved += [("add_up", kind, row.compute, row.summed, gradients)]
             moved += [("store", kind, row.summed, row.staged, gradients)]
             held = tuple(axis for axis in DATA_AXES if axis not in row.at_rest.used_axes())

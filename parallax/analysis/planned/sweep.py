@@ -136,8 +136,8 @@ class LeastWork:
         """What the plan of this mesh, policy, and dtype and memory of sums says of the layers' parameters."""
         policies = Policies(policy, DataParallelConfig(policy, exceptions).by_name)
         axis_sizes = dict(zip(CHOSEN_AXES, sizes)) | unchosen_sizes(self.settings.mesh)
-        of_sums = dict(zip(("grads_dtype", "grads_on"), sums, strict=True))
-        plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={}, **of_sums)
+        pipeline = dataclasses.replace(self.plan.pipeline, grads_dtype=sums[0], grads_on=sums[1])
+        plan = dataclasses.replace(self.plan, policies=policies, axis_sizes=axis_sizes, orders={}, pipeline=pipeline)
         return LayersOnMesh(most_pieces(plan), bytes_in_step(plan), moves(plan))
 
     def _products(self, choice: Choice) -> list[OpCost]:

@@ -36,7 +36,7 @@ from parallax.model.kernels.flops import (
     kernel_in_window,
     tokens_read_twice,
 )
-from parallax.model.mask import order_in, window_of
+from parallax.model.mask import order_in, window_in
 from parallax.model.products import WIDEST_BLOCKS, product_of
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -194,7 +194,7 @@ def product_flops(equation: JaxprEqn, share_of_rows: float = 1.0, stack: str = "
         return 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if name in KERNEL_CALLS:
         floats = [var.aval.shape for var in equation.invars if _is_float(var)]
-        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats, window_of(stack), order_in(stack))
+        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats, window_in(stack), order_in(stack))
     return None if name in UNCOUNTED else 0
 
 

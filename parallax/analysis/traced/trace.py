@@ -26,7 +26,7 @@ from parallax.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.model import dense, lora, products
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts.experts import USUAL_LOAD
-from parallax.model.mask import window_of
+from parallax.model.mask import window_in
 from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, JOINT, WEIGHTS, ShardedModel
 from parallax.sharding import bucket, collectives, einsum, layout
@@ -85,7 +85,7 @@ def _scope(stack: str) -> str | None:
 def _module(stack: str) -> str:
     # A name with a dot is a method of the module before it.
     left_out = (*SCOPES, REMATTED, *OUTERMOST, CONTIGUOUS)
-    names = [name for name in _names(stack) if name not in left_out and "." not in name and not window_of(name)]
+    names = [name for name in _names(stack) if name not in left_out and "." not in name and not window_in(name)]
     return "/".join(names).lower()
 
 

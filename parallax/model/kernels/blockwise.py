@@ -108,7 +108,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, fo
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, form: Scores) -> tuple[Array, Any]:
-    out, logsumexp = mask.of_window(partial(_forward_in_window, form, q, k, v, sinks))
+    out, logsumexp = mask.by_window(partial(_forward_in_window, form, q, k, v, sinks))
     out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
     return out, (q, k, v, mask, sinks, out, logsumexp)
 
@@ -141,7 +141,7 @@ def _forward_in_window(
 
 def _backward(form: Scores, saved: Any, dy: Array) -> tuple[Array, Array, Array, None, Array | None]:
     q, k, v, mask, *others = saved
-    dq, dk, dv, d_sinks = mask.of_window(partial(_backward_in_window, form, q, k, v, *others, dy))
+    dq, dk, dv, d_sinks = mask.by_window(partial(_backward_in_window, form, q, k, v, *others, dy))
     return dq, dk, dv, None, d_sinks
 
 

@@ -68,7 +68,7 @@ def pallas_attention(
     def run(mask: Mask) -> Array:
         return unchecked(lambda *operands: operands[-1](*operands[:-1]), *operands, kernel_of(q, k, mask))
 
-    return mask.of_window(run)
+    return mask.by_window(run)
 
 
 def _operands(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, ...]:
@@ -93,7 +93,7 @@ def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, mask: Mask, sink
         out, others, pulls[mask.window] = unchecked(run, *operands, kernel_of(q, k, mask))
         return out, others
 
-    out, others = mask.of_window(in_window)
+    out, others = mask.by_window(in_window)
     out, others = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, others))
     return out, (operands, mask, out, others, pulls)
 
@@ -111,7 +111,7 @@ def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array | None,
         # The kernel's tables are recomputed, so that a layer saves none.
         return unchecked(run, dy, *operands, kernel_of(*operands[:2], mask), out, others)
 
-    dq, dk, dv, *d_sinks = mask.of_window(in_window)
+    dq, dk, dv, *d_sinks = mask.by_window(in_window)
     return dq, dk, dv, None, *(d_sinks or [None])
 
 

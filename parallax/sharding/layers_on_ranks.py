@@ -2,88 +2,18 @@
 many leaves, instead of one message for each."""
 
 import dataclasses
-import itertools
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from einops import pack, unpack
 from jax import Array, lax
 
-from parallax.model.transformer import stacks_of
+from parallax.config.sections import BLOCKS
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
-
-MOST_RUNS = 8  # most loops in a pass of a stage
-
-
-class LayerRun(NamedTuple):
-    """Consecutive layer positions, from `place`, with layers of `kinds` (indices); with `uneven` some are empty.
-    `layer` is the index of the first one among those of its kind in its stage, None if that differs between stages."""
-
-    kinds: tuple[int, ...]
-    place: int
-    places: int
-    uneven: bool
-    layer: int | None
-
-    @property
-    def shape(self) -> tuple:
-        return self.kinds, self.places, self.uneven, self.layer is None
-
-    def narrowed(self, place: Array | int) -> "LayerRun":
-        """One place of the run."""
-        layer = None if self.layer is None else self.layer + place
-        return self._replace(place=self.place + place, places=1, layer=layer)
-
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether the next layer's weights can be gathered while a layer runs: both are of one kind."""
-        return len(self.kinds) == 1 and self.places > 1
-
-
-class Repeat(NamedTuple):
-    """A sequence of runs that is repeated `times` times; `runs` are those of the first time."""
-
-    times: int
-    runs: tuple[LayerRun, ...]
-
-    def paired(self) -> list[tuple[LayerRun, LayerRun]]:
-        """The runs of two passes at once, one from the first place to the last, one back: cut where either comes to
-        another run.
-
-        >>> dense, moe = (LayerRun((kind,), place, places, False, 0) for kind, place, places in ((0, 0, 1), (1, 1, 3)))
-        >>> [(run.place, back.place, run.places) for run, back in Repeat(1, (dense, moe)).paired()]
-        [(0, 3, 1), (1, 1, 2), (3, 0, 1)]
-        """
-        ends = np.cumsum([run.places for run in self.runs])
-        cuts = sorted({0, *ends.tolist(), *(ends[-1] - ends).tolist()})
-        return [
-            (self._cut(first, last), self._cut(ends[-1] - last, ends[-1] - first)) for first, last in pairwise(cuts)
-        ]
-
-    def _cut(self, first: int, last: int) -> LayerRun:
-        """A part of one run, from its place `first`, counted over all runs, to before `last`."""
-        start = 0
-        for run in self.runs:
-            if first < start + run.places:
-                layer = None if run.layer is None else run.layer + int(first - start)
-                return run._replace(place=run.place + int(first - start), places=int(last - first), layer=layer)
-            start += run.places
-        raise AssertionError("first is a place of one of the runs")
-
-    def run_in(self, run: LayerRun, turn: Array | int) -> LayerRun:
-        """The run in repetition `turn`, which may be traced."""
-        if self.times == 1:
-            return run
-        layers = sum(other.places for other in self.runs if other.kinds == run.kinds)
-        further = turn * sum(other.places for other in self.runs)
-        return run._replace(place=run.place + further, layer=None if run.layer is None else run.layer + turn * layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,32 +101,6 @@ class Arrangement:
         earlier = [[int((stage[:place] == kind).sum()) for place, kind in enumerate(stage)] for stage in by_stage]
         return np.stack([kinds, np.reshape(earlier, kinds.shape)]).astype(np.int32)
 
-    @cached_property
-    def repeats(self) -> tuple["Repeat", ...]:
-        """The places of a stage, divided where the kind of layer changes.
-
-        A sequence of runs that repeats is one Repeat, so that a program does not grow with the number of layers. If
-        more than MOST_RUNS are left, all places are one run of all kinds.
-
-        >>> [(r.times, [run.places for run in r.runs]) for r in Arrangement((0,), ("a", *("b", "b", "a") * 3)).repeats]
-        [(3, [1, 2]), (1, [1])]
-        """
-        kinds = self.kinds_in_places[0].reshape(-1, self.stage_layers)
-        none = len(set(self.kinds))
-        runs: list[LayerRun] = []
-        for place, column in enumerate(map(set, kinds.T.tolist())):
-            there, before = tuple(sorted(column - {none})), runs[-1] if runs else None
-            if before and before.kinds == there:
-                runs[-1] = before._replace(places=before.places + 1, uneven=before.uneven or none in column)
-            else:
-                earlier = {int((stage[:place] == there[0]).sum()) for stage in kinds}
-                same = len(there) == 1 and len(earlier) == 1
-                runs.append(LayerRun(there, place, 1, none in column, earlier.pop() if same else None))
-        repeats = _repeated(runs)
-        if sum(len(repeat.runs) for repeat in repeats) <= MOST_RUNS:
-            return repeats
-        return (Repeat(1, (LayerRun(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
-
     def own_kinds(self) -> Array:
         """This rank's part of `kinds_in_places`, `[2, place]`."""
         return jnp.asarray(self.kinds_in_places)[:, lax.axis_index("pp")]
@@ -236,18 +140,14 @@ class Arrangement:
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
 
 
-def _repeated(runs: Sequence[LayerRun]) -> tuple[Repeat, ...]:
-    """Runs with repeated sequences written once; the choice that leaves the fewest."""
-    shapes = [run.shape for run in runs]
-    letters = "".join(chr(ord("a") + shapes.index(shape)) for shape in shapes)  # a letter for each shape
-    of_size = (re.finditer(rf"(?=((.{{{size}}})\2+))", letters) for size in range(1, len(runs) // 2 + 1))
-    blocks = itertools.chain(*of_size)
-    best = max(blocks, key=lambda block: (len(block[1]) - len(block[2]), -block.start()), default=None)
-    if best is None:
-        return (Repeat(1, tuple(runs)),)
-    (first, last), size = best.span(1), len(best[2])
-    parts = (1, runs[:first]), ((last - first) // size, runs[first : first + size]), (1, runs[last:])
-    return tuple(Repeat(count, tuple(part)) for count, part in parts if part)
+def stacks_of(kinds: Sequence[str]) -> dict[str, str]:
+    """The name of the stack of each kind of layers in the tree of parameters, in order.
+
+    >>> stacks_of(("moe", "dense", "moe")), stacks_of(("moe",))
+    ({'dense': 'blocks/dense', 'moe': 'blocks/moe'}, {'moe': 'blocks'})
+    """
+    names = sorted(set(kinds))
+    return {kind: f"{BLOCKS}/{kind}" if len(names) > 1 else BLOCKS for kind in names}
 
 
 def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, Arrangement]:
