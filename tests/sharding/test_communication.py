@@ -340,7 +340,7 @@ def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
     model = build((4, 1, 2), schedule="zero_bubble_v", microbatches=4)
     both = [expected(getattr(sections(way)["a step"], direction), {})
             for way, direction in ((layers_to_ranks, "forward"), (layers_from_ranks, "backward"))]  # fmt: skip
-    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/layers_on_ranks"]
+    moved = [one for one in step_collectives(model, 64, 16) if one.module == "sharding/layers_on_ranks"]
     assert both == [Counter([("all_to_all", "pp")])] * 2
     assert {(one.direction, one.kind, one.axes): one.count for one in moved} == {
         ("forward", "all-to-all", ("pp",)): 1,
