@@ -15,7 +15,10 @@ import tensorstore
 
 from parallax.checkpoint.arrays import new_cache, open_array, open_new_array
 from parallax.checkpoint.steps import BEGUN
+from parallax.errors import CheckpointError
 from parallax.storage import files
+
+LOST_ANSWERS = 4  # in the writes of a tree
 
 
 class HostCopy(NamedTuple):
@@ -65,8 +68,10 @@ class ObjectSaver:
     def _write(self, step: Path, copies: Mapping[str, Mapping[str, HostCopy]]) -> None:
         try:
             files.write_file(step / BEGUN, "removed when the manifest is there\n")
+            if not (step / BEGUN).exists():
+                raise CheckpointError(f"lists of this store do not show {step / BEGUN}, which was just written")
             for part, arrays in copies.items():
-                write_tree(step / part, arrays)
+                write_new_tree(step / part, arrays)
             self._finish()
         except Exception as error:
             self._error = error
@@ -78,6 +83,18 @@ def host_copy(x: jax.Array) -> HostCopy:
     # A copy: the step after next may overwrite a donated array.
     shards = [(shard.index, np.array(shard.data)) for shard in own_shards]
     return HostCopy(jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding.shard_shape(x.shape), shards)
+
+
+def write_new_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
+    """`write_tree` in a folder that is not there. If the answer to a write is lost, TensorStore writes again, and takes
+    what it has stored itself for another's; then all is written once more."""
+    for tries_left in reversed(range(LOST_ANSWERS + 1)):
+        try:
+            return write_tree(folder, arrays)
+        except ValueError as error:
+            if not tries_left or not str(error).startswith("ALREADY_EXISTS"):
+                raise
+        files.remove(folder)
 
 
 def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:

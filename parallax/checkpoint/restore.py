@@ -96,8 +96,9 @@ def restore(
         raise
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         reason = first_line(error)
-        if jax.process_count() > 1:
-            # Other processes may have read it, so none may continue with another step alone.
+        if jax.process_count() > 1 or not files.is_local(folder):
+            # Other processes may have read it, so none may continue with another step alone; and the checksums of
+            # objects are right, so it is the store that does not answer.
             raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {reason}") from error
         raise DamagedError(folder, step, f"it cannot be read: {reason}") from error
     for part, tree in loaded.items():

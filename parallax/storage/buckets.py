@@ -8,6 +8,7 @@ TensorStore sends the requests, repeats those that the store throttles or does n
 where the store's own tools look for them.
 """
 
+import collections
 import contextlib
 import errno
 import functools
@@ -23,14 +24,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from parallax.errors import URL, CheckpointError, ConfigError, StoreError, writing
+from parallax.errors import URL, CheckpointError, ConfigError, StoreError, first_line, writing
 from parallax.storage import files
 
 DRIVERS = {"s3": "s3"}  # of TensorStore, by scheme
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
+# TensorStore reads these from the environment. Without them it waits for ever for a server that says nothing.
+TIMEOUTS = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",  # without a byte; then the request is repeated
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+READS_AHEAD = 32  # requests for the objects of a log
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
 WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
+MOST_SEGMENTS = 2000  # objects of a log; three hours of them
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
 
@@ -136,6 +145,8 @@ def _kvstore_of(folder: BucketPath) -> dict[str, Any]:
 def _reached() -> dict[str, Any]:
     """Where a server is that the environment names, as the store's own tools read it."""
     variables = os.environ
+    for name, value in TIMEOUTS.items():
+        variables.setdefault(name, value)
     spec: dict[str, Any] = {"s3_request_retries": RETRIES}
     if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
         region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -158,23 +169,23 @@ def _opened(spec: str) -> Any:
 
 
 def _asked(path: BucketPath, ask: Any) -> Any:
-    """The answer to a request; StoreError, which is an OSError, that says what the store said, without headers and
-    bodies."""
+    """The answer to a request; StoreError, which is an OSError, that says what the store said."""
     try:
         return ask(_store(path)).result()
     except ValueError as error:
-        text = str(error)
-    kind, reason = ("ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]), text
-    for mark in (" [", "<?xml"):
-        reason = reason.partition(mark)[0]
-    reason = re.sub(r"//[^/@\s]*@", "//", reason)
+        text, reason = str(error), re.sub(r"//[^/@\s]*@", "//", first_line(error))
+    kind = "ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]
     codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
     raise StoreError(codes.get(kind, errno.EIO), reason, str(path))
 
 
 def read(path: BucketPath) -> bytes:
     """The content of an object."""
-    answer = _asked(path, lambda store: store.read(path.key))
+    return _content(path, _store(path).read(path.key))
+
+
+def _content(path: BucketPath, reading: Any) -> bytes:
+    answer = _asked(path, lambda _: reading)
     if answer.state != "value":
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return answer.value
@@ -189,6 +200,8 @@ def write(path: BucketPath, content: bytes, *, instead_of: bytes | None = None) 
         return new
     # An earlier try may have been stored, and its answer lost.
     there = _asked(path, lambda store: store.read(path.key))
+    if there.state == "missing":
+        path.exists()  # StoreError if there is no bucket, of which a read says only that there is no object
     return there.stamp.generation if there.state == "value" and there.value == content else b""
 
 
@@ -299,19 +312,42 @@ def _remove_what_can_be(path: BucketPath) -> None:
 
 @files.try_writing.register
 def _try_writing(folder: BucketPath) -> None:
+    """Write and remove an object; OSError if that fails, or if lists show what was there before, since a run finds its
+    steps by them."""
     probe = folder / f"{files.PROBE}{os.getpid()}"
     write(probe, b"x")
-    _remove(probe)
+    is_shown = probe.is_file()
+    _asked(probe, lambda store: store.write(probe.key, None))
+    if not is_shown or probe.is_file():
+        raise OSError(errno.ESTALE, "lists of this store do not show what was just written and removed", str(folder))
 
 
 # ---- logs
 
 
 def _log_of(path: BucketPath) -> list[bytes]:
-    """The parts of a log that count."""
+    """The parts of a log that count. If its run replaces them meanwhile, they are asked for again."""
+    for _ in range(3):
+        with contextlib.suppress(FileNotFoundError):
+            return list(_contents(path, _names_that_count(path)))
+    return list(_contents(path, _names_that_count(path)))
+
+
+def _names_that_count(path: BucketPath) -> list[str]:
     names = _names_in(path)
     first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
-    return [read(path / name) for name in names[first:]]
+    return names[first:]
+
+
+def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
+    """The objects of these names, in turn; the next ones are already asked for."""
+    store, asked = _store(folder), collections.deque()
+    for name in names:
+        asked.append((folder / name, store.read(f"{folder.key}/{name}")))
+        if len(asked) == READS_AHEAD:
+            yield _content(*asked.popleft())
+    while asked:
+        yield _content(*asked.popleft())
 
 
 def _next_number(path: BucketPath) -> int:
@@ -320,19 +356,26 @@ def _next_number(path: BucketPath) -> int:
 
 @files.replace_log.register
 def _replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
-    before, number = _names_in(path), _next_number(path)
-    write(path / f"{number:012}{WHOLE_LOG}", b"".join(lines))
-    for name in before:
-        _remove(path / name)
+    _put_instead_of_all(path, _next_number(path), b"".join(lines))
+
+
+def _put_instead_of_all(path: BucketPath, number: int, content: bytes) -> None:
+    """Write an object that replaces those before it in a log, and remove them."""
+    from tensorstore import KvStore
+
+    whole = path / f"{number:012}{WHOLE_LOG}"
+    write(whole, content)
+    _asked(path, lambda store: store.delete_range(KvStore.KeyRange(f"{path.key}/", whole.key)))
 
 
 class Segments:
-    """A log in a bucket. A thread stores what was written every few seconds, as an object with the next number."""
+    """A log in a bucket. A thread stores what was written every few seconds, as an object with the next number, and
+    makes one of them when they are many."""
 
     def __init__(self, path: BucketPath):
         self._path, self._pending, self._failed = path, [], None
         with writing(path.parent):
-            self._number = _next_number(path)
+            self._number, self._segments = _next_number(path), len(_names_that_count(path))
         self._lines, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._send_often, name=f"log {path.name}", daemon=True)
         self._thread.start()
@@ -369,20 +412,33 @@ class Segments:
             if missing.state == "value" or not write(
                 self._path / f"{self._number:012}", files.in_utf8(text), instead_of=missing.stamp.generation
             ):
-                raise OSError(errno.EEXIST, "another run writes this log", str(self._path))
+                raise _of_another_run(self._path)
         except OSError:
             with self._lines:
                 self._pending.insert(0, text)
             raise
-        self._number += 1
+        self._number, self._segments = self._number + 1, self._segments + 1
+
+    def _fold(self) -> None:
+        with writing(self._path.parent, "what is saved stays"), self._sending:
+            if _next_number(self._path) != self._number:
+                raise _of_another_run(self._path)
+            _put_instead_of_all(self._path, self._number, b"".join(_log_of(self._path)))
+            self._number, self._segments = self._number + 1, 1
 
     def _send_often(self) -> None:
         while not self._ended.wait(FLUSH_SECS):
             try:
                 self.flush()
+                if self._segments >= MOST_SEGMENTS:
+                    self._fold()
                 self._failed = None
             except CheckpointError as error:
                 self._failed = error.__cause__
+
+
+def _of_another_run(log: BucketPath) -> OSError:
+    return OSError(errno.EEXIST, "another run writes this log", str(log))
 
 
 @files.append_file.register
