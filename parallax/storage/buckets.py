@@ -181,11 +181,11 @@ def _asked(path: BucketPath, ask: Any) -> Any:
 
 def read(path: BucketPath) -> bytes:
     """The content of an object."""
-    return _content(path, _store(path).read(path.key))
+    return _content(path, lambda store: store.read(path.key))
 
 
-def _content(path: BucketPath, reading: Any) -> bytes:
-    answer = _asked(path, lambda _: reading)
+def _content(path: BucketPath, ask: Any) -> bytes:
+    answer = _asked(path, ask)
     if answer.state != "value":
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return answer.value
@@ -345,9 +345,13 @@ def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
     for name in names:
         asked.append((folder / name, store.read(f"{folder.key}/{name}")))
         if len(asked) == READS_AHEAD:
-            yield _content(*asked.popleft())
+            yield _answer(*asked.popleft())
     while asked:
-        yield _content(*asked.popleft())
+        yield _answer(*asked.popleft())
+
+
+def _answer(path: BucketPath, reading: Any) -> bytes:
+    return _content(path, lambda store: reading)
 
 
 def _next_number(path: BucketPath) -> int:
@@ -421,10 +425,11 @@ class Segments:
 
     def _fold(self) -> None:
         with writing(self._path.parent, "what is saved stays"), self._sending:
-            if _next_number(self._path) != self._number:
+            if _next_number(self._path) > self._number:
                 raise _of_another_run(self._path)
-            _put_instead_of_all(self._path, self._number, b"".join(_log_of(self._path)))
-            self._number, self._segments = self._number + 1, 1
+            self._number += 1  # first: what comes next must come after it, though the answer to this were lost
+            _put_instead_of_all(self._path, self._number - 1, b"".join(_log_of(self._path)))
+            self._segments = 1
 
     def _send_often(self) -> None:
         while not self._ended.wait(FLUSH_SECS):

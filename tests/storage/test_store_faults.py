@@ -172,6 +172,17 @@ def test_a_long_log_is_made_one_object_again_and_again(bucket, monkeypatch):
     assert list(files.lines_in(bucket / "log.txt")) == [*written, b"more"]
 
 
+def test_a_log_whose_objects_could_not_be_removed_goes_on_after_them(store, bucket, monkeypatch):
+    log = files.append_file(bucket / "log.txt")
+    log.write("1\n")
+    log.flush()
+    with store.having(of("DELETE", faulty_store.expired)), pytest.raises(CheckpointError, match="ExpiredToken"):
+        log._fold()
+    log.write("2\n")
+    log.close()
+    assert list(files.lines_in(bucket / "log.txt")) == [b"1", b"2"] and len(files.names_in(bucket / "log.txt")) == 3
+
+
 def test_the_objects_of_a_log_are_asked_for_at_once_and_read_in_turn(store, bucket, monkeypatch):
     monkeypatch.setattr(buckets, "READS_AHEAD", 4)
     for number in range(1, 10):
