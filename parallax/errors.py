@@ -40,6 +40,7 @@ LISTED_DIFFERENCES = 5
 URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib reduces two slashes to one
 MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
 
+STORE_DETAILS = re.compile(r" \[[a-z_]+='|<\?xml")  # in what TensorStore says of a request that failed
 ESCAPED = "backslashreplace"  # how text is written that an encoding does not have
 JOINERS = "\u200c\u200d"  # within words and emoji
 
@@ -329,8 +330,9 @@ def why_not_local(path: str | os.PathLike) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; its type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message; its type if the message is empty. Headers, bodies and specs that
+    TensorStore adds are left out."""
+    return STORE_DETAILS.split((str(error).strip() or type(error).__name__).splitlines()[0])[0]
 
 
 def how_to_install(extra: str) -> str:

@@ -12,12 +12,13 @@ import hypothesis
 import jax
 import pytest
 from support.checkpoint_examples import small_disk
+from support.faulty_store import bucket, store
 from support.run_examples import corpus, observed_run, shared_programs, whole_run
 from support.stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
 from parallax.hardware.devices import simulate_devices
 
-__all__ = ["corpus", "observed_run", "shared_programs", "small_disk", "whole_run"]  # fixtures
+__all__ = ["bucket", "corpus", "observed_run", "shared_programs", "small_disk", "store", "whole_run"]  # fixtures
 __all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]
 
 simulate_devices(8)

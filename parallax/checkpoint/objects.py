@@ -26,6 +26,7 @@ DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a fol
 # Orbax's names of what a process spends for its own part of a save.
 COPY_EVENT = "/jax/orbax/write/blocking_d2h_duration_secs"
 WRITE_EVENT = "/jax/checkpoint/write/async/commit_duration_sec"
+LOST_ANSWERS = 4  # in the writes of a tree
 
 
 class HostCopy(NamedTuple):
@@ -77,9 +78,11 @@ class ObjectSaver:
         # A process that fails ends, and with it all others: none waits here for ever.
         try:
             files.write_file(step / BEGUN, "removed when the manifest is there\n")
+            if not (step / BEGUN).exists():
+                raise CheckpointError(f"lists of this store do not show {step / BEGUN}, which was just written")
             with recorded(WRITE_EVENT):
                 for part, arrays in copies.items():
-                    write_tree(step / part / f"{OF_PROCESS}{jax.process_index()}", arrays)
+                    write_new_tree(step / part / f"{OF_PROCESS}{jax.process_index()}", arrays)
             job.barrier_in_thread(f"the shards of {step} are stored")
             if jax.process_index() == 0:
                 for part in copies:
@@ -104,6 +107,18 @@ def host_copy(x: jax.Array) -> HostCopy:
     # A copy: the step after next may overwrite a donated array.
     shards = [(shard.index, np.array(shard.data)) for shard in own_shards]
     return HostCopy(jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding.shard_shape(x.shape), shards)
+
+
+def write_new_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
+    """`write_tree` in a folder that is not there. If the answer to a write is lost, TensorStore writes again, and takes
+    what it has stored itself for another's; then all is written once more."""
+    for tries_left in reversed(range(LOST_ANSWERS + 1)):
+        try:
+            return write_tree(folder, arrays)
+        except ValueError as error:
+            if not tries_left or not str(error).startswith("ALREADY_EXISTS"):
+                raise
+        files.remove(folder)
 
 
 def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:

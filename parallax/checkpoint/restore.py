@@ -20,7 +20,7 @@ from parallax.checkpoint.steps import (
 from parallax.config.settings import compare_settings, difference_text
 from parallax.errors import CheckpointError, StoreError, first_few, first_line, tell
 from parallax.processes import job
-from parallax.storage.files import PlainPath
+from parallax.storage import files
 
 DAMAGED, REFUSED = 1, 2  # verdicts of a process on a step; 0 means intact
 
@@ -85,7 +85,7 @@ def restore(
             raise CheckpointError(
                 f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
-    plain = PlainPath(folder)
+    plain = files.PlainPath(folder)
     checked_by_all(folder, step, lambda: _check_files(folder, step, manifest, trees))
     try:
         loaded = {part: _restore_tree(plain.path / str(step) / part, tree) for part, tree in trees.items()}
@@ -93,8 +93,9 @@ def restore(
         raise
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for problems with files
         reason = first_line(error)
-        if jax.process_count() > 1:
-            # Other processes may have read it, so none may continue with another step alone.
+        if jax.process_count() > 1 or not files.is_local(folder):
+            # Other processes may have read it, so none may continue with another step alone; and the checksums of
+            # objects are right, so it is the store that does not answer.
             raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {reason}") from error
         raise DamagedError(folder, step, f"it cannot be read: {reason}") from error
     for part, tree in loaded.items():

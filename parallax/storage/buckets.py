@@ -8,6 +8,7 @@ TensorStore sends the requests, repeats those that the store throttles or does n
 where the store's own tools look for them.
 """
 
+import collections
 import contextlib
 import errno
 import functools
@@ -23,15 +24,23 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from parallax.errors import URL, CheckpointError, ConfigError, StoreError, writing
+from parallax.errors import URL, CheckpointError, ConfigError, StoreError, first_line, writing
 from parallax.storage import files
 from parallax.storage.copies import copy_of
 
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # of TensorStore, by scheme
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "8s"}  # about 20 s of trying
+# TensorStore reads these from the environment. Without them it waits for ever for a server that says nothing.
+TIMEOUTS = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",  # without a byte; then the request is repeated
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+READS_AHEAD = 32  # requests for the objects of a log
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
 WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
+MOST_SEGMENTS = 2000  # objects of a log; three hours of them
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
 
@@ -133,7 +142,9 @@ def is_in_bucket(written: str | os.PathLike) -> bool:
 def _kvstore_of(folder: BucketPath) -> dict[str, Any]:
     """The tensorstore spec of a folder, without credentials."""
     prefix = f"{folder.key}/" if folder.key else ""
-    reached = _reached() if folder.scheme == "s3" else _reached_by_google()
+    for name, value in TIMEOUTS.items():
+        os.environ.setdefault(name, value)
+    reached = _reached_by_amazon() if folder.scheme == "s3" else _reached_by_google()
     return {"driver": DRIVERS[folder.scheme], "bucket": folder.bucket, "path": prefix} | reached
 
 
@@ -146,7 +157,7 @@ def _reached_by_google() -> dict[str, Any]:
     return {"gcs_request_retries": RETRIES}
 
 
-def _reached() -> dict[str, Any]:
+def _reached_by_amazon() -> dict[str, Any]:
     """Where a server is that the environment names, as the store's own tools read it."""
     variables = os.environ
     spec: dict[str, Any] = {"s3_request_retries": RETRIES}
@@ -171,16 +182,12 @@ def _opened(spec: str) -> Any:
 
 
 def _asked(path: BucketPath, ask: Any) -> Any:
-    """The answer to a request; StoreError, which is an OSError, that says what the store said, without headers and
-    bodies."""
+    """The answer to a request; StoreError, which is an OSError, that says what the store said."""
     try:
         return ask(_store(path)).result()
     except ValueError as error:
-        text = str(error)
-    kind, reason = ("ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]), text
-    for mark in (" [", "<?xml"):
-        reason = reason.partition(mark)[0]
-    reason = re.sub(r"//[^/@\s]*@", "//", reason)
+        text, reason = str(error), re.sub(r"//[^/@\s]*@", "//", first_line(error))
+    kind = "ENOENT" if "NoSuchBucket" in text else text.partition(":")[0]
     if kind == "NOT_FOUND":  # of an object it would be an answer, not an error
         kind, reason = "ENOENT", "the specified bucket does not exist"
     codes = {"ENOENT": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "UNAUTHENTICATED": errno.EACCES}
@@ -190,7 +197,11 @@ def _asked(path: BucketPath, ask: Any) -> Any:
 
 def read(path: BucketPath) -> bytes:
     """The content of an object."""
-    answer = _asked(path, lambda store: store.read(path.key))
+    return _content(path, lambda store: store.read(path.key))
+
+
+def _content(path: BucketPath, ask: Any) -> bytes:
+    answer = _asked(path, ask)
     if answer.state != "value":
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return answer.value
@@ -205,6 +216,8 @@ def write(path: BucketPath, content: bytes, *, instead_of: bytes | None = None) 
         return new
     # An earlier try may have been stored, and its answer lost.
     there = _asked(path, lambda store: store.read(path.key))
+    if there.state == "missing":
+        path.exists()  # StoreError if there is no bucket, of which a read says only that there is no object
     return there.stamp.generation if there.state == "value" and there.value == content else b""
 
 
@@ -282,7 +295,7 @@ def _odd_kind(path: BucketPath) -> None:
 @files.open_file.register
 def _open_file(path: BucketPath, mode: str = "rb", **options: Any) -> IO:
     assert mode in ("r", "rb"), "an object is written as a whole"
-    content = b"".join(_log_of(path)) if not path.is_file() and path.is_dir() else read(path)
+    content = b"".join(_log_of(path)[1]) if not path.is_file() and path.is_dir() else read(path)
     return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode("utf-8", "replace"))
 
 
@@ -335,19 +348,49 @@ def _remove_what_can_be(path: BucketPath) -> None:
 
 @files.try_writing.register
 def _try_writing(folder: BucketPath) -> None:
+    """Write and remove an object; OSError if that fails, or if lists show what was there before, since a run finds its
+    steps by them."""
     probe = folder / f"{files.PROBE}{os.getpid()}"
     write(probe, b"x")
-    _remove(probe)
+    is_shown = probe.is_file()
+    _asked(probe, lambda store: store.write(probe.key, None))
+    if not is_shown or probe.is_file():
+        raise OSError(errno.ESTALE, "lists of this store do not show what was just written and removed", str(folder))
 
 
 # ---- logs
 
 
-def _log_of(path: BucketPath) -> list[bytes]:
-    """The parts of a log that count."""
+def _log_of(path: BucketPath, tries: int = 4) -> tuple[list[str], list[bytes]]:
+    """The parts of a log that count, and their names. If its run replaces them meanwhile, they are asked for again."""
+    names = _names_that_count(path)
+    try:
+        return names, list(_contents(path, names))
+    except FileNotFoundError:
+        if tries == 1:
+            raise
+    return _log_of(path, tries - 1)
+
+
+def _names_that_count(path: BucketPath) -> list[str]:
     names = _names_in(path)
     first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
-    return [read(path / name) for name in names[first:]]
+    return names[first:]
+
+
+def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
+    """The objects of these names, in turn; the next ones are already asked for."""
+    store, asked = _store(folder), collections.deque()
+    for name in names:
+        asked.append((folder / name, store.read(f"{folder.key}/{name}")))
+        if len(asked) == READS_AHEAD:
+            yield _answer(*asked.popleft())
+    while asked:
+        yield _answer(*asked.popleft())
+
+
+def _answer(path: BucketPath, reading: Any) -> bytes:
+    return _content(path, lambda store: reading)
 
 
 def _next_number(path: BucketPath) -> int:
@@ -362,18 +405,16 @@ class GrowingSegments:
 
     def read(self) -> tuple[bool, Iterator[bytes]]:
         """As `GrowingLog.read`."""
-        names = self._names_from(self._last)
-        replaced = [place for place, name in enumerate(names) if place and name.endswith(WHOLE_LOG)]
-        if is_new := not self._last or names[:1] != [self._last] or bool(replaced):
-            names = self._names_from("")
-            first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
-        contents = [read(self._path / name) for name in names[first if is_new else 1 :]]
+        prefix = f"{self._path.key}/"
+        keys = _keys(self._path, prefix + self._last, f"{self._path.key}0")
+        names = [key.removeprefix(prefix) for key in keys]
+        replaced = any(name.endswith(WHOLE_LOG) for name in names[1:])
+        if is_new := not self._last or names[:1] != [self._last] or replaced:
+            names, contents = _log_of(self._path)
+        else:
+            contents = list(_contents(self._path, names[1:]))
         self._last = (names or [""])[-1]
         return is_new, (line for content in contents for line in content.splitlines())
-
-    def _names_from(self, first: str) -> list[str]:
-        prefix = f"{self._path.key}/"
-        return [key.removeprefix(prefix) for key in _keys(self._path, prefix + first, f"{self._path.key}0")]
 
 
 @files.growing_log.register
@@ -391,19 +432,26 @@ def _end_of(path: BucketPath, most: int) -> bytes:
 
 @files.replace_log.register
 def _replace_log(path: BucketPath, lines: Iterable[bytes]) -> None:
-    before, number = _names_in(path), _next_number(path)
-    write(path / f"{number:012}{WHOLE_LOG}", b"".join(lines))
-    for name in before:
-        _remove(path / name)
+    _put_instead_of_all(path, _next_number(path), b"".join(lines))
+
+
+def _put_instead_of_all(path: BucketPath, number: int, content: bytes) -> None:
+    """Write an object that replaces those before it in a log, and remove them."""
+    from tensorstore import KvStore
+
+    whole = path / f"{number:012}{WHOLE_LOG}"
+    write(whole, content)
+    _asked(path, lambda store: store.delete_range(KvStore.KeyRange(f"{path.key}/", whole.key)))
 
 
 class Segments:
-    """A log in a bucket. A thread stores what was written every few seconds, as an object with the next number."""
+    """A log in a bucket. A thread stores what was written every few seconds, as an object with the next number, and
+    makes one of them when they are many."""
 
     def __init__(self, path: BucketPath):
         self._path, self._pending, self._failed = path, [], None
         with writing(path.parent):
-            self._number = _next_number(path)
+            self._number, self._segments = _next_number(path), len(_names_that_count(path))
         self._lines, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._send_often, name=f"log {path.name}", daemon=True)
         self._thread.start()
@@ -440,20 +488,34 @@ class Segments:
             if missing.state == "value" or not write(
                 self._path / f"{self._number:012}", files.in_utf8(text), instead_of=missing.stamp.generation
             ):
-                raise OSError(errno.EEXIST, "another run writes this log", str(self._path))
+                raise _of_another_run(self._path)
         except OSError:
             with self._lines:
                 self._pending.insert(0, text)
             raise
-        self._number += 1
+        self._number, self._segments = self._number + 1, self._segments + 1
+
+    def _fold(self) -> None:
+        with writing(self._path.parent, "what is saved stays"), self._sending:
+            if _next_number(self._path) > self._number:
+                raise _of_another_run(self._path)
+            self._number += 1  # first: what comes next must come after it, though the answer to this were lost
+            _put_instead_of_all(self._path, self._number - 1, b"".join(_log_of(self._path)[1]))
+            self._segments = 1
 
     def _send_often(self) -> None:
         while not self._ended.wait(FLUSH_SECS):
             try:
                 self.flush()
+                if self._segments >= MOST_SEGMENTS:
+                    self._fold()
                 self._failed = None
             except CheckpointError as error:
                 self._failed = error.__cause__
+
+
+def _of_another_run(log: BucketPath) -> OSError:
+    return OSError(errno.EEXIST, "another run writes this log", str(log))
 
 
 @files.append_file.register

