@@ -139,7 +139,7 @@ def phases_of(text: str, sources: Sequence[SourceConfig], *, seq: int, global_ba
     for name, settings in settings_by_name("data.phases", text).items():
         phase = _next_phase(f"data.phases.{name}", name, settings, phase)
         phases.append(phase)
-    for phase in phases:
+    for phase in phases if sources else ():  # a run of a single source has one phase
         _check_weights(f"data.phases.{phase.name}" if phase.name else "data.mixture", phase.weights)
     if never := [name for name in weights if not any(phase.weights[name] for phase in phases)]:
         raise ConfigError(f"data.mixture.{never[0]}.weight=0, and no phase reads it; give it a weight, or leave it out")

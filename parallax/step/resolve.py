@@ -70,6 +70,12 @@ def resolve(
     return read_settings(settings, mesh=mesh, model=model)
 
 
+def in_largest_batches(settings: Settings) -> Settings:
+    """The settings as if all batches of a run had the shape of the phase with most tokens in one, which needs most
+    memory; of these the one with the longest rows."""
+    return dataclasses.replace(settings, data=settings.data.largest)
+
+
 def sizes_on(settings: Settings, devices: Devices) -> dict[str, int]:
     """The sizes of the mesh's axes on these devices."""
     try:

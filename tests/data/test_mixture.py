@@ -8,8 +8,10 @@ import pytest
 from support.data_examples import data_config, prepare_texts
 
 from parallax.config.sections import DataConfig
+from parallax.config.settings import default_settings
 from parallax.data import open_mixture, open_reader
 from parallax.errors import ConfigError, DataError
+from parallax.step.resolve import in_largest_batches
 
 SEQ, BATCH = 8, 6
 TEXTS = {name: [f"{name} {number} " * 9 for number in range(40)] for name in ("web", "code", "math")}
@@ -180,6 +182,17 @@ def test_longer_windows_begin_with_the_next_epoch_of_each_source(folder):
     for source, number in zip(sources.tolist(), numbers.tolist()):
         longer = [*mixture.by_name.values()][source].in_windows_of(16)
         assert longer.windows <= number < 2 * longer.windows
+
+
+def test_a_plan_is_for_the_batches_that_need_most_memory(folder):
+    config = config_of(
+        folder, "long=(from_step=9, seq=16, global_batch=5) short=(from_step=12, seq=8, global_batch=10)"
+    )
+    assert config.shapes == [(6, 8), (5, 16), (10, 8)]
+    settings = dataclasses.replace(default_settings(), data=config)
+    assert in_largest_batches(settings).data.shapes == [(5, 16)]
+    one_shape = dataclasses.replace(settings, data=config_of(folder))
+    assert in_largest_batches(one_shape) == one_shape
 
 
 def test_several_paths_are_one_source_and_each_file_counts_once(tmp_path):
