@@ -263,6 +263,11 @@ def get_config() -> ConfigDict:
     config.data.source = "stdlib"
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
+    config.data.where = ""  # jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all
+    # sources by name instead of one, as "web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)"
+    config.data.mixture = ""
+    # what changes from a step on: weights, seq, global_batch, as "anneal=(from_step=801, web=1, code=3)"
+    config.data.phases = ""
     # "auto" | "bytes" | "bpe" | a tokenizer.json: auto: that of the run in train.init_from or of prepared data, else
     # bytes; bpe is trained on the corpus
     config.data.tokenizer = "auto"

@@ -43,6 +43,7 @@ RUNS = {
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "llmq.py": r"\| H100:1 \| bf16 \| bfloat16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
+    "mixture.py": r"worst share 0\.\d{3} rows",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
     "one_pass.py": r"F&B( +\d+\.\d\d){6}",

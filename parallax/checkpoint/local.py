@@ -167,7 +167,9 @@ class LocalCopies:
 
     # ---- restoring
 
-    def restore_newest(self, trees: Mapping[str, Any], *, after: int, why_not: Callable[[Any], str]) -> Restored | None:
+    def restore_newest(
+        self, trees: Mapping[str, Any], *, after: int, why_not: Callable[[int, Any], str]
+    ) -> Restored | None:
         """The newest step after `after` of which all shards are there, on the hosts that need them or on the next ones;
         None if there is none. All processes call it.
 
@@ -197,7 +199,7 @@ class LocalCopies:
             self._say(f"checkpoint.local: no step after {after} is whole on all hosts; the run's folder is used")
         return None
 
-    def _whole_steps(self, owner: int, flat: Any, after: int, why_not: Callable[[Any], str]) -> dict[int, Any]:
+    def _whole_steps(self, owner: int, flat: Any, after: int, why_not: Callable[[int, Any], str]) -> dict[int, Any]:
         """Manifests of the steps of an owner that can be restored; the others are named."""
         folder, whole = self._folders[owner], {}
         for step in sorted(steps.complete_steps(folder)) if folder.is_dir() else ():
@@ -205,7 +207,7 @@ class LocalCopies:
                 continue
             try:
                 manifest = steps.read_manifest(folder, step)
-                if reason := _why_not(manifest, flat, owner) or why_not(manifest["settings"]):
+                if reason := _why_not(manifest, flat, owner) or why_not(step, manifest["settings"]):
                     raise CheckpointError(f"the copy of step {step} in {folder} is not restored: {reason}")
                 wrong = steps.odd_files(folder / str(step), flat)
                 wrong = wrong or steps.wrong_files(folder / str(step), manifest["files"], contents=True)

@@ -58,6 +58,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--source", required=True, help=sources)
     add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
     add("--field", help=as_training("field", meaning["field"]))
+    add("--where", default=TRAINING.where, help=as_training("where", meaning["where"]).replace("%", "%%"))
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
     add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
     add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
@@ -79,7 +80,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def _prepare(parsed: argparse.Namespace) -> int:
     _fill_in(parsed)
-    source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
+    about = {key: getattr(parsed, key) for key in ("path", "field", "where", "synthetic_tokens")}
+    source = open_source(parsed.source, **about)
     options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
     request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **options)
     if parsed.rebuild:
@@ -98,6 +100,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     read_by = {
         "path": (parsed.source in FILES, f"--source {parsed.source}"),
         "field": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
+        "where": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
         "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
         "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }
@@ -110,7 +113,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         if value is None:
             value = getattr(TRAINING, key)
             setattr(parsed, key, value)
-        if needed and not value:
+        if needed and not value and key != "where":
             raise ConfigError(f"{by} needs {flag}")
     for name in ("path", "tokenizer"):
         source_path(getattr(parsed, name), f"--{name}", pattern=name == "path")

@@ -20,7 +20,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
     from parallax.config.sections import DataConfig
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
-    from parallax.data import Reader, open_reader
+    from parallax.data import Reader, open_reader, open_sources
     from parallax.data.sources import kind_of
     from parallax.data.tokenizer import Bytes
     from parallax.errors import DataError, tell
@@ -30,7 +30,7 @@ with loading(__name__, sys.stderr):
     from parallax.step.resolve import run_tokenizer
     from parallax.step.step import make_eval_step
     from parallax.storage.run_files import RunFiles
-    from parallax.training.evaluation import mean_loss
+    from parallax.training.evaluation import mean_loss, mean_of
 
 USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
@@ -62,6 +62,7 @@ class Evaluation(NamedTuple):
     text_bytes: int
     bytes_exact: bool
     seq: int
+    sources: dict[str, float]  # of a mixture's held-out text: the loss of each
 
     def to_json(self) -> str:
         """The result as JSON; non-finite numbers are null, since JSON does not have them."""
@@ -75,6 +76,7 @@ class Evaluation(NamedTuple):
         return (
             f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, {self.bits_per_byte:.4f} bits a byte"
             f"\n{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, in windows of {self.seq:,}"
+            + "".join(f"\nloss {loss:.4f} of {name}" for name, loss in self.sources.items())
         )
 
 
@@ -107,16 +109,21 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(workdir, settings, settings.mesh, step, choose)
     with waiting("reading the text"):
-        reader = open_text(trained, settings.data, data, RunFiles(workdir), tokenizer)
+        readers = open_text(trained, settings.data, data, RunFiles(workdir), tokenizer)
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
-    shape = reader.rows.size, reader.seq
-    put = put_on(trained.model.batch_sharding, shape)
+    first = next(iter(readers.values()))
+    put, step = put_on(trained.model.batch_sharding, (first.rows.size, first.seq)), make_eval_step(trained.model)
     with waiting("compiling the evaluation, and evaluating") as show:
-        loss, tokens = mean_loss(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
+        losses = {
+            source: mean_loss(step, trained.params, reader, put, reader.batches, show)
+            for source, reader in readers.items()
+        }
+    loss, tokens = mean_of(losses.values()), sum(tokens for _, tokens in losses.values())
     if not tokens:
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
-    size, exact = reader.text_bytes()
+    sizes = [reader.text_bytes() for reader in readers.values()]
+    size = sum(size for size, _ in sizes)
     return Evaluation(
         run=str(workdir),
         step=trained.step,
@@ -126,16 +133,19 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         perplexity=math.exp(loss) if loss < 700 else math.inf,
         bits_per_byte=loss * tokens / math.log(2) / size,
         tokens=tokens,
-        documents=reader.documents,
+        documents=sum(reader.documents for reader in readers.values()),
         text_bytes=size,
-        bytes_exact=exact,
-        seq=reader.seq,
+        bytes_exact=all(exact for _, exact in sizes),
+        seq=first.seq,
+        sources={source: loss for source, (loss, _) in losses.items() if source},
     )
 
 
-def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles, tokenizer: str = "") -> Reader:
-    """The text as windows, prepared in the run's folder if necessary. The held-out text is read with `tokenizer`, which
-    must be the run's own; by default with that of the config."""
+def open_text(
+    trained: Run, config: DataConfig, data: str | None, run: RunFiles, tokenizer: str = ""
+) -> dict[str, Reader]:
+    """The text as windows, prepared in the run's folder if necessary; the held-out text of a mixture by source. It is
+    read with `tokenizer`, which must be the run's own; by default with that of the config."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
     # As many windows in a batch as in training, or the next number that divides over the mesh.
@@ -144,17 +154,19 @@ def open_text(trained: Run, config: DataConfig, data: str | None, run: RunFiles,
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
         source = kind_of(data, config.field)
         cache = "" if source == "prepared" else config.cache
-        config = dataclasses.replace(config, source=source, path=data, cache=cache)
+        config = dataclasses.replace(config, mixture="", phases="", source=source, path=data, cache=cache)
     split = "eval" if data is None else "all"
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
     options = {"tokenizer": tokenizer, "fingerprint": fingerprint, "finished": saved_cache(run)}
-    reader = open_reader(config, folder=run.data, vocab=vocab, split=split, **options)
+    options |= {"folder": run.data, "vocab": vocab, "split": split}
+    readers = open_sources(config, **options) if config.mixture else {"": open_reader(config, **options)}
+    reader = next(iter(readers.values()))
     if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{tokenizer or config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
-    return reader
+    return readers
 
 
 if __name__ == "__main__":

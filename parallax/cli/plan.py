@@ -26,7 +26,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.errors import ConfigError, check_whole
     from parallax.hardware.devices import simulate_devices, start_devices
-    from parallax.step.resolve import resolve
+    from parallax.step.resolve import in_largest_batches, resolve
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
@@ -79,7 +79,7 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
             simulate_devices(settings.mesh.simulate)
         with waiting("measuring this machine's devices"):
             topology = local_topology(settings.model.dtype)
-    settings = resolve(settings, topology.as_devices)
+    settings = resolve(in_largest_batches(settings), topology.as_devices)
     topology.chip.peak(settings.model.dtype)
     return settings, topology
 

@@ -43,6 +43,7 @@ from parallax.errors import CheckpointError, ConfigError, StoreError, check_choi
 from parallax.storage import files
 from parallax.storage.run_files import (
     COPIED,
+    EVAL_LOSS_OF,
     LARGEST_STEP,
     OWN_PARTS,
     PROCESS_STEP_SECS,
@@ -129,6 +130,7 @@ class Metrics:
         self.losses: list[float | None] = []
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
+        self.eval_by_source: dict[str, float] = {}
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.copied: set[int] = set()  # steps whose state was copied to be saved
         self.torn = self.odd = 0
@@ -151,7 +153,14 @@ class Metrics:
         if "eval/loss" in finite:
             self.eval_steps.append(row["step"])
             self.eval_losses.append(finite["eval/loss"])
+            self.eval_by_source = losses_of_sources(row)
         self.recent.append({"step": row["step"], **finite})
+
+
+def losses_of_sources(row: Mapping[str, Any]) -> dict[str, float]:
+    """The losses of a mixture's held-out text in a line of metrics.jsonl, by source."""
+    named = {key.removeprefix(EVAL_LOSS_OF): number_of(row[key]) for key in row if key.startswith(EVAL_LOSS_OF)}
+    return {one_line(name): loss for name, loss in named.items() if loss is not None and math.isfinite(loss)}
 
 
 def processes_of(row: dict[str, Any]) -> np.ndarray:
@@ -531,6 +540,9 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     if run.expert_load:
         largest, entropy = run.expert_load
         add("experts", Text(f"largest load {decimal(largest, 2)} x even, entropy {decimal(entropy, 3)} of even"))
+    if by_source := run.metrics.eval_by_source:
+        each = ", ".join(f"{name} {decimal(loss, 4)}" for name, loss in by_source.items())
+        add("eval loss of", Text(each))
     if run.metrics.torn:
         add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:

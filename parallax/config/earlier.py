@@ -31,7 +31,7 @@ ADDED = {
     "fsdp": "gather_dtype bucket",
     "loss": "name balance_coefficient router_z_coefficient table_first",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
-    "data": "special_tokens cache_bytes",
+    "data": "special_tokens where mixture phases cache_bytes",
     "train": "compile_cache continue_from other_data slow_process_share slow_process_steps",
     "checkpoint": "keep_every_steps local local_every_steps deadline_secs",
     "sample": "special_tokens",
@@ -81,9 +81,9 @@ def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[di
 def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The saved config of a run with the current keys, and a list of the changes.
 
-    >>> today, said = of_today({"optimizer": {"name": "adamw"}, "data": {"seq": 64}})
-    >>> today["data"], said[-1]
-    ({'special_tokens': 'text', 'seq': 64}, "data.special_tokens='text' is added")
+    >>> today, said = of_today({"optimizer": {"name": "adamw"}, "sample": {"tokens": 64}})
+    >>> today["sample"], said[-1]
+    ({'special_tokens': 'text', 'tokens': 64}, "sample.special_tokens='text' is added")
     """
     today, said = renamed(saved)
     for name, keys_added in ADDED.items():

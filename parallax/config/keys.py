@@ -16,6 +16,7 @@ ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
 # Limits of POSIX file systems. With a longer name, even checking whether the file exists is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
 BY_NAME_FORM = '"NAME=module:name" or "NAME=module:name(setting=1)", each name once, or settings as "NAME=(key=1)"'
+SETTINGS_FORM = 'settings by name, as "NAME=(key=1) OTHER=(key=2)", each name once'
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -82,7 +83,8 @@ class Key:
         if self.by_name and settings_by_name(name, value):
             return
         if self.by_name and value.strip():
-            raise ConfigError(f"{name}={quoted(value)} must be {BY_NAME_FORM}.")
+            form = BY_NAME_FORM if self.code else SETTINGS_FORM
+            raise ConfigError(f"{name}={quoted(value)} must be {form}.")
         if self.path:
             _check_path(name, value, self.elsewhere)
         if self.choices and not self.other and value not in self.choices:

@@ -5,12 +5,14 @@
 
 import copy
 import functools
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
+from parallax.config.mixture import Phase, SourceConfig, phases_of, sources_of
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.errors import (
     ConfigError,
@@ -1185,6 +1187,22 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         "", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, elsewhere="url", saved=True
     )
     field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
+    where: str = key(
+        "", 'jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all', saved=True
+    )
+    mixture: str = key(
+        "",
+        "sources by name instead of one, as \"web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)\"",
+        by_name=True,
+        path=True,
+        saved=True,
+    )
+    phases: str = key(
+        "",
+        'what changes from a step on: weights, seq, global_batch, as "anneal=(from_step=801, web=1, code=3)"',
+        by_name=True,
+        saved=True,
+    )
     tokenizer: str = key(
         AUTO,
         "auto: that of the run in train.init_from or of prepared data, else bytes; bpe is trained on the corpus",
@@ -1220,6 +1238,18 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     )
 
     def check(self) -> None:
+        if self.mixture:
+            self._check_mixture()
+        elif self.phases:
+            raise ConfigError(
+                f"data.phases={quoted(self.phases)} needs data.mixture, whose sources it names; write one, also of a "
+                "single source"
+            )
+        if self.where and self.source not in ("jsonl", "parquet"):
+            raise ConfigError(
+                f"data.where={quoted(self.where)} reads fields, and data.source={self.source!r} has none; "
+                "use jsonl or parquet"
+            )
         if self.source in BUILT_IN and self.path:
             raise ConfigError(
                 f"data.path={quoted(self.path)} is not read by data.source={self.source!r}; "
@@ -1235,6 +1265,45 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             raise ConfigError(f"data.cache={quoted(self.cache)} is not used by data.source='prepared'; leave it empty")
         if self.tokenizer != AUTO:
             check_tokenizer(self.tokenizer, self.bpe_vocab, f"{AUTO!r}, ")
+
+    def _check_mixture(self) -> None:
+        if self.path or self.where or self.source != DataConfig.source:
+            written = next(name for name in ("path", "where", "source") if getattr(self, name))
+            raise ConfigError(
+                f"data.{written}={quoted(getattr(self, written))} is not read with data.mixture; write it in the "
+                f"mixture, as NAME=({written}={getattr(self, written)!r})"
+            )
+        if self.tokenizer == "bpe":
+            raise ConfigError(
+                "data.tokenizer='bpe' is trained on a source, and a mixture has several; make it with "
+                "`python -m parallax.data prepare`, and write data.tokenizer='FOLDER/tokenizer.json'"
+            )
+        assert self.parts and self.run_phases
+
+    @functools.cached_property
+    def parts(self) -> list[SourceConfig]:
+        """The sources of the mixture; none without one."""
+        return sources_of(self.mixture) if self.mixture else []
+
+    @functools.cached_property
+    def run_phases(self) -> list[Phase]:
+        """The phases of a run, in order; one if nothing changes."""
+        return phases_of(self.phases, self.parts, seq=self.seq, global_batch=self.global_batch)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The shapes of a run's batches, (global_batch, seq), in order, each once."""
+        return [*dict.fromkeys(phase.shape for phase in self.run_phases)]
+
+    @property
+    def largest(self) -> "DataConfig":
+        """The settings with the shape of the phase that has most tokens in a batch, or of these the longest rows."""
+        global_batch, seq = max(self.shapes, key=lambda shape: (math.prod(shape), shape[1]))
+        return self if (global_batch, seq) == self.shapes[0] else self.in_shape((global_batch, seq))
+
+    def in_shape(self, shape: tuple[int, int]) -> "DataConfig":
+        """The settings of a run whose batches all have this shape, (global_batch, seq)."""
+        return replace(self, phases="", mixture="", global_batch=shape[0], seq=shape[1])
 
 
 def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:

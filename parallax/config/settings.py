@@ -30,7 +30,7 @@ NO_CODE: Mapping[str, Any] = MappingProxyType({})
 # What commands read of the keys of both kinds: all, what a model needs, or its data.
 OF_A_RUN = (*NOT_SAVED, *(name for name in PATHS if name not in NOT_SAVED))
 OF_A_MODEL = ("train.compile_cache",)
-OF_DATA = ("data.cache", "data.path", "data.tokenizer")
+OF_DATA = ("data.cache", "data.path", "data.mixture", "data.tokenizer")
 
 
 @dataclass(frozen=True, repr=False)

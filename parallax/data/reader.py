@@ -1,16 +1,18 @@
 """Batches of a run: the batch of step n depends only on data, seed and n."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property, lru_cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -55,6 +57,7 @@ def open_reader(
     tokenizer: str = "",
     fingerprint: str = "",
     finished: str = "",
+    paths: Sequence[str] = (),
 ) -> "Reader":
     """A reader of the configured source, which is prepared first if necessary.
 
@@ -67,6 +70,7 @@ def open_reader(
         fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
             differently; "" for a new run.
         finished: another cache, whose complete data is read where `folder` has none; nothing is written there.
+        paths: several files, folders or globs in place of `config.path`.
     Raises:
         ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
@@ -78,7 +82,8 @@ def open_reader(
         prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
-        where = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
+        where = {"path": paths if len(paths) > 1 else config.path, "field": config.field, "where": config.where}
+        where |= {"synthetic_tokens": config.synthetic_tokens}
         options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
         source = open_source(config.source, **where)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
@@ -220,13 +225,32 @@ class Reader:
     @property
     def fingerprint(self) -> str:
         """SHA-256 in hex of everything that determines the batches: if equal, batches are equal at every step."""
+        return self.fingerprint_with(self._global_batch)
+
+    def fingerprint_with(self, global_batch: int) -> str:
+        """The same with batches of another size."""
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
-        chosen = [self.split, self.seq, self._global_batch, self._eval_fraction, self._seed]
+        chosen = [self.split, self.seq, global_batch, self._eval_fraction, self._seed]
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
         spelled = self.manifest.special_tokens == "tokens"
         if spelled or self.tokenizer.end in self.tokenizer.begin:  # ids do not say where a document ends
             content.append([shard.documents_sha256 for shard in self.manifest.shards])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of steps that the text lasts for; it is read again and again."""
+        return None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint, by the name of its key in a checkpoint."""
+        return {"fingerprint": self.fingerprint}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The manifest, as JSON."""
+        return asdict(self.manifest)
 
     @property
     def documents(self) -> int:
@@ -262,7 +286,14 @@ class Reader:
             files = (self._stream.files[shard] for shard in self._shards_from(step))
             self._fetching = threading.Thread(target=fetch, args=(files,), name="shards", daemon=True)
             self._fetching.start()
-        windows = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
+        return self._arrays(self._windows_in(step, self.rows))
+
+    def batch_of_rows(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The same columns of any rows of a run of this split alone, counted from its first one."""
+        return self._arrays(self.windows_of_rows(rows))
+
+    def _arrays(self, windows: np.ndarray) -> dict[str, np.ndarray]:
+        windows = np.minimum(windows * self.seq, self.tokens)
         starts = np.minimum(windows + self.columns.start, self.tokens)
         ids = self._stream.read(starts, len(self.columns) + 1)
         # For the model, the first document of a window begins at the window's start.
@@ -304,9 +335,20 @@ class Reader:
         """Index in the stream after each document's last token."""
         return np.cumsum(self.manifest.read_documents(self.folder)["tokens"][self._chosen()].astype(np.int64))
 
+    def in_windows_of(self, seq: int, columns: range | None = None) -> "Reader":
+        """The same split in windows of another length; files and tables are shared."""
+        assert self._ends is not None  # computed now, so that the copy has it
+        other = copy.copy(self)
+        other.seq, other.columns = seq, range(seq) if columns is None else columns
+        return other
+
     def windows_of(self, step: int) -> np.ndarray:
         """The windows in the global batch of `step`, of all hosts, in the order of its rows."""
         return self._windows_in(step, np.arange(self._global_batch))
+
+    def windows_by_source(self, step: int) -> dict[str, tuple["Reader", np.ndarray]]:
+        """The same as those of a mixture's only source, which has no name."""
+        return {"": (self, self.windows_of(step))}
 
     def documents_of(self, windows: np.ndarray) -> np.ndarray:
         """The documents in any of these windows, counted from 0 in the order of the corpus."""
@@ -322,10 +364,15 @@ class Reader:
 
     def _windows_in(self, step: int, rows: np.ndarray) -> np.ndarray:
         if self.split == "train":
-            epochs, positions = np.divmod(step * self._global_batch + rows, self.windows)
-        else:
-            epochs, positions = np.zeros(len(rows), np.int64), step % self.batches * self._global_batch + rows
-        windows = np.full(len(rows), self.windows)  # beyond the last: all padding
+            return self.windows_of_rows(step * self._global_batch + rows)
+        return self._shuffled(np.zeros(len(rows), np.int64), step % self.batches * self._global_batch + rows)
+
+    def windows_of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The windows of rows, counted from the first one of a run of this split alone, over all epochs."""
+        return self._shuffled(*np.divmod(rows, self.windows))
+
+    def _shuffled(self, epochs: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        windows = np.full(len(epochs), self.windows)  # beyond the last: all padding
         for epoch in np.unique(epochs):
             mine = (epochs == epoch) & (positions < self.windows)
             windows[mine] = shuffled(positions[mine], self.windows, seed=self._seed, epoch=int(epoch))

@@ -10,14 +10,15 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from parallax.data.shards import MANIFEST_FILE
+from parallax.data.where import where_of
 from parallax.display.progress import waiting
 from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
 from parallax.storage.files import (
@@ -60,8 +61,8 @@ class Source:
     left_out: str = ""  # how many files are read of a folder, and why not others; "" if all are
 
 
-def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> Source:
-    """The documents of a source, see `configs/base.py`.
+def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_tokens: int, where: str = "") -> Source:
+    """The documents of a source, see `configs/base.py`; `path` may be several of them.
 
     Raises:
         DataError: no file matches.
@@ -78,10 +79,19 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     if names_code(kind):
-        return _users(kind, path)
+        return _users(kind, str(path))
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
-    files, left_out = find_files(path, kind, field)
+    settings |= {"where": where_of("data.where", where).text} if where else {}
+    files, left_out = find_files(path, kind, field) if isinstance(path, str) else _of_several(path, kind, field)
     return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
+
+
+def _of_several(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
+    """The files of several paths, in the order of these, each file once; and what is left out."""
+    each = [find_files(path, kind, field) for path in paths]
+    files = [file for files, _ in each for file in files]
+    again = _repeated([*dict.fromkeys(files)])
+    return [file for file in dict.fromkeys(files) if file not in again], "\n".join(said for _, said in each if said)
 
 
 def _users(code: str, path: str) -> Source:
@@ -328,23 +338,30 @@ def _decode(content: bytes, file: Path, offset: int) -> str:
 # ---- records
 
 
-def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
-    """The string in `field` of each line that is not empty; a null is an empty document.
+def read_jsonl(file: Path, *, field: str, where: str = "") -> Iterator[str]:
+    """The string in `field` of each line that is not empty; a null is an empty document. With `where`, of the records
+    that pass it.
 
     Raises:
         DataError: a line is not a JSON object with such a string, or is too long; names file and line.
     """
+    chosen = where_of("data.where", where) if where else None
     with _open(file) as opened:
         for number, line in enumerate(iter(partial(opened.readline, LARGEST_BYTES + 1), b""), start=1):
             if len(line) > LARGEST_BYTES:
                 raise DataError(f"{file}:{number} is a line of more than {LARGEST_BYTES:,} bytes; divide its document")
             if line.strip():
-                yield _field(line, field, f"{file}:{number}")
+                record = _record(line, field, f"{file}:{number}")
+                if chosen is None or chosen.passes(record, f"{file}:{number}"):
+                    yield _field(record, field, f"{file}:{number}")
 
 
-def _field(line: bytes, field: str, where: str) -> str:
+def _record(line: bytes, field: str, where: str) -> dict[str, Any]:
     with errors_as(DataError, f"{where} cannot be read as JSON: ", "", ValueError):
-        record = object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
+        return object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
+
+
+def _field(record: Mapping[str, Any], field: str, where: str) -> str:
     if field not in record:
         raise DataError(f"{where} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
     text = record[field]
@@ -356,26 +373,33 @@ def _field(line: bytes, field: str, where: str) -> str:
     return text.removeprefix(BOM)
 
 
-def read_parquet(file: Path, *, field: str) -> Iterator[str]:
+def read_parquet(file: Path, *, field: str, where: str = "") -> Iterator[str]:
     """The strings of column `field`, or its bytes as UTF-8, also where it is a dictionary; a null is an empty document.
+    With `where`, of the rows that pass it.
 
     Raises:
         ConfigError: pyarrow is not installed.
         DataError: the file is damaged, or the column is missing or holds no text.
     """
     pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
+    chosen = where_of("data.where", where) if where else None
+    compared = chosen.columns if chosen else []
     try:
         with parquet.ParquetFile(local_copy(file)) as opened:
             names = opened.schema_arrow.names
+            if lacking := [name for name in compared if name not in names]:
+                raise DataError(f"{file} has no column {quoted(lacking[0])} (data.where); columns: {names_of(names)}")
             if field not in names:
                 raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(names)}")
             kind = opened.schema_arrow.field(field).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if str(values) not in PARQUET_TYPES:
                 raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
-            batches = opened.iter_batches(PARQUET_ROWS, columns=[field])
-            texts = (text for batch in batches for text in batch.column(0))
-            for row, text in enumerate(texts, start=1):
+            batches = opened.iter_batches(PARQUET_ROWS, columns=[field, *(name for name in compared if name != field)])
+            rows = (pair for batch in batches for pair in zip(batch.column(field), _compared(batch, compared)))
+            for row, (text, record) in enumerate(rows, start=1):
+                if chosen and not chosen.passes(record, f"{file}, row {row}"):
+                    continue
                 try:
                     content = text.as_py()
                     content = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -386,6 +410,11 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
                 yield (content or "").removeprefix(BOM)
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def _compared(batch: Any, names: Sequence[str]) -> Iterable[dict[str, Any]]:
+    """The values of these columns in each row of a batch of Arrow."""
+    return batch.select(list(names)).to_pylist() if names else repeat({})
 
 
 # ---- counting

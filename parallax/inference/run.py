@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -25,7 +25,7 @@ from parallax.config.settings import (
     tell_saved,
     with_code,
 )
-from parallax.data import Reader, as_batch
+from parallax.data import MixedReader, Reader, as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from parallax.display.html import facts_html
 from parallax.display.progress import clear_progress, waiting
@@ -37,7 +37,7 @@ from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.processes.compile_cache import use_compile_cache
 from parallax.sharding.mesh import make_mesh
-from parallax.step.batches import open_split
+from parallax.step.batches import open_by_source, open_split
 from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.step.step import model_of
 from parallax.storage.run_files import RunFiles, number_of, read_metrics
@@ -109,13 +109,21 @@ class Run:
         return as_batch(ids[None])  # one document, also where the id of an end begins it
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
-        """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
+        """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions. The
+        held-out text of a mixture's sources is read in turn."""
         if split not in self._readers:
-            self._readers[split] = open_split(self.settings, RunFiles(self.path), split)
-        return self._readers[split].batch(index)
+            self._readers[split] = [*self._opened(split)]
+        readers = self._readers[split]
+        return readers[index % len(readers)].batch(index // len(readers))
+
+    def _opened(self, split: str) -> Iterable[Reader | MixedReader]:
+        run = RunFiles(self.path)
+        if split == "train":
+            return [open_split(self.settings, run, split)]
+        return open_by_source(self.settings, run, split).values()
 
     @cached_property
-    def _readers(self) -> dict[str, Reader]:
+    def _readers(self) -> dict[str, list[Reader | MixedReader]]:
         """Its opened splits; before the first, a line on stderr names the files that its config has read."""
         config = RunFiles(self.path).config
         tell_saved(config, *load_saved(config), OF_DATA)

@@ -1,6 +1,6 @@
 """Each process's part of a batch, and its transfer to the devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
-from parallax.data import Reader, open_reader
+from parallax.data import MixedReader, Reader, open_mixture, open_reader, open_sources
+from parallax.data.mixture import OwnPart
 from parallax.step.resolve import known_fingerprint, run_tokenizer, vocab_of_weights
 from parallax.storage.files import object_if_readable
 from parallax.storage.run_files import RunFiles
@@ -38,14 +39,39 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
     return lambda batch: {name: put_one(array) for name, array in batch.items()}
 
 
-def open_split(
-    settings: Settings, folder: RunFiles, split: str, rows: np.ndarray | None = None, columns: range | None = None
-) -> Reader:
-    """The reader of a split; prepares the corpus first if necessary."""
+def put_by_shape(sharding: Sharding, shapes: Sequence[tuple[int, int]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The same for batches of several shapes, which this process's parts of them tell apart."""
+    by_part = {tuple(map(len, own_part(sharding, shape))): put_on(sharding, shape) for shape in shapes}
+    assert len(by_part) == len(shapes), "a process holds the same share of each batch"
+    return lambda batch: by_part[batch["tokens"].shape](batch)
+
+
+def open_split(settings: Settings, folder: RunFiles, split: str, part: OwnPart | None = None) -> Reader | MixedReader:
+    """The reader of a split, or the mixture to train on; prepares the data first if necessary.
+
+    `part` gives this process's part of a shape of batches; all of it by default.
+    """
+    if settings.data.mixture and split == "train":
+        return open_mixture(settings.data, part=part, **_options(settings, folder))
+    (reader,) = open_by_source(settings, folder, split, part).values()
+    return reader
+
+
+def open_by_source(settings: Settings, folder: RunFiles, split: str, part: OwnPart | None = None) -> dict[str, Reader]:
+    """A split of each source of a mixture by name, or that of a run's only source, which is named ""."""
+    options = _options(settings, folder)
+    if part is not None:
+        options["rows"], options["columns"] = part((settings.data.global_batch, settings.data.seq))
+    if settings.data.mixture:
+        return open_sources(settings.data, split=split, **options)
+    return {"": open_reader(settings.data, split=split, **options)}
+
+
+def _options(settings: Settings, folder: RunFiles) -> dict[str, Any]:
+    """What a run says of its data besides its settings: the model's vocab, the tokenizer, and folders."""
     vocab = settings.model.vocab or vocab_of_weights(settings, folder.path).get("vocab")
-    options = {"rows": rows, "columns": columns, "fingerprint": known_fingerprint(settings, folder.path)}
-    options |= {"tokenizer": run_tokenizer(settings, folder.path), "finished": saved_cache(folder)}
-    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, **options)
+    options = {"folder": folder.data, "vocab": vocab, "fingerprint": known_fingerprint(settings, folder.path)}
+    return options | {"tokenizer": run_tokenizer(settings, folder.path), "finished": saved_cache(folder)}
 
 
 def saved_cache(folder: RunFiles) -> str:

@@ -10,6 +10,7 @@ from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig, DataParallelConfig
 from parallax.config.settings import Settings, read_settings
+from parallax.data.mixture import prepared_paths
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError, DataError, quoted
 from parallax.model.kernels.choice import chosen_kernel
@@ -67,6 +68,12 @@ def resolve(
         mesh = {**sizes, "simulate": devices.count if devices.platform == "cpu" else 0}
         model |= {"kernel": chosen_kernel(settings, sizes, devices.platform, devices.kind)}
     return read_settings(settings, mesh=mesh, model=model)
+
+
+def in_largest_batches(settings: Settings) -> Settings:
+    """The settings as if all batches of a run had the shape of the phase with most tokens in one, which needs most
+    memory; of these the one with the longest rows."""
+    return dataclasses.replace(settings, data=settings.data.largest)
 
 
 def sizes_on(settings: Settings, devices: Devices) -> dict[str, int]:
@@ -161,9 +168,10 @@ def rounded_entries(settings: Settings) -> int | None:
 
 def likely_entries(data: DataConfig) -> int:
     """Number of entries of the tokenizer that a run would use; an untrained bpe counts with its maximum."""
-    if data.source != "prepared" and data.tokenizer in (AUTO, "bytes", "bpe"):
+    prepared = [data.path] if data.source == "prepared" else prepared_paths(data)
+    if not prepared and data.tokenizer in (AUTO, "bytes", "bpe"):
         return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
-    file = data.path if data.source == "prepared" else data.tokenizer
+    file = prepared[0] if prepared else data.tokenizer
     try:
         return load_tokenizer(file).vocab
     except DataError as error:

@@ -27,6 +27,9 @@ WRITTEN_AT = "time"
 COMPILE_SECS, EVAL_SECS = "perf/compile_secs", "perf/eval_secs"
 SAVE_SECS, LAST_SAVE_SECS = "perf/save_secs", "perf/last_save_secs"
 
+# In lines of metrics.jsonl, before the name of a source: the loss of its held-out text.
+EVAL_LOSS_OF = "eval/loss/"
+
 # In lines of metrics.jsonl: mean seconds of a step that each process spends for itself, by part; and of the whole step.
 OWN_PARTS = ("data", "host", "copy", "write")
 PROCESS_STEP_SECS = "processes/step_secs"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.checkpoint.arrays import flatten
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.config.settings import Settings
-from parallax.data import Reader
+from parallax.data import MixedReader, Reader
 from parallax.display.tables import text_table
 from parallax.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.pipeline import ShardedModel
@@ -166,7 +166,7 @@ class SkippedSteps:
     """Reports skipped steps and the text that they read; `put` sends a batch to the model's devices."""
 
     settings: Settings
-    data: Reader
+    data: Reader | MixedReader
     model: ShardedModel
     put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]
     folder: RunFiles
@@ -177,10 +177,13 @@ class SkippedSteps:
         if not metrics["skipped"]:
             return {}
         self.logger.say(f"step {step} skipped: {self._why(metrics)}; {text_of(self.data, step)}; nothing has changed")
-        windows = self.data.windows_of(step - 1)
-        documents = self.data.documents_of(windows)
         reason = "not finite" if metrics["in_a_row"] else "spike"
-        return {"skipped/reason": reason, "skipped/windows": windows.tolist(), "skipped/documents": documents.tolist()}
+        values: dict[str, Any] = {"skipped/reason": reason}
+        for name, (reader, windows) in self.data.windows_by_source(step - 1).items():
+            of_source = f"/{name}" if name else ""
+            values[f"skipped/windows{of_source}"] = windows.tolist()
+            values[f"skipped/documents{of_source}"] = reader.documents_of(windows).tolist()
+        return values
 
     def too_many(self, metrics: Mapping[str, float]) -> bool:
         """Whether too many consecutive steps were not finite, so that the run must stop."""
@@ -225,10 +228,12 @@ def ranges(numbers: np.ndarray) -> str:
     return first_few([f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs], SHOWN_RANGES)
 
 
-def text_of(data: Reader, step: int) -> str:
-    """The text of a step, as the numbers of its windows and documents."""
-    windows = data.windows_of(step - 1)
-    return f"windows {ranges(windows)} of documents {ranges(data.documents_of(windows))}"
+def text_of(data: Reader | MixedReader, step: int) -> str:
+    """The text of a step, as the numbers of its windows and documents, by source."""
+    return "; ".join(
+        f"{f'{name}: ' if name else ''}windows {ranges(windows)} of documents {ranges(reader.documents_of(windows))}"
+        for name, (reader, windows) in data.windows_by_source(step - 1).items()
+    )
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:

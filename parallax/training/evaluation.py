@@ -1,7 +1,7 @@
 """The mean loss over batches of text, forward only."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -44,3 +44,10 @@ def mean_loss(
         tokens += int(metrics["tokens"])
         show(index + 1, batches)
     return nats / tokens if tokens else math.nan, tokens
+
+
+def mean_of(losses: Iterable[tuple[float, int]]) -> float:
+    """The mean of losses over texts of so many tokens; NaN without tokens."""
+    known = [(loss, tokens) for loss, tokens in losses if tokens]
+    total = sum(tokens for _, tokens in known)
+    return sum(loss * tokens for loss, tokens in known) / total if total else math.nan

@@ -29,6 +29,7 @@ from parallax.config.settings import (
     differences,
     key_values,
 )
+from parallax.data import MixedReader, Reader
 from parallax.display.progress import waiting
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -36,7 +37,7 @@ from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
 from parallax.hardware.devices import unused_accelerators
 from parallax.step.step import abstract_state
-from parallax.training.build import RunComponents, eval_count
+from parallax.training.build import RunComponents, eval_count, model_of_shape
 
 
 class StepCosts(NamedTuple):
@@ -51,10 +52,11 @@ class StepCosts(NamedTuple):
     light_secs_per_token: float | None = None
 
 
-def step_costs(components: RunComponents) -> StepCosts:
-    """The costs of a run's step; the speed of CPUs is measured."""
-    settings, model = components.settings, components.model
-    batch, seq = settings.data.global_batch, settings.data.seq
+def step_costs(components: RunComponents, shape: tuple[int, int] | None = None) -> StepCosts:
+    """The costs of a run's step with batches of this shape, by default the first; the speed of CPUs is measured."""
+    settings = components.settings
+    batch, seq = shape = shape or settings.data.shapes[0]
+    model = model_of_shape(components.model, shape)
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, components.tx).opt_state, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.plan.declared, seq=seq)
@@ -77,14 +79,7 @@ def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: in
     yield from differences(settings)
     yield from code_lines(settings)
     yield ""
-    yield (
-        f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
-        f"{data.manifest.token_entropy_nats:.2f} nats a token"
-    )
-    if data.left_out:
-        yield data.left_out
-    if spelled := data.manifest.spelled_tokens:
-        yield f"the text spells {spelled:,} special tokens of the tokenizer, which stay text"
+    yield from mixture_lines(data, settings) if isinstance(data, MixedReader) else text_lines(data)
     if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
         yield f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids"
@@ -106,14 +101,42 @@ def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: in
     if not settings.mesh.simulate:
         yield from unused_accelerators(jax.default_backend())
     wanted = settings.train.eval_batches
-    if wanted and (count := eval_count(components)) < wanted:
-        yield f"evaluating on batches: {count}, all that are held out; train.eval_batches={wanted} is more"
+    for name, reader in components.eval_data.items():
+        if (count := eval_count(components, reader)) < wanted:
+            text = f"batches of {name}" if name else "batches"
+            yield f"evaluating on {text}: {count}, all that are held out; train.eval_batches={wanted} is more"
     if not wanted and settings.checkpoint.keep_best:
         keep = f"checkpoint.keep_best={settings.checkpoint.keep_best}"
         yield f"nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best ({keep})"
     if cache := jax.config.jax_compilation_cache_dir:
         yield f"compiled programs are kept in {cache} (train.compile_cache)"
     yield ""
+
+
+def text_lines(data: Reader, name: str = "") -> Iterator[str]:
+    """The text of a source to train on."""
+    yield (
+        f"{f'{name}: ' if name else ''}{data.tokens:,} tokens to train on, {data.windows:,} windows of {data.seq}; "
+        f"unigram entropy {data.manifest.token_entropy_nats:.2f} nats a token"
+    )
+    if data.left_out:
+        yield data.left_out
+    if spelled := data.manifest.spelled_tokens:
+        yield f"the text spells {spelled:,} special tokens of the tokenizer, which stay text"
+
+
+def mixture_lines(data: MixedReader, settings: Settings) -> Iterator[str]:
+    """The text of each source, and what each phase reads of it."""
+    for name, reader in data.by_name.items():
+        yield from text_lines(reader, name)
+    for phase in data.phases:
+        if phase.first_step < settings.train.steps:
+            total = sum(phase.weights.values())
+            shares = ", ".join(f"{name} {float(weight / total):.1%}" for name, weight in phase.weights.items())
+            name = f" ({phase.name})" if phase.name else ""
+            yield f"from step {phase.first_step + 1}{name}: {phase.global_batch} x {phase.seq}, {shares}"
+    if data.ended_by:
+        yield f"{data.ended_by} ends the run after step {data.last_step}, as its end='stop' says"
 
 
 def code_lines(settings: Settings) -> Iterator[str]:

@@ -45,7 +45,7 @@ class TrainingLoop:
 
     settings: Settings
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[Any], float] | None
+    evaluate: Callable[[Any], dict[str, float]] | None  # losses, by their names in metrics.jsonl
     batches: Prefetcher
     checkpoints: CheckpointWriter
     logger: RunLogger
@@ -135,7 +135,8 @@ class TrainingLoop:
             job.set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
                 with self.reports.times.apart():
-                    values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+                    values |= self.evaluate(state.params)
+                    self.eval_loss = values["eval/loss"]
             except DataError as error:  # all processes raise it at the same batch
                 self.data_error, due = error, due._replace(save=True, stop=True)
             else:
@@ -171,7 +172,7 @@ class TrainingLoop:
 
     def next_batch(self, done: int) -> tuple[Any, float]:
         """The batch of a step, and the seconds for which it was waited."""
-        compiles = done == self.reports.first
+        compiles = self.reports.compiles(done)
         job.set_phase(f"step {done}", compiling=compiles)
         self.watchdog.begin(done, compiles=compiles)
         with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
@@ -193,7 +194,7 @@ class TrainingLoop:
 
     def take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """Dispatch a step; every `train.check_every`-th is run twice and compared."""
-        compiles = done == self.reports.first
+        compiles = self.reports.compiles(done)
         what, began = "compiling the training step" if compiles else f"taking step {done}", time.monotonic()
         with self.profile.around(done), waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
             if _is_turn(done, self.settings.train.check_every):

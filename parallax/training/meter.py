@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,8 +24,17 @@ WIDTHS = {"step": 0, "loss": 11, "gnorm": 10, "lr": 9, "load": 9, "tok/s": 11, "
 WIDTHS |= {"sensors": 11, "left": 11}
 OF_SOME_RUNS = ("load", "sol", "sensors")  # columns that are there if they have a number
 FLOPS_WIDTH = 17  # in place of "mfu" for an unknown chip
+NO_SOURCES: Mapping[str, float] = MappingProxyType({})
 # Left out in this order if a line is too long; metrics.jsonl has them.
 DISPENSABLE = ("lr", "memory", "sensors", "gnorm", "load", "sol")
+
+
+class StepWork(NamedTuple):
+    """What a step computes: its tokens and FLOPs, and its least time, None if unknown."""
+
+    tokens: int
+    flops: float
+    light_secs: float | None
 
 
 @dataclass
@@ -51,6 +61,12 @@ class Meter:
 
     def __post_init__(self):
         self._last = self.clock()
+
+    def begin_work(self, work: StepWork) -> None:
+        """From the next step on, steps have batches of another shape; averages begin anew."""
+        self.step_tokens, self.step_flops, self.light_secs = work
+        self._window.clear()
+        self._measured = (0, 0.0)
 
     def pause(self) -> None:
         """Exclude the time since the last step: it was spent on something else, and no step was running."""
@@ -121,9 +137,10 @@ class Meter:
         widths = WIDTHS | {"step": len(f"step {self.steps}/{self.steps}")}
         return in_columns(columns, widths | ({"mfu": FLOPS_WIDTH} if self.peak_flops is None else {}))
 
-    def eval_line(self, step: int, loss: float) -> str:
-        """The console's line for an evaluation."""
-        return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
+    def eval_line(self, step: int, loss: float, of_sources: Mapping[str, float] = NO_SOURCES) -> str:
+        """The console's line for an evaluation, with the losses of a mixture's sources."""
+        each = "".join(f"  {name} {loss_of(value)}" for name, value in of_sources.items())
+        return f"step {step}/{self.steps}  eval loss {loss_of(loss)}{each}"
 
 
 def in_columns(columns: Mapping[str, str], widths: Mapping[str, int]) -> str:

@@ -43,6 +43,7 @@ FIXED_KEYS = ("loss.name", "optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
 CORPUS, TOKENIZER = "corpus.fingerprint", "corpus.tokenizer"
+LATER_DATA = "corpus.from_step_"  # and a step: the fingerprint of the data from there on
 CONTINUE_FROM = "train.continue_from"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
 # Keys of a model that may change: how it is computed, context extension, and what a token attends to.
@@ -93,9 +94,9 @@ def step_to_resume(
     return newest
 
 
-def why_not_this_run(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why a copy that was saved with other settings is not of this run; "" if it is."""
-    changed = _changed_since(saved, settings)
+def why_not_this_run(step: int, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Why the copy of a step that was saved with other settings is not of this run; "" if it is."""
+    changed = _changed_since(step, saved, settings)
     fixed = {key: values for key, values in changed.items() if is_fixed(key) or key == CONTINUE_FROM}
     return f"it has other settings: {difference_text(fixed)}" if fixed else ""
 
@@ -113,7 +114,8 @@ def step_to_continue(
     """
     run, step = RunFiles(train.first_run), train.first_step
     changed = _changed(run.checkpoints, step, settings)
-    for key in (CONTINUE_FROM, *([CORPUS] if train.other_data else [])):
+    data = [key for key in changed if key == CORPUS or key.startswith(LATER_DATA)]
+    for key in (CONTINUE_FROM, *(data if train.other_data else [])):
         changed.pop(key, None)
     _check_changed(changed, step, run.path, say, changed_code=changed_code, may_differ=not train.other_data)
     return step
@@ -121,16 +123,23 @@ def step_to_continue(
 
 def _changed(checkpoints: Path, step: int, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from those of a saved step."""
-    return _changed_since(read_manifest(checkpoints, step)["settings"], settings)
+    return _changed_since(step, read_manifest(checkpoints, step)["settings"], settings)
 
 
-def _changed_since(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changed_since(step: int, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     saved = of_today(saved)[0]
     changed = compare_settings(saved, settings)
     if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
         del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
+    changed = {key: values for key, values in changed.items() if not _is_of_later_data(key, step)}
     # Other code has other files, too.
     return {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
+
+
+def _is_of_later_data(key: str, step: int) -> bool:
+    """Whether it is the fingerprint of data that is read after a step only: that may still become other data."""
+    first = key.removeprefix(LATER_DATA)
+    return first != key and first.isdecimal() and int(first) > step
 
 
 def _check_changed(

@@ -1,9 +1,9 @@
 """A training run from its config to its end, in the order in which it happens."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from parallax.checkpoint.restore import Restored
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import tidy
 from parallax.config.settings import FINGERPRINT_DIGITS, NO_CODE, code_of, read_settings
-from parallax.data import Prefetcher
+from parallax.data import MixedReader, Prefetcher
 from parallax.display.progress import waiting
 from parallax.errors import ConfigError, first_few, writing
 from parallax.hardware.devices import simulate_devices, start_devices
@@ -35,17 +35,25 @@ from parallax.step.step import (
     with_first_scales,
 )
 from parallax.storage.files import check_writable, names_in, write_file
-from parallax.storage.run_files import GOODPUT, LAST_SAVE_SECS, RunFiles
-from parallax.training.build import RunComponents, build, checkpoint_settings, encode_sample, eval_count, put_batches
+from parallax.storage.run_files import EVAL_LOSS_OF, GOODPUT, LAST_SAVE_SECS, RunFiles
+from parallax.training.build import (
+    RunComponents,
+    build,
+    checkpoint_settings,
+    encode_sample,
+    eval_count,
+    model_of_shape,
+    put_batches,
+)
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
-from parallax.training.evaluation import mean_loss
+from parallax.training.evaluation import mean_loss, mean_of
 from parallax.training.facts import StepCosts, next_commands, run_facts, step_costs
 from parallax.training.folder import RunFolder
 from parallax.training.goodput import before_first_step, goodput, starts_of
 from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import TrainingLoop, checkpoint_trees, state_from
-from parallax.training.meter import Meter
+from parallax.training.meter import Meter, StepWork
 from parallax.training.process_times import ProcessTimes
 from parallax.training.profile import Profile
 from parallax.training.resume import (
@@ -192,13 +200,14 @@ def run_to_end(
         dropped = logger.begin(start, metrics, since=earlier[0].step if earlier else start)
         with writing(folder.path):
             folder.write_goodput(before_first_step(earlier, began, start_secs, restore_secs, logger.spent, dropped))
-        train_step = TrainStep(model, components.tx, settings.train.seed, settings.guard)
+        steps = steps_by_shape(components)
+        train_step = steps[settings.data.shapes[0]]
         put = put_batches(components)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1
         loop = TrainingLoop(
             settings=settings,
-            train_step=train_step.take,
+            train_step=lambda state, batch: steps[batch["tokens"].shape].take(state, batch),
             evaluate=evaluation(components),
             batches=stack.enter_context(Prefetcher(components.train_data, put, start, reserve=reserve)),
             checkpoints=checkpoints,
@@ -211,6 +220,7 @@ def run_to_end(
                 rates=learning_rates(settings.optimizer, settings.train.steps),
                 skips=SkippedSteps(settings, components.train_data, model, put, folder, logger),
                 first=start + 1,
+                works=works_of_phases(components, start),
                 sensors=local_sensors(),
                 processes=ProcessTimes(
                     settings.train.slow_process_share, settings.train.slow_process_steps, logger.say
@@ -309,7 +319,7 @@ def newest_copy(
     settings, wanted = checkpoint_settings(components), abstract_state(components.model, components.tx)
     with waiting("looking for copies on the hosts"):
         copied = copies.restore_newest(
-            checkpoint_trees(wanted), after=start, why_not=lambda saved: why_not_this_run(saved, settings)
+            checkpoint_trees(wanted), after=start, why_not=lambda step, saved: why_not_this_run(step, saved, settings)
         )
     if copied is not None:
         say(f"step {copied.step} is restored from checkpoint.local; the newest step in the run's folder is {start}")
@@ -327,7 +337,7 @@ def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLo
             write_file(step / name, content)
         components.train_data.tokenizer.save(step)
         write_file(step / folder.config.name, json.dumps(components.settings.to_dict(), indent=2) + "\n")
-        write_file(step / "data.json", json.dumps(dataclasses.asdict(components.train_data.manifest), indent=1) + "\n")
+        write_file(step / "data.json", json.dumps(components.train_data.about, indent=1) + "\n")
 
     config = components.settings.checkpoint
     return CheckpointWriter(
@@ -347,7 +357,9 @@ def conclude(
     """Print the last evaluation loss with the unigram entropy of the corpus, write the sample, and say what to do
     next."""
     data, sample = components.train_data, components.settings.sample
-    if eval_loss is not None:
+    if eval_loss is not None and isinstance(data, MixedReader):
+        say(f"eval loss {eval_loss:.3f} nats a token, over the held-out text of all sources")
+    elif eval_loss is not None:
         corpus = data.manifest
         say(
             f"eval loss {eval_loss:.3f} nats a token, {eval_loss / corpus.bytes_per_token:.3f} a byte; unigram entropy "
@@ -365,23 +377,51 @@ def conclude(
     say("\n".join(["what to do next:", "", *next_commands(path, components.settings), ""]))
 
 
+def steps_by_shape(components: RunComponents) -> dict[tuple[int, int], TrainStep]:
+    """The training step for each shape of a run's batches; each is compiled when its first batch comes."""
+    tx, settings = components.tx, components.settings
+    models = {shape: model_of_shape(components.model, shape) for shape in settings.data.shapes}
+    return {shape: TrainStep(model, tx, settings.train.seed, settings.guard) for shape, model in models.items()}
+
+
+def works_of_phases(components: RunComponents, start: int) -> dict[int, StepWork]:
+    """What steps compute, by the first step after `start` that has another shape than the one before it."""
+    phases = components.settings.data.run_phases
+    changes = {
+        after.first_step + 1: after.shape
+        for before, after in zip(phases, phases[1:])
+        if after.shape != before.shape and after.first_step > start
+    }
+    current = max((phase for phase in phases if phase.first_step <= start), key=lambda phase: phase.first_step)
+    if current.shape != phases[0].shape:
+        changes[start + 1] = current.shape
+    works = {shape: work_of(step_costs(components, shape), shape) for shape in {*changes.values()}}
+    return {step: works[shape] for step, shape in changes.items()}
+
+
+def work_of(costs: StepCosts, shape: tuple[int, int]) -> StepWork:
+    """What a step with batches of this shape computes."""
+    tokens = math.prod(shape)
+    light_secs = None if costs.light_secs_per_token is None else costs.light_secs_per_token * tokens
+    return StepWork(tokens, costs.flops_per_token * tokens, light_secs)
+
+
 def meter_of(components: RunComponents, costs: StepCosts) -> Meter:
     """The run's meter, whose clock begins now."""
-    data, steps = components.settings.data, components.settings.train.steps
-    tokens = data.global_batch * data.seq
-    light_secs = None if costs.light_secs_per_token is None else costs.light_secs_per_token * tokens
-    flops = costs.flops_per_token * tokens
+    tokens, flops, light_secs = work_of(costs, components.settings.data.shapes[0])
+    steps = components.settings.train.steps
     return Meter(steps, tokens, flops, costs.peak_flops, jax.device_count(), light_secs=light_secs)
 
 
-def evaluation(components: RunComponents) -> Callable[[Any], float] | None:
-    """A function that computes the mean loss over the held-out tokens of the first batches from parameters."""
-    if components.eval_data is None:
+def evaluation(components: RunComponents) -> Callable[[Any], dict[str, float]] | None:
+    """A function that computes the mean loss over the held-out tokens of the first batches from parameters; with a
+    mixture also that of each source, of which it reads as many batches."""
+    if not components.eval_data:
         return None
     step, put = make_eval_step(components.model), put_batches(components)
     what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
 
-    def evaluate(params: Any) -> float:
+    def evaluate(params: Any) -> dict[str, float]:
         with waiting(next(what)) as show:
 
             def show_and_limit(done: int, total: int) -> None:
@@ -389,6 +429,13 @@ def evaluation(components: RunComponents) -> Callable[[Any], float] | None:
                 if done < total:
                     job.set_phase(f"batch {done + 1} of {total} of an evaluation")
 
-            return mean_loss(step, params, components.eval_data, put, eval_count(components), show_and_limit)[0]
+            sources = components.eval_data.items()
+            losses = {
+                name: mean_loss(step, params, reader, put, eval_count(components, reader), show_and_limit)
+                for name, reader in sources
+            }
+        return {"eval/loss": mean_of(losses.values())} | {
+            f"{EVAL_LOSS_OF}{n}": loss for n, (loss, _) in losses.items() if n
+        }
 
     return evaluate

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from parallax.hardware.sensors import Sensors
 from parallax.processes import job
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
-from parallax.storage.run_files import COMPILE_SECS
+from parallax.storage.run_files import COMPILE_SECS, EVAL_LOSS_OF
 from parallax.training.divergence import SkippedSteps
 from parallax.training.logger import RunLogger
-from parallax.training.meter import Meter
+from parallax.training.meter import Meter, StepWork
 from parallax.training.process_times import OwnTimes, ProcessTimes
 
 RATES_BLOCK = 1024  # updates whose learning rates are computed together
@@ -63,8 +63,9 @@ class StepReports:
     first: int
     sensors: Sensors
     processes: ProcessTimes
+    works: Mapping[int, StepWork] = field(default_factory=dict)  # by the first step of this start that has it
     times: OwnTimes = field(default_factory=OwnTimes)
-    compile_secs: float = 0.0  # of the first step
+    compile_secs: float = 0.0  # of the latest step that was compiled
     said_at: float = 0.0  # when the latest line was printed
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array], waited_secs: float) -> DispatchedStep:
@@ -77,9 +78,13 @@ class StepReports:
         """Tell process 0 what this process has spent for itself since the step before; it compares all processes. The
         first step compiles, and does not count."""
         secs = self.times.take()
-        if step > self.first:
+        if not self.compiles(step):
             job.report_numbers({"step": step, **secs})
         self.processes.update()
+
+    def compiles(self, step: int) -> bool:
+        """Whether a step is compiled: the first, and the first with batches of another shape."""
+        return step == self.first or step in self.works
 
     def finish(self, ended: DispatchedStep, params: Any) -> None:
         """Read a step and report it."""
@@ -91,7 +96,9 @@ class StepReports:
         Raises:
             DivergenceError: too many steps were not finite; the search for the reason uses the newest `params`.
         """
-        first = ended.step == self.first
+        first = self.compiles(ended.step)
+        if ended.step in self.works:
+            self.meter.begin_work(self.works[ended.step])
         patience_secs = FIRST_SECS if first else PATIENCE_SECS
         with self.times.apart(), waiting(f"taking step {ended.step}", patience_secs=patience_secs):
             metrics = jax.device_get(ended.metrics)
@@ -125,4 +132,5 @@ class StepReports:
             self.logger.say(self.meter.line(ended.step, values))
             self.said_at = time.monotonic()
         if "eval/loss" in values:
-            self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"]))
+            of_sources = {key.removeprefix(EVAL_LOSS_OF): values[key] for key in values if key.startswith(EVAL_LOSS_OF)}
+            self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"], of_sources))

@@ -58,7 +58,7 @@ def copied(tmp_path):
 def restored(folder, parts, said, after=0):
     copies = LocalCopies(folder.parents[1], settings=SETTINGS, say=said.append)
     return copies.restore_newest(
-        abstract(parts), after=after, why_not=lambda saved: "" if saved == SETTINGS else "it has other settings"
+        abstract(parts), after=after, why_not=lambda step, saved: "" if saved == SETTINGS else "it has other settings"
     )
 
 

@@ -226,7 +226,7 @@ def test_every_file_that_a_received_config_names_is_said(tmp_path, capsys):
     }
     # No other key that a saved config decides is a path.
     paths = {name for name, field in EVERY_KEY.items() if field.metadata["key"].path}
-    assert paths - {*NOT_SAVED} == {"data.path", *(name.replace("__", ".") for name in FILES)}
+    assert paths - {*NOT_SAVED} == {"data.path", "data.mixture", *(name.replace("__", ".") for name in FILES)}
 
 
 @pytest.mark.parametrize("value", [[], {}, None, 7, "\x1b[2J", "x" * 9999], ids=lambda value: str(value)[:5])

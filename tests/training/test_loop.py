@@ -214,7 +214,7 @@ def test_the_log_shows_the_plan_the_entropy_and_the_steps(whole_run):
 def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch):
     changes = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1, "train.eval_every_steps": 0}
     judged = iter([3.0, 1.0, 2.0, 2.5])
-    monkeypatch.setattr("parallax.training.run.evaluation", lambda parts: lambda params: next(judged))
+    monkeypatch.setattr("parallax.training.run.evaluation", lambda parts: lambda params: {"eval/loss": next(judged)})
     train(tiny_config(corpus, **changes), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
 
@@ -669,7 +669,7 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
         first=START + 1,
         rates=SlowRates(device),
         skips=skips,
-        evaluate=lambda params: clock.sleep(LATE_SECS) or 1.0,
+        evaluate=lambda params: clock.sleep(LATE_SECS) or {"eval/loss": 1.0},
         batches=batches,
         corruption_check=recheck,
     )

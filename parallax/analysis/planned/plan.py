@@ -37,7 +37,7 @@ from parallax.sharding.compiler import hides_reduce_scatters
 from parallax.sharding.host import HOST
 from parallax.sharding.plan import DATA_AXES
 from parallax.sharding.zigzag import CONTIGUOUS
-from parallax.step.resolve import resolve
+from parallax.step.resolve import in_largest_batches, resolve
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -130,7 +130,7 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
     check_settings(settings)
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
-    settings = resolve(settings, topology.as_devices)
+    settings = resolve(in_largest_batches(settings), topology.as_devices)
     return Plan(name, settings, topology, predicted(settings, topology))
 
 

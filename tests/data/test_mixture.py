@@ -1,0 +1,312 @@
+"""Mixtures: whose rows are in which batch, wherever and whenever it is read; ends, phases, paths, fields and errors."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from support.data_examples import data_config, prepare_texts
+
+from parallax.config.sections import DataConfig
+from parallax.config.settings import default_settings
+from parallax.data import open_mixture, open_reader
+from parallax.errors import ConfigError, DataError
+from parallax.step.resolve import in_largest_batches
+
+SEQ, BATCH = 8, 6
+TEXTS = {name: [f"{name} {number} " * 9 for number in range(40)] for name in ("web", "code", "math")}
+# Rows and columns of a batch that each process of a mesh holds: all of them, rows, columns, both, and interleaved rows.
+MESHES = {
+    "1": [(slice(None), (0, 1))],
+    "dp 3": [(slice(0, None, 3), (0, 1)), (slice(1, None, 3), (0, 1)), (slice(2, None, 3), (0, 1))],
+    "cp 2": [(slice(None), (0, 0.5)), (slice(None), (0.5, 1))],
+    "dp 2, cp 2": [(rows, cut) for rows in (slice(0, None, 2), slice(1, None, 2)) for cut in ((0, 0.5), (0.5, 1))],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prepared shards of three sources. Not to be changed."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, texts in TEXTS.items():
+        prepare_texts(texts, folder / name)
+    return folder
+
+
+def config_of(folder, phases: str = "", **settings: str) -> DataConfig:
+    """A mixture of sources with these settings."""
+    written = {"web": "weight=7", "code": "weight=2", "math": "weight=1"} | settings
+    text = " ".join(f"{name}=(path='{folder / name}', {each})" for name, each in written.items())
+    return data_config(mixture=text, phases=phases, seq=SEQ, global_batch=BATCH, eval_fraction=0.1)
+
+
+def mixture_of(folder, *args, **settings):
+    return open_mixture(config_of(folder, *args, **settings), folder=folder, vocab=None)
+
+
+def part_of(rows, cut):
+    """A process's part of a shape of batches."""
+    return lambda shape: (np.arange(shape[0])[rows], range(*(int(share * shape[1]) for share in cut)))
+
+
+def equal(batch, other):
+    assert batch.keys() == other.keys()
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+PHASES = "more=(from_step=5, code=7) long=(from_step=9, seq=16, global_batch=12) short=(from_step=12, seq=8, web=0)"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_processes_read_the_same_batches_on_every_mesh(mesh, folder):
+    whole = mixture_of(folder, PHASES)
+    for step in (0, 4, 9, 13):
+        expected = whole.batch(step)
+        for rows, cut in MESHES[mesh]:
+            own = part_of(rows, cut)
+            columns = own(whole.phase(step).shape)[1]
+            mine = {name: array[rows, columns.start : columns.stop] for name, array in expected.items()}
+            equal(whole.with_part(own).batch(step), mine)
+
+
+def test_a_mixture_that_is_opened_again_goes_on_with_the_same_rows(folder):
+    whole, again = mixture_of(folder, PHASES), mixture_of(folder, PHASES)
+    for step in (13, 2, 10):  # in any order: nothing is counted along
+        equal(whole.batch(step), again.batch(step))
+
+
+def test_each_row_is_the_next_one_of_its_source(folder):
+    config = config_of(folder, "more=(from_step=5, code=7)")
+    mixture, taken = open_mixture(config, folder=folder, vocab=None), dict.fromkeys(TEXTS, 0)
+    readers = {
+        name: open_reader(
+            data_config(source="prepared", path=str(folder / name), seq=SEQ, global_batch=1, eval_fraction=0.1),
+            folder=folder,
+            vocab=None,
+            split="train",
+        )
+        for name in TEXTS
+    }
+    for step in range(10):
+        sources, _ = mixture.dealt(mixture.rows(step))
+        for row, source in enumerate(sources.tolist()):
+            name = [*TEXTS][source]
+            expected = readers[name].batch(taken[name])["tokens"][0]
+            np.testing.assert_array_equal(mixture.batch(step)["tokens"][row], expected)
+            taken[name] += 1
+
+
+def test_in_every_prefix_of_a_phase_each_source_has_its_share_to_within_a_row(folder):
+    mixture = mixture_of(folder, "more=(from_step=101, code=7)")
+    first, later = np.arange(600), np.arange(600, 1500)
+    for rows, weights in ((first, [7, 2, 1]), (later, [7, 7, 1])):
+        sources, _ = mixture.dealt(rows)
+        for source, weight in enumerate(weights):
+            share = np.arange(1, len(rows) + 1) * weight / sum(weights)
+            assert np.abs(np.cumsum(sources == source) - share).max() < 1
+
+
+def test_a_single_source_is_read_as_without_a_mixture(folder):
+    """So a run of one source can go on with others."""
+    alone = data_config(source="prepared", path=str(folder / "web"), seq=SEQ, global_batch=BATCH, eval_fraction=0.1)
+    reader = open_reader(alone, folder=folder, vocab=None, split="train")
+    mixture = mixture_of(folder, "next=(from_step=4, web=0, code=1, math=1)", code="weight=0", math="weight=0")
+    for step in range(3):
+        equal(mixture.batch(step), reader.batch(step))
+    assert mixture.fingerprints["fingerprint"] == reader.fingerprint
+    assert set(mixture.dealt(mixture.rows(3))[0].tolist()) == {1, 2}
+
+
+def test_a_phase_that_is_added_changes_nothing_before_it(folder):
+    before, after = mixture_of(folder, "more=(from_step=5, code=7)"), mixture_of(folder, PHASES)
+    for step in range(8):
+        equal(before.batch(step), after.batch(step))
+    assert before.fingerprints.items() < after.fingerprints.items()
+    assert [*after.fingerprints] == ["fingerprint", "from_step_5", "from_step_9", "from_step_12"]
+
+
+def test_other_weights_and_other_text_have_other_fingerprints(folder):
+    known = {mixture_of(folder).fingerprint}
+    for changed in (mixture_of(folder, web="weight=6"), mixture_of(folder, math="weight=1, epochs=2, end='drop'")):
+        known.add(changed.fingerprint)
+    swapped = config_of(folder)
+    swapped = dataclasses.replace(swapped, mixture=swapped.mixture.replace("sources0/code", "sources0/math"))
+    known.add(open_mixture(swapped, folder=folder, vocab=None).fingerprint)
+    assert len(known) == 4
+
+
+def counts(mixture, steps: int) -> list[int]:
+    """Rows of each source in the first steps."""
+    sources = np.concatenate([mixture.dealt(mixture.rows(step))[0] for step in range(steps)])
+    return np.bincount(sources, minlength=3).tolist()
+
+
+def test_a_source_that_repeats_is_read_again_and_again(folder):
+    mixture = mixture_of(folder)
+    windows = mixture.by_name["math"].windows
+    assert counts(mixture, 10 * windows)[2] == 6 * windows  # six epochs
+    assert mixture.last_step is None
+
+
+@pytest.mark.parametrize(("budget", "rows"), [("tokens=100", 12), ("epochs=0.25", None), ("epochs=2", None)])
+def test_a_source_that_is_dropped_is_read_as_often_as_its_budget_says(budget, rows, folder):
+    mixture = mixture_of(folder, math=f"weight=1, {budget}, end='drop'")
+    windows = mixture.by_name["math"].windows
+    rows = rows or int(float(budget.partition("=")[2]) * windows)
+    assert counts(mixture, 10 * windows)[2] == rows
+    later, _ = mixture.dealt(np.arange(10 * BATCH * windows, 10 * BATCH * windows + 900))
+    assert np.bincount(later, minlength=3).tolist() == [700, 200, 0]  # the others by their weights
+
+
+def test_a_run_stops_with_the_last_whole_batch_of_a_source_that_stops(folder):
+    mixture = mixture_of(folder, math="weight=1, tokens=100, end='stop'")
+    assert mixture.ended_by == "math" and mixture.rows_left // BATCH == mixture.last_step
+    assert (
+        counts(mixture, mixture.last_step)[2] <= 12 == mixture.dealt(np.arange(mixture.rows_left))[0].tolist().count(2)
+    )
+    with pytest.raises(DataError, match="math ends at row"):
+        mixture.batch(mixture.last_step)
+
+
+def test_a_mixture_whose_sources_are_all_dropped_ends(folder):
+    ends = "weight=1, tokens=80, end='drop'"
+    mixture = mixture_of(folder, web=ends, code=ends, math=ends)
+    assert mixture.rows_left == 30 and mixture.last_step == 5 and mixture.ended_by == "the last source"
+
+
+def test_longer_windows_begin_with_the_next_epoch_of_each_source(folder):
+    mixture = mixture_of(folder, "long=(from_step=3, seq=16, global_batch=4)")
+    assert mixture.batch(1)["tokens"].shape == (6, 8) and mixture.batch(2)["tokens"].shape == (4, 16)
+    sources, numbers = mixture.dealt(mixture.rows(2))
+    for source, number in zip(sources.tolist(), numbers.tolist()):
+        longer = [*mixture.by_name.values()][source].in_windows_of(16)
+        assert longer.windows <= number < 2 * longer.windows
+
+
+def test_a_plan_is_for_the_batches_that_need_most_memory(folder):
+    config = config_of(
+        folder, "long=(from_step=9, seq=16, global_batch=5) short=(from_step=12, seq=8, global_batch=10)"
+    )
+    assert config.shapes == [(6, 8), (5, 16), (10, 8)]
+    settings = dataclasses.replace(default_settings(), data=config)
+    assert in_largest_batches(settings).data.shapes == [(5, 16)]
+    one_shape = dataclasses.replace(settings, data=config_of(folder))
+    assert in_largest_batches(one_shape) == one_shape
+
+
+def test_several_paths_are_one_source_and_each_file_counts_once(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name} " * 20)
+    paths = [str(tmp_path / "b.txt"), str(tmp_path / "*.txt")]
+    config = data_config(mixture=f"all=(path={paths})", seq=4, global_batch=2, eval_fraction=0)
+    reader = open_mixture(config, folder=tmp_path / "data", vocab=None).by_name["all"]
+    ids = reader.manifest.shards[0].read_ids(reader.folder, reader.manifest.dtype)
+    text = bytes(ids[ids < 256].astype(np.uint8)).decode()
+    assert text.startswith("the text of b") and text.count("text of b") == text.count("text of c") == 20
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("where", "chosen"),
+    [
+        ("score >= 0.5", "ac"),
+        ("lang == 'de' and score < 1", "c"),
+        ("lang in ['de', 'fr']", "cd"),
+        ("lang not in ['de', 'fr']", "ab"),
+        ("meta.year > 2019", "b"),
+    ],
+)
+def test_documents_are_chosen_by_their_fields(kind, where, chosen, tmp_path):
+    rows = [
+        {"text": "a" * 30, "score": 1.5, "lang": "en", "meta": {"year": 2001}},
+        {"text": "b" * 30, "score": 0.25, "lang": "en", "meta": {"year": 2020}},
+        {"text": "c" * 30, "score": 0.5, "lang": "de", "meta": {"year": None}},
+        {"text": "d" * 30, "score": None, "lang": "fr", "meta": {"year": 2019}},
+    ]
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    config = data_config(source=kind, path=str(path), where=where, seq=4, global_batch=1, eval_fraction=0)
+    reader = open_reader(config, folder=tmp_path / "data", vocab=None, split="train")
+    ids = reader.manifest.shards[0].read_ids(reader.folder, reader.manifest.dtype)
+    assert bytes(ids[ids < 256].astype(np.uint8)).decode() == "".join(letter * 30 for letter in chosen)
+
+
+@pytest.mark.parametrize(
+    "where", ["score", "score > other", "f(score) > 1", "not score > 1", "a > 1 or b > 1", "1 < a < 2", ")"]
+)
+def test_a_filter_that_is_no_comparison_of_fields_is_refused(where, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    config = data_config(source="jsonl", path=str(tmp_path / "x.jsonl"), where=where)
+    with pytest.raises(ConfigError, match="write comparisons of fields"):
+        open_reader(config, folder=tmp_path / "data", vocab=None, split="train")
+
+
+def test_a_value_that_cannot_be_compared_is_named_with_its_line(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "score": 1}\n{"text": "b", "score": "high"}\n')
+    config = data_config(source="jsonl", path=str(tmp_path / "x.jsonl"), where="score > 0")
+    with pytest.raises(DataError, match="x.jsonl:2: field 'score' holds str, which cannot be compared with 0"):
+        open_reader(config, folder=tmp_path / "data", vocab=None, split="train")
+
+
+def test_a_missing_source_is_named_before_any_is_prepared(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 99)
+    config = data_config(mixture=f"first=(path='{tmp_path}/a.txt') second=(path='{tmp_path}/missing')")
+    with pytest.raises(DataError, match="data.mixture.second: data.path=.*missing.* does not exist"):
+        open_mixture(config, folder=tmp_path / "data", vocab=None)
+    assert not (tmp_path / "data").exists()
+
+
+def test_sources_of_other_tokenizers_are_refused(tmp_path):
+    prepare_texts(TEXTS["web"], tmp_path / "web", tokenizer="bpe")
+    prepare_texts(TEXTS["code"], tmp_path / "code")
+    config = data_config(mixture=f"web=(path='{tmp_path}/web') code=(path='{tmp_path}/code')", seq=4)
+    with pytest.raises(DataError, match="data.mixture.code has the tokenizer 'bytes', and data.mixture.web has 'bpe'"):
+        open_mixture(config, folder=tmp_path, vocab=None)
+
+
+def test_a_source_without_a_window_is_refused(folder):
+    with pytest.raises(ConfigError, match="data.mixture.web has .* tokens to train on, not one window of seq=100000"):
+        mixture_of(folder, "long=(from_step=9, seq=100000)")
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (dict(mixture="web"), "must be settings by name"),
+        (dict(mixture="web=(path='a') web=(path='b')"), "each name once"),
+        (dict(mixture="web=(pth='a')"), "data.mixture.web.pth is not a setting of a source; did you mean 'path'"),
+        (dict(mixture="web=(path='a', weight=-1)"), "data.mixture.web.weight=-1 must be a number of 0 or more"),
+        (dict(mixture="web=(path='a', weight='x')"), "must be a number of 0 or more"),
+        (dict(mixture="web=(path=3)"), "must be a path or glob in quotes, or a list of them"),
+        (dict(mixture="web=(weight=3)"), "data.mixture.web has neither path nor source"),
+        (dict(mixture="web=(path='a', end='never')"), "data.mixture.web.end='never' is unknown"),
+        (dict(mixture="web=(path='a', epochs=2)"), "add end='drop'"),
+        (dict(mixture="web=(path='a', epochs=2, tokens=9, end='drop')"), "one of them is its budget"),
+        (dict(mixture="web=(path='a', weight=0)"), "all weights are 0"),
+        (dict(mixture="web=(path='a') code=(path='b', weight=0)"), "no phase reads it"),
+        (dict(mixture="web=(path='a', weight=0.1234567) code=(path='b')"), "write them with fewer digits"),
+        (dict(mixture="seq=(path='a')"), "give the source another name"),
+        (dict(mixture="web=(source='module:documents')"), "is code; prepare it first"),
+        (dict(mixture="web=module:documents"), "names code|must be settings"),
+        (dict(mixture="web=(path='a')", source="text", path="b"), "data.path='b' is not read with data.mixture"),
+        (dict(mixture="web=(path='a')", source="moby"), "data.source='moby' is not read with data.mixture"),
+        (dict(mixture="web=(path='a')", tokenizer="bpe"), "a mixture has several"),
+        (dict(mixture="web=(path='a')", phases="x=(web=1)"), "data.phases.x has no from_step"),
+        (dict(mixture="web=(path='a')", phases="x=(from_step=1)"), "use 2 or more"),
+        (dict(mixture="web=(path='a')", phases="x=(from_step=9) y=(from_step=9)"), "use 10 or more"),
+        (dict(mixture="web=(path='a')", phases="x=(from_step=9, web=0)"), "data.phases.x: all weights are 0"),
+        (dict(mixture="web=(path='a')", phases="x=(from_step=9, wbe=2)"), "did you mean 'web'"),
+        (dict(mixture="web=(path='a')", phases="x=(from_step=9, seq=0)"), "must be a whole number of 1 or more"),
+        (dict(phases="x=(from_step=9)"), "needs data.mixture"),
+        (dict(where="a > 1"), "data.source='stdlib' has none"),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_says_no_mixture_is_refused(written, said):
+    with pytest.raises(ConfigError, match=said):
+        data_config(**written)
