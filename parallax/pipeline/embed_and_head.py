@@ -111,14 +111,18 @@ class EmbedAndHead:
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
         """Cross-entropy and z-loss, [2], summed over this device's tokens, `totals` plus the gradients of the stored
         parameters, and the gradient with respect to y."""
-        weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
+        weights, head = self._gathered(HEAD), self.parts.head
+        home = EMBEDDING if head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        arrays = as_varying(self._table(weights)), *self._by_token(hidden, labels_BS), self.weight
+        table, labels = as_varying(self._table(weights)), cut(self._cut_of_labels, labels_BS)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
-        form = self.loss, self.parts.head.form.table
-        loss, d_table, d_hidden = chunked_loss_and_grads(*form, *arrays, earlier, trained=trained, **self._logits)
+        form = dict(entries=head.entries, logit_form=head.logit_form)
+        loss, d_table, d_hidden = chunked_loss_and_grads(
+            self.loss, head.form.table, *arrays, earlier, trained=trained, **form
+        )
         of_head, dy = pull(d_hidden.reshape(hidden.shape))
         shares = {HEAD: {name: grad for name, grad in of_head.items() if name != "table"}}
         if in_place and trained:
@@ -152,16 +156,11 @@ class EmbedAndHead:
         weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
-    def _by_token(self, hidden: Array, labels_BS: Array) -> tuple[Array, Array]:
-        """What the head reads of the tokens of which this device computes logits, [N, D] and [N]."""
-        rows = self.parts.head.rows
-        labels = cut(f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}", labels_BS)
-        return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-
     @property
-    def _logits(self) -> dict[str, Any]:
-        """How logits follow from products."""
-        return dict(entries=self.parts.head.entries, logit_form=self.parts.head.logit_form)
+    def _cut_of_labels(self) -> str:
+        """The move of labels to the tokens of which this device computes logits."""
+        rows = self.parts.head.rows
+        return f"{rows} {SEQ} -> {self.parts.head.form.ids(rows)}"
 
     def zero_grads(self) -> Any:
         return {part: self.plan.zero_grads(part, self.weights[part]) for part in self.weights}
@@ -179,17 +178,6 @@ class EmbedAndHead:
     def _residual(self) -> tuple[Layout, Layout]:
         """Layout of the residual stream, and of a pipeline rank's share of its rows."""
         return Layout.parse(self.parts.head.residual), with_rows(self.parts.head.residual, SHARED_ROWS)
-
-    def _shared(self, rank: int, x: Array, rows: int) -> Array:
-        """This rank's part of so many rows of an array on another pipeline rank."""
-        whole, share = self._residual
-        mine = jnp.where(lax.axis_index("pp") == rank, x, 0)
-        return reduce_scatter(f"{whole} -> {share}", mine.reshape(rows, -1, x.shape[-1]))
-
-    def _whole(self, x_BSD: Array) -> Array:
-        """The rows of all pipeline ranks."""
-        whole, share = self._residual
-        return all_gather(f"{share} -> {whole}", x_BSD)
 
 
 def add_gradients(total: Any, share: Any) -> Any:
@@ -234,10 +222,11 @@ class MicrobatchHead(EmbedAndHead):
         """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
         # If there are fewer rows than ranks, they are folded: pieces of a row become rows, since the head works by
         # tokens.
-        fold = folds(len(y), lax.axis_size("pp"))
-        y_of_share = self._shared(self.last, y, len(y) * fold)
+        whole, share = self._residual
+        mine, fold = jnp.where(lax.axis_index("pp") == self.last, y, 0), folds(len(y), lax.axis_size("pp"))
+        y_of_share = reduce_scatter(f"{whole} -> {share}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
         # Labels are folded in the same way as every tp rank folds its own piece of seq.
-        pieces = math.prod(map(lax.axis_size, self._residual[0].without(*TOKEN_AXES).cut_of("seq")))
+        pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
         labels_BS = lax.dynamic_index_in_dim(self.tokens.labels, microbatch, keepdims=False)
         folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
         labels_of_share = cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
@@ -245,7 +234,7 @@ class MicrobatchHead(EmbedAndHead):
         exits = state.exits
         if exits is not None:
             with jax.named_scope(GRADIENTS):
-                dy = self._whole(d_share).reshape(y.shape)
+                dy = all_gather(f"{share} -> {whole}", d_share).reshape(y.shape)
             exits = lax.dynamic_update_index_in_dim(exits, as_varying(dy), slot, 0)
         return EndsState(None, exits, state.loss + loss, grads)
 
@@ -274,9 +263,12 @@ class LossOnly(MicrobatchHead):
         return EndsState(None, None, self.zero_loss(), None)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: None) -> tuple[Array, None, None]:
-        weights = self._gathered(HEAD)
-        arrays = self._table(weights), *self._by_token(self._hidden(weights, y), labels_BS)
-        return chunked_loss(self.loss, self.parts.head.form.table, *arrays, **self._logits), None, None
+        weights, head = self._gathered(HEAD), self.parts.head
+        table, hidden = self._table(weights), self._hidden(weights, y)
+        labels = cut(self._cut_of_labels, labels_BS)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        form = dict(entries=head.entries, logit_form=head.logit_form)
+        return chunked_loss(self.loss, head.form.table, *arrays, **form), None, None
 
 
 def folds(rows: int, ranks: int) -> int:
@@ -333,13 +325,13 @@ class BatchedHead(EmbedAndHead):
     def finish(self, state: EndsState) -> EndsState:
         """Send the gradients of the first stage's inputs back to the ranks that embedded them."""
         with jax.named_scope(GRADIENTS):
-            dx = self._shared(0, state.entries, self.tokens.rows.size)
+            dx = self._scatter_rows(0, state.entries)
         grads = self.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
         return state._replace(grads=add_gradients(state.grads, grads))
 
     def from_last(self, exits: Array) -> Array:
         """This rank's rows of the last stage's outputs."""
-        return self._shared(self.last, exits, self.tokens.rows.size)
+        return self._scatter_rows(self.last, exits)
 
     def _own_rows(self, x_MB: Array) -> Array:
         flat = x_MB.reshape(-1, *x_MB.shape[2:])
@@ -347,5 +339,12 @@ class BatchedHead(EmbedAndHead):
         return cut(f"{ROWS}{rest} -> {SHARED_ROWS}{rest}", flat)
 
     def _to_first(self, x: Array) -> Array:
-        rows = self._whole(x)
+        whole, share = self._residual
+        rows = all_gather(f"{share} -> {whole}", x)
         return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
+
+    def _scatter_rows(self, rank: int, x_MB: Array) -> Array:
+        """This rank's rows of an array on another pipeline rank."""
+        whole, share = self._residual
+        x_MB = jnp.where(lax.axis_index("pp") == rank, x_MB, 0)
+        return reduce_scatter(f"{whole} -> {share}", x_MB.reshape(-1, *x_MB.shape[2:]))
