@@ -24,7 +24,7 @@ ANSWER_SECS = 2.0
 # How long a process that has finished waits for the others, and they for its last message.
 GRACE_SECS = 3.0
 LATE_REPORT_SECS = 15.0  # limit for the last messages, with the coordinator's answer about late processes
-STARTED = "the other processes to start"
+START_BARRIER = "the other processes to start"
 LONGEST_REASON = 4096  # characters of an error; those of compilers can have megabytes
 
 
@@ -63,7 +63,7 @@ class CoordinatorClient(Deadline):
         self._send(hello | {"clock": time.time()})
         for act in (self._read_messages, self._send_heartbeats):
             threading.Thread(target=act, name="coordinator client", daemon=True).start()
-        self._answer(STARTED, "start_secs")
+        self._answer(START_BARRIER, "start_secs")
 
     def set_phase(self, phase: str, setting: str) -> None:
         """The same, and the others learn of it if they have to wait."""
@@ -154,7 +154,7 @@ class CoordinatorClient(Deadline):
         elif "heartbeat" not in message:
             if "refused" in message:
                 self.is_leaving = True  # the main thread reports the reason and ends
-            self._answers_to(message.get("released", STARTED)).put(message)
+            self._answers_to(message.get("released", START_BARRIER)).put(message)
 
     def _send_heartbeats(self) -> None:
         sent, heartbeat_secs = 0.0, self._config.heartbeat_secs / HEARTBEATS_PER_LIMIT

@@ -72,7 +72,7 @@ def source_path(written: str | os.PathLike, key: str = "", *, pattern: bool = Fa
         return written if isinstance(written, RemotePath) else path_of(written, pattern=pattern)
     url = URL.match(str(written))
     if url is None:
-        return Path(written).expanduser()
+        return Path(os.path.expanduser(written))  # as it is written if there is no such user
     scheme, rest = url[1].lower(), url[2]
     if "@" in rest.split("/")[0] or re.search(r"[?#\s\\]|::|(^|/)\.\.?(/|$)", rest):
         raise ConfigError(

@@ -259,8 +259,8 @@ def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
     assert restore_newest(folder, abstract(parts)).step == 1
 
 
-@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "d"])
-def test_what_orbax_cannot_read_is_damage_though_its_checksum_is_right(saved, name):
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d"])
+def test_what_cannot_be_read_is_damage_though_its_checksum_is_right(saved, name):
     folder, parts = saved
     path = folder / "2" / "params" / name
     path = largest_file(path) if name == "d" else path

@@ -51,6 +51,8 @@ EVERY_KEY = {f"{name}.{field.name}": field for name, section in SECTIONS.items()
 def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_is_told(tmp_path, capsys):
     """Whoever adds a key has it here: is it for a stranger to decide?"""
     assert NOT_SAVED == (
+        "checkpoint.local",
+        "checkpoint.local_every_steps",
         "data.cache",
         "data.cache_bytes",
         "train.compile_cache",
