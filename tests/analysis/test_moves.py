@@ -27,6 +27,7 @@ def settings(policy, tp, bucket="parameter", **data_parallel):
     )
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("policy", "tp", "bucket"),
     [*itertools.product(POLICY_NAMES, [1, 2], ["parameter"]), ("zero2", 1, "module"), ("zero3", 2, "layer")],

@@ -124,6 +124,7 @@ def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkey
 
 
 @pytest.mark.skipif(gpu_files() != [] or tpu_signs() != [], reason="is about machines without accelerators")
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("platforms", "reason"),
     [

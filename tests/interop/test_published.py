@@ -63,6 +63,7 @@ def test_the_config_of_olmo_3_is_the_model_that_its_import_is():
     assert settings.model.windows == (4096, 4096, 4096, 0) * 8
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_tensors_of_a_published_mixture_have_its_number_of_parameters(name):
     """Counted once each, though some are more than one of our arrays; and its config is written as it was read."""

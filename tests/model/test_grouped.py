@@ -126,6 +126,7 @@ def test_what_is_computed_grows_with_rows_not_with_groups(rows):
     assert count * rows_of_block(rows, groups) <= 1.25 * rows + 8 * groups
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("with_biases", [False, True], ids=["no biases", "biases"])
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["passes", "kernels"])
 def test_gated_experts_and_their_gradients_are_those_of_each_expert(by_kernels, with_biases, monkeypatch):

@@ -430,7 +430,7 @@ def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_siz
     return jnp.where((sizes.reshape(-1) == recv_sizes).all(), output, jnp.nan)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [dict(ep=4), dict(ep=2, tp=2)], ids=str)
 @pytest.mark.parametrize("exchange", EXCHANGE_FORMS)
 def test_an_exchange_has_the_values_and_gradients_of_the_plain_one(exchange, mesh, monkeypatch):

@@ -78,7 +78,7 @@ def check_equal(actual, expected):
         assert largest > 0 and np.abs(actual[1][name] - gradient).max() <= ERROR * largest, name
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("dp", "tp", "residual"),
     [(2, 2, HIDDEN), (1, 2, HIDDEN), (4, 1, HIDDEN), (2, 2, SEQUENCE), (1, 2, SEQUENCE), (4, 2, SEQUENCE)],

@@ -20,6 +20,7 @@ HALF = dict(dtype="bfloat16", attention="gqa", layers=4)
 MODELS = {name: HALF | LIKE[name] for name in ("Gemma", "GPT-NeoX", "OLMo 2")} | {"all": HALF | ALL | EXPERTS}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["Gemma", "GPT-NeoX", "all"])
 def test_products_and_the_stream_are_in_bfloat16(name):
     """But for a router's three products, in float32."""

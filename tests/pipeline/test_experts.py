@@ -266,6 +266,7 @@ def test_initial_values_are_bitwise_the_same_on_every_mesh(name):
         jax.tree.map(np.testing.assert_array_equal, mixture(mesh, name).init(0), whole)
 
 
+@pytest.mark.slow
 def test_a_model_like_gpt_oss_is_the_same_over_context_expert_and_tensor_ranks(record_property):
     case = dict(mesh=(1, 1, 2, 1, 2, 2), model="gpt-oss", schedule="gpipe", context="ring", exchange="ragged")
     check_case(case, record_property)

@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_weights_that_were_rounded_whole(name):
     case = dict(microbatches=4) | SCHEDULES.get(CASES[name].get("schedule"), {}) | CASES[name]

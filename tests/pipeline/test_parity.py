@@ -144,7 +144,7 @@ def check_updated(actual, expected, grads):
 IN_FAST_CASES = ("policy", "attention", "residual", "tensor_parallel", "embedding")
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", few_fast(PAIRS, *IN_FAST_CASES), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check_parity(case, record_property)

@@ -107,7 +107,7 @@ def name(case):
                     "tied": case["tied"]})  # fmt: skip
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("case", few_fast(pairs(), "schedule", "virtual", "attention"), ids=name)
 def test_every_schedule_equals_the_plain_model(case, record_property):
     check_parity(case, record_property)

@@ -19,6 +19,7 @@ MESHES = {
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_loss_and_gradients_are_bitwise_the_same(name):
     (mesh, changes), results = MESHES[name], []

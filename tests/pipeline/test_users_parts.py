@@ -58,7 +58,7 @@ def whole():
 
 
 @pytest.mark.fast(12)
-@pytest.mark.fast(11)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize(("mesh", "changes"), FORMS, ids=str)
 @pytest.mark.parametrize("key", PARTS)
 def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):

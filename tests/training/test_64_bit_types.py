@@ -30,6 +30,7 @@ def test_a_run_has_the_same_losses_and_what_it_saved_the_same_text_and_evaluatio
     assert found[0] == found[1] and "nats a token" in found[0]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", ["alone-muon", "all-1f1b-step", "all-zb-v-ahead", "cp-ring", "ep-dense-stages"])
 def test_a_step_computes_nothing_in_float64_but_constants(name):
     """Traced outside of a step, as a user's own loop may: weak scalars take the dtype of what they meet."""

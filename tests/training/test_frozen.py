@@ -75,7 +75,7 @@ CASES = {
         ),
     ),
 }
-FAST = ["a table and kernels", "the head's own table", "a divided backward pass"]
+FAST = ["a table and kernels"]
 
 
 def settings_of(frozen, **changes):

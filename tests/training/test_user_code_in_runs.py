@@ -107,6 +107,7 @@ def test_a_run_goes_on_only_with_the_same_files(corpus, tmp_path, monkeypatch):
     del sys.modules["steps_of_mine"]
 
 
+@pytest.mark.slow
 def test_code_of_keys_that_may_change_is_changed_without_a_flag(corpus, tmp_path):
     """Of a policy, of which no number of a run is another one; only the same text with other files is not accepted."""
     config = tiny_config(corpus, **{"train.steps": 1, "train.eval_batches": 0, "optimizer.warmup_steps": 0})
@@ -120,6 +121,7 @@ def test_code_of_keys_that_may_change_is_changed_without_a_flag(corpus, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_adapters_begin_on_the_weights_of_another_run_and_train_alone(corpus, whole_run, tmp_path):
     config = tiny_config(corpus, **{"train.init_from": str(whole_run), "train.steps": 3})
     config.optimizer.frozen = "embedding head blocks/*/kernel blocks/*_norm"
