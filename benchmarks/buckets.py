@@ -104,11 +104,11 @@ def main() -> None:
         for step in range(1, args.repeats + 1):
             rounds["disk"].append(measure(str(pathlib.Path(disk) / "run"), trees, step))
             rounds["bucket"].append(measure("s3://bucket/run", trees, step))
-    print(f"{args.mib} MiB of parameters: wall and CPU seconds\n")
+    print(f"{args.mib} MiB of parameters: milliseconds\n")
     print("| | disk: wall | CPU | bucket: wall | CPU |\n|---|---|---|---|---|")
     for part in ("start", "step", "copy", "save", "restore"):
         cells = [min(took[part][which] for took in rounds[place]) for place in rounds for which in (0, 1)]
-        print(f"| {part} | {' | '.join(f'{secs:.4f}' for secs in cells)} |")
+        print(f"| {part} | {' | '.join(f'{1e3 * secs:,.3f}' for secs in cells)} |")
 
 
 if __name__ == "__main__":

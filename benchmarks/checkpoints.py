@@ -129,7 +129,7 @@ def time_place(name: str, folder: Any, state: Any) -> str:
         copies.begin(0, trees)
         stopped, _ = timed(lambda: copies.save(1, trees))
         written, _ = timed(copies.close)
-        restore = lambda: copies.restore_newest(wanted, after=0, why_not=lambda settings: "")  # noqa: E731
+        restore = lambda: copies.restore_newest(wanted, after=0, why_not=lambda step, settings: "")  # noqa: E731
     else:
         config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
         with CheckpointWriter(folder, config, settings={}) as checkpoints:

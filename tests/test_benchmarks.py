@@ -28,7 +28,7 @@ RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
     "attention.py": r"\| 2 x 128 \| blocks in XLA \| \d+\.\d\d ms \| \d+\.\d\d \|",
     "bare.py": r"ours/bare \d+\.\d{3}",
-    "buckets.py": r"\| save \|( \d+\.\d{4} \|){4}",
+    "buckets.py": r"\| save \|( [\d,]+\.\d{3} \|){4}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
