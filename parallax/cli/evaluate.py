@@ -113,10 +113,11 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
     first = next(iter(readers.values()))
-    put, step = put_on(trained.model.batch_sharding, (first.rows.size, first.seq)), make_eval_step(trained.model)
+    put = put_on(trained.model.batch_sharding, (first.rows.size, first.seq))
+    eval_step = make_eval_step(trained.model)
     with waiting("compiling the evaluation, and evaluating") as show:
         losses = {
-            source: mean_loss(step, trained.params, reader, put, reader.batches, show)
+            source: mean_loss(eval_step, trained.params, reader, put, reader.batches, show)
             for source, reader in readers.items()
         }
     loss, tokens = mean_of(losses.values()), sum(tokens for _, tokens in losses.values())
@@ -154,7 +155,7 @@ def open_text(
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
         source = kind_of(data, config.field)
         cache = "" if source == "prepared" else config.cache
-        config = dataclasses.replace(config, mixture="", phases="", source=source, path=data, cache=cache)
+        config = dataclasses.replace(config, mixture="", phases="", where="", source=source, path=data, cache=cache)
     split = "eval" if data is None else "all"
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
     options = {"tokenizer": tokenizer, "fingerprint": fingerprint, "finished": saved_cache(run)}

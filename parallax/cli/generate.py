@@ -60,7 +60,7 @@ def run(flags: argparse.Namespace) -> list[str]:
     name = "--prompt" if flags.prompt else "sample.prompt"
     special = sample.special_tokens
     ids = [encode(trained.tokenizer, prompt, special_tokens=special, name=name) for prompt in prompts]
-    length, seq = max(map(len, ids)) + sample.tokens, settings.data.seq
+    length, seq = max(map(len, ids)) + sample.tokens, settings.data.longest_seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")

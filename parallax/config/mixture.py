@@ -6,13 +6,17 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from parallax.errors import LARGEST_INT32, ConfigError, check_choice, check_local, nearest, quoted
+from parallax.config.where import where_of
+from parallax.errors import LARGEST_INT32, ConfigError, check_choice, nearest, quoted
+from parallax.storage.remote import source_path
 from parallax.user_code import codes_by_name, names_code, settings_by_name
 
 REPEAT, DROP, STOP = ENDS = ("repeat", "drop", "stop")
 FROM_STEP, SHAPE = "from_step", ("seq", "global_batch")
+RECORDS = ("jsonl", "parquet")  # sources whose documents are fields of records
 MOST_SOURCES = 1000
 MOST_PERIOD = 100_000  # rows after which a mixture repeats: its table is made when data is opened
+MOST_NUMBER = 2**53  # of a weight or a budget
 SOURCE_NUMBERS = {"weight": "0 or more", "tokens": "1 or more", "epochs": "above 0"}
 
 
@@ -39,6 +43,15 @@ class SourceConfig:
         if self.end == REPEAT:
             return None
         return exact(self.tokens or self.epochs or 1)
+
+    def check_fields(self, kind: str) -> None:
+        """ConfigError if it names a field, and a source of this kind has none."""
+        for name in ("field", "where"):
+            if (written := getattr(self, name)) and kind not in RECORDS:
+                raise ConfigError(
+                    f"data.mixture.{self.name}.{name}={quoted(written)} reads fields, and a source {kind!r} has none; "
+                    f"use {' or '.join(RECORDS)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +118,16 @@ def _check_source(key: str, source: SourceConfig, settings: Mapping[str, Any]) -
         raise ConfigError(f"{key}.source={quoted(source.source)} is code; prepare it first, and name its folder")
     if not (source.path or source.source):
         raise ConfigError(f"{key} has neither path nor source; write {source.name}=(path='folder')")
+    if source.where:
+        where_of(f"{key}.where", source.where)
+    if source.source:
+        source.check_fields(source.source)
 
 
 def _check_number(key: str, value: Any, range_: str, *, least_is_allowed: bool) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not least_is_allowed):
-        raise ConfigError(f"{key}={quoted(value)} must be a number of {range_}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_NUMBER
+    if not is_number or (value == 0 and not least_is_allowed):
+        raise ConfigError(f"{key}={quoted(value)} must be a number of {range_}, and at most 2**53")
 
 
 def _paths(key: str, value: Any) -> tuple[str, ...]:
@@ -118,7 +135,7 @@ def _paths(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) and path for path in paths):
         raise ConfigError(f"{key}={quoted(value)} must be a path or glob in quotes, or a list of them")
     for path in paths:
-        check_local(key, path)
+        source_path(path, key, pattern=True)
     return tuple(paths)
 
 

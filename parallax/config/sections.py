@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
-from parallax.config.mixture import Phase, SourceConfig, phases_of, sources_of
+from parallax.config.mixture import RECORDS, Phase, SourceConfig, phases_of, sources_of
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
+from parallax.config.where import where_of
 from parallax.errors import (
     ConfigError,
     check_choice,
@@ -38,7 +39,7 @@ PARTS = EMBEDDING, BLOCKS, HEAD = ("embedding", "blocks", "head")  # of a model:
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
-FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
+FILES = ("text", *RECORDS)  # sources that read `path` through a tokenizer
 SPECIAL_TOKENS = ("text", "tokens")
 AUTO = "auto"  # a value that is chosen from other settings
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
@@ -1245,11 +1246,13 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"data.phases={quoted(self.phases)} needs data.mixture, whose sources it names; write one, also of a "
                 "single source"
             )
-        if self.where and self.source not in ("jsonl", "parquet"):
+        if self.where and self.source not in RECORDS:
             raise ConfigError(
                 f"data.where={quoted(self.where)} reads fields, and data.source={self.source!r} has none; "
                 "use jsonl or parquet"
             )
+        if self.where:
+            where_of("data.where", self.where)
         if self.source in BUILT_IN and self.path:
             raise ConfigError(
                 f"data.path={quoted(self.path)} is not read by data.source={self.source!r}; "
@@ -1257,7 +1260,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             )
         if self.source not in BUILT_IN and not self.path and not names_code(self.source):
             raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob")
-        if self.source in ("jsonl", "parquet") and not self.field:
+        if self.source in RECORDS and not self.field:
             raise ConfigError(
                 f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
             )
@@ -1278,7 +1281,10 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 "data.tokenizer='bpe' is trained on a source, and a mixture has several; make it with "
                 "`python -m parallax.data prepare`, and write data.tokenizer='FOLDER/tokenizer.json'"
             )
-        assert self.parts and self.run_phases
+        for source in self.parts:
+            if source.source:
+                check_choice(f"data.mixture.{source.name}.source", source.source, (*BUILT_IN, *FILES, "prepared"))
+        assert self.run_phases
 
     @functools.cached_property
     def parts(self) -> list[SourceConfig]:
@@ -1290,10 +1296,19 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         """The phases of a run, in order; one if nothing changes."""
         return phases_of(self.phases, self.parts, seq=self.seq, global_batch=self.global_batch)
 
+    def phase(self, step: int) -> Phase:
+        """The phase of a step, which counts from 0."""
+        return [phase for phase in self.run_phases if phase.first_step <= step][-1]
+
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """The shapes of a run's batches, (global_batch, seq), in order, each once."""
         return [*dict.fromkeys(phase.shape for phase in self.run_phases)]
+
+    @property
+    def longest_seq(self) -> int:
+        """Tokens in the longest windows of a run."""
+        return max(seq for _, seq in self.shapes)
 
     @property
     def largest(self) -> "DataConfig":

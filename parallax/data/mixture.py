@@ -8,19 +8,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallax.config.mixture import STOP, Phase, SourceConfig, parts_of
 from parallax.config.sections import FILES, DataConfig
-from parallax.data.reader import Reader, open_reader
+from parallax.data.reader import Reader, check_room, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
 from parallax.data.sources import find_files, kind_of
 from parallax.data.tokenizer import Tokenizer
-from parallax.errors import ConfigError, DataError, names_of
+from parallax.errors import ConfigError, DataError, errors_as, names_of
+from parallax.storage.remote import source_path
 
 PREPARED = "prepared"
 FOREVER = 1 << 62  # rows of the last phase, whose end is not known
@@ -60,7 +60,7 @@ class Supply:
         """Read windows of another length: a source that has begun goes on with its next epoch, since windows of another
         length are others."""
         if seq != self.seq:
-            epochs = -(-self.taken // self.windows[self.seq])
+            epochs = -(-self.taken // self.windows[self.seq]) if self.taken else 0
             self.taken, self.seq = epochs * self.windows[seq], seq
 
     @property
@@ -92,7 +92,8 @@ def segments_of(
     segments, row = [], 0
     for phase, rows in zip(phases, rows_of(phases)):
         for supply in supplies:
-            supply.in_windows_of(phase.seq)
+            if phase.weights[supply.source.name]:
+                supply.in_windows_of(phase.seq)
         end = row + rows
         while row < end:
             chosen = [n for n, each in enumerate(supplies) if phase.weights[each.source.name] and not each.is_dropped]
@@ -148,7 +149,7 @@ class MixedReader:
         self._segments, self.rows_left, self.ended_by = segments_of(self.phases, config.parts, windows)
         self._starts = np.array([segment.row for segment in self._segments])
         self._first_rows = np.cumsum([0, *rows_of(self.phases)[:-1]]).tolist()
-        self._own = self._readers_of(part or _whole)
+        self._readers_by_shape = self._readers_of(part or _whole)
 
     def _readers_of(self, part: OwnPart) -> dict[tuple[int, int], tuple[np.ndarray, list[Reader]]]:
         """By the shape of a batch, this process's rows, and readers of its columns."""
@@ -171,7 +172,7 @@ class MixedReader:
     def with_part(self, part: OwnPart) -> "MixedReader":
         """The same of another process."""
         other = copy.copy(self)
-        other._own = self._readers_of(part)
+        other._readers_by_shape = self._readers_of(part)
         return other
 
     @property
@@ -199,7 +200,7 @@ class MixedReader:
 
     def phase(self, step: int) -> Phase:
         """The phase of a step, which counts from 0."""
-        return self.phases[self._number_of_phase(step)]
+        return self.config.phase(step)
 
     def _number_of_phase(self, step: int) -> int:
         return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
@@ -226,7 +227,7 @@ class MixedReader:
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """This process's rows and columns of the global batch of `step`; see `batch_arrays` for the arrays."""
-        chosen, readers = self._own[self.phase(step).shape]
+        chosen, readers = self._readers_by_shape[self.phase(step).shape]
         sources, numbers = self.dealt(self.rows(step)[chosen])
         arrays: dict[str, np.ndarray] = {}
         for source in np.unique(sources):
@@ -249,13 +250,14 @@ class MixedReader:
         A phase that is added later does not change those before it. A phase of one source without an end, which no
         other has begun, has the hash of that source's own reader.
         """
-        hashes, said = {}, []
+        hashes, described = {}, []
         for phase in self.phases:
-            said.append(self._said(phase))
+            described.append(self._described(phase))
             name = f"from_step_{phase.first_step + 1}" if phase.first_step else "fingerprint"
-            alone = said[0][0] if len(said) == 1 and len(said[0]) == 1 and said[0][0]["budget"] is None else None
-            whole = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-            hashes[name] = alone["reads"] if alone else whole
+            first = described[0]
+            is_alone = len(described) == len(first) == 1 and first[0]["budget"] is None
+            whole = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+            hashes[name] = first[0]["reads"] if is_alone else whole
         return hashes
 
     @property
@@ -263,7 +265,7 @@ class MixedReader:
         """The hash of the last phase, which covers those before it."""
         return [*self.fingerprints.values()][-1]
 
-    def _said(self, phase: Phase) -> list[dict[str, Any]]:
+    def _described(self, phase: Phase) -> list[dict[str, Any]]:
         chosen = [
             (source, reader) for source, reader in zip(self.config.parts, self._readers) if phase.weights[source.name]
         ]
@@ -308,28 +310,38 @@ def open_sources(config: DataConfig, *, split: str, **options: Any) -> dict[str,
                 f"data.mixture.{name} has the tokenizer {reader.tokenizer.name!r}, and data.mixture.{first[0]} has "
                 f"{first[1].tokenizer.name!r}, with other ids; prepare all with one, or name it in data.tokenizer"
             )
+    check_room(config, sum(reader.copied_bytes for reader in readers.values()))
     return readers
 
 
 def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataConfig:
     """The settings of a source alone; an error if it is missing, before any other source is prepared."""
+    kind, field = _kind(config, source), source.field or config.field
+    source.check_fields(kind)
+    with _naming(source):
+        changes = {"source": kind, "path": source.path[0] if source.path else "", "field": field}
+        if kind == PREPARED:
+            if len(source.path) > 1:
+                raise ConfigError("prepared data is one folder; give each an entry of its own")
+            Manifest.read(source_path(changes["path"]))
+            changes["cache"] = ""
+        elif kind in FILES:
+            for path in source.path:
+                find_files(path, kind, field)
+        if split == "train":
+            seqs = [phase.seq for phase in config.run_phases if phase.weights[source.name]]
+            changes |= {"global_batch": 1, "seq": min(seqs)}
+        return dataclasses.replace(config, mixture="", phases="", where=source.where, **changes)
+
+
+def _kind(config: DataConfig, source: SourceConfig) -> str:
+    """What a source reads, as it is written or as the names of its files say."""
     with _naming(source):
         field = source.field or config.field
         kinds = [source.source] if source.source else sorted({kind_of(path, field) for path in source.path})
         if len(kinds) > 1:
             raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")
-        changes = {"source": kinds[0], "path": source.path[0] if source.path else "", "field": field}
-        if kinds[0] == PREPARED:
-            if len(source.path) > 1:
-                raise ConfigError("prepared data is one folder; give each an entry of its own")
-            Manifest.read(Path(changes["path"]).expanduser())
-            changes["cache"] = ""
-        elif kinds[0] in FILES:
-            for path in source.path:
-                find_files(path, kinds[0], field)
-        if split == "train":
-            changes["global_batch"] = 1
-        return dataclasses.replace(config, mixture="", phases="", where=source.where, **changes)
+    return kinds[0]
 
 
 def _open_source(alone: DataConfig, source: SourceConfig, **options: Any) -> Reader:
@@ -349,4 +361,10 @@ def _naming(source: SourceConfig) -> Iterator[None]:
 def prepared_paths(config: DataConfig) -> list[str]:
     """The folders of prepared data among a mixture's sources."""
     paths = [path for source in config.parts for path in source.path]
-    return [path for path in paths if (Path(path).expanduser() / MANIFEST_FILE).is_file()]
+    return [path for path in paths if _is_prepared(path)]
+
+
+def _is_prepared(path: str) -> bool:
+    manifest = source_path(path, "data.mixture", pattern=True) / MANIFEST_FILE
+    with errors_as(DataError, f"{manifest} cannot be read: ", ""):
+        return manifest.is_file()

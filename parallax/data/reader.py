@@ -82,10 +82,10 @@ def open_reader(
         prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
-        where = {"path": paths if len(paths) > 1 else config.path, "field": config.field, "where": config.where}
-        where |= {"synthetic_tokens": config.synthetic_tokens}
+        about = {"path": paths if len(paths) > 1 else config.path, "field": config.field, "where": config.where}
+        about |= {"synthetic_tokens": config.synthetic_tokens}
         options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
-        source = open_source(config.source, **where)
+        source = open_source(config.source, **about)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(named).stem)
@@ -186,8 +186,10 @@ class Reader:
         contents = of_ids <= CHECKSUM_BYTES
         self._fetching: threading.Thread | None = None
         self._is_elsewhere = not is_local(folder)
+        self.copied_bytes = 0  # of shards that are elsewhere
         if self._is_elsewhere:
-            _check_room(config, of_ids + sum(shard.documents for shard in manifest.shards) * DOCUMENT.itemsize)
+            self.copied_bytes = of_ids + sum(shard.documents for shard in manifest.shards) * DOCUMENT.itemsize
+            check_room(config, self.copied_bytes)
             names = [shard.name for shard in manifest.shards]
             tables = [documents_file(folder, name) for name in names]
             fetch([*tables, *(ids_file(folder, name) for name in names if contents)])
@@ -200,9 +202,10 @@ class Reader:
         if contents and vocab is not None and vocab < manifest.vocab:
             self._stream.check_ids()
         if split == "train" and self.windows < self._global_batch:
+            fewer = f", fewer than data.global_batch={self._global_batch}" if self._global_batch > 1 else ""
             raise DataError(
-                f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}, "
-                f"fewer than data.global_batch={self._global_batch}; give it more text, or make one smaller"
+                f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}{fewer}; "
+                "give it more text, or make one smaller"
             )
 
     @property
@@ -282,15 +285,20 @@ class Reader:
         Raises:
             DataError: a shard has changed since it was opened.
         """
-        if self._is_elsewhere and self._fetching is None:
-            files = (self._stream.files[shard] for shard in self._shards_from(step))
-            self._fetching = threading.Thread(target=fetch, args=(files,), name="shards", daemon=True)
-            self._fetching.start()
+        self._fetch_from(step)
         return self._arrays(self._windows_in(step, self.rows))
 
     def batch_of_rows(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The same columns of any rows of a run of this split alone, counted from its first one."""
+        self._fetch_from(int(rows[0]) // self._global_batch)
         return self._arrays(self.windows_of_rows(rows))
+
+    def _fetch_from(self, step: int) -> None:
+        """Begin to copy shards that are elsewhere, unless it has begun."""
+        if self._is_elsewhere and self._fetching is None:
+            files = (self._stream.files[shard] for shard in self._shards_from(step))
+            self._fetching = threading.Thread(target=fetch, args=(files,), name="shards", daemon=True)
+            self._fetching.start()
 
     def _arrays(self, windows: np.ndarray) -> dict[str, np.ndarray]:
         windows = np.minimum(windows * self.seq, self.tokens)
@@ -379,11 +387,12 @@ class Reader:
         return windows
 
 
-def _check_room(config: DataConfig, size: int) -> None:
+def check_room(config: DataConfig, size: int) -> None:
     """ConfigError if copies of the shards would displace each other: windows are drawn from all of them."""
     if size > config.cache_bytes:
+        folder = config.path or "data.mixture"
         raise ConfigError(
-            f"data.cache_bytes={config.cache_bytes} is less than the {size:,} bytes of the shards in {config.path}, "
+            f"data.cache_bytes={config.cache_bytes} is less than the {size:,} bytes of the shards in {folder}, "
             "and windows are drawn from all of them; raise it, or copy them to a disk that all hosts see"
         )
 

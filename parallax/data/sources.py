@@ -17,8 +17,8 @@ from itertools import count, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from parallax.config.where import where_of
 from parallax.data.shards import MANIFEST_FILE
-from parallax.data.where import where_of
 from parallax.display.progress import waiting
 from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
 from parallax.storage.files import (

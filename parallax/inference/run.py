@@ -144,6 +144,7 @@ class Run:
         trained_on = sizes(self.settings.mesh.sizes)
         heads = " and ".join(map(str, sorted({block.heads for block in model.blocks.values()})))
         kind = f"{model.layers} layers, d_model {model.d_model}, {heads} heads, {model.attention}"
+        source = ", ".join(part.name for part in data.parts) or data.source
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
         measured = {label: name for label, name in LAST_VALUES.items() if name in self.numbers}
         ends = {label: (name, *(values[-1] for values in self.curve(name))) for label, name in measured.items()}
@@ -151,7 +152,7 @@ class Run:
             ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
             ("model", f"{kind}, vocab {model.vocab}{padded}"),
             ("mesh", f"{sizes(self.model.axis_sizes)} (trained on {trained_on})"),
-            ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
+            ("data", f"{source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
             *((label, f"{name} {_number(value)} at step {step}") for label, (name, step, value) in ends.items()),
         ]
 

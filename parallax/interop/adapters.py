@@ -123,7 +123,7 @@ def to_peft(workdir: Path, out: Path, *, step: int | None) -> int:
     source, settings = _with_adapters(workdir, step)
     model, params = settings.model, SavedParams(source)
     record = read_record(source)
-    content = record["config"] if record else hf_config.write_config(model, settings.data.seq)
+    content = record["config"] if record else hf_config.write_config(model, settings.data.longest_seq)
     pairs = _pairs(settings, hf_config.read_config(content))
     adapted = {name for pair in pairs for name in pair.adapter}
 
@@ -173,7 +173,7 @@ def from_peft(source: Path, base: Path, workdir: Path) -> str:
     if settings.model.lora_rank:
         raise ConfigError(f"{base} has adapters; merge them first: python -m parallax.convert merge {base} NEW")
     tensors, record = read_file(source, PEFT_WEIGHTS), read_record(step)
-    content = record["config"] if record else hf_config.write_config(settings.model, settings.data.seq)
+    content = record["config"] if record else hf_config.write_config(settings.model, settings.data.longest_seq)
     config = hf_config.read_config(content)
     tensors = _of_each_expert(tensors, settings.model, config.architecture)
     keys = _read_config(about) | {"lora_base": settings.optimizer.weights_dtype}

@@ -117,8 +117,8 @@ def _notes(
         f"{settings.optimizer.weights_dtype} parameters (optimizer.weights_dtype)"
     )
     yield (
-        f"it trains on {data.global_batch} windows of {data.seq} tokens in a step (data.global_batch, data.seq); the "
-        f"model's context is {context}"
+        f"it trains on {data.global_batch} windows of {data.longest_seq} tokens in a step "
+        f"(data.global_batch, data.seq); the model's context is {context}"
     )
     if model.padded_vocab != model.vocab:
         yield (
@@ -269,13 +269,13 @@ def to_hf(
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
         ends = ends_of_step(tokenizer, model.vocab, source.folder)
-        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer, ends)
+        content = hf_config.write_config(model, settings.data.longest_seq) | _special_ids(tokenizer, ends)
         dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
     else:
         config = hf_config.read_config(record["config"])
         content = hf_config.with_layers(record["config"], config, model)
-        content = _extended(content, config, model, settings.data.seq) if trained else content
+        content = _extended(content, config, model, settings.data.longest_seq) if trained else content
     if dtype:
         content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
     # The tokenizer config of a run without an import, but with a foreign tokenizer.

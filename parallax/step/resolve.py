@@ -73,7 +73,11 @@ def resolve(
 def in_largest_batches(settings: Settings) -> Settings:
     """The settings as if all batches of a run had the shape of the phase with most tokens in one, which needs most
     memory; of these the one with the longest rows."""
-    return dataclasses.replace(settings, data=settings.data.largest)
+    largest = settings.data.largest
+    if largest is settings.data:
+        return settings
+    # The vocab follows from the mixture, which has no part in a plan.
+    return dataclasses.replace(resolve(settings), data=largest)
 
 
 def sizes_on(settings: Settings, devices: Devices) -> dict[str, int]:

@@ -88,8 +88,10 @@ def check_before_data(settings: Settings, mesh: Mesh, folder: RunFolder) -> None
 
 def model_of_shape(model: ShardedModel, shape: tuple[int, int]) -> ShardedModel:
     """The same model for batches of this shape, (global_batch, seq): the kernel of attention may follow from it."""
-    data = model.settings.data
-    return model if shape == data.shapes[0] else model.replace(data=data.in_shape(shape))
+    settings = model.settings
+    if shape == settings.data.shapes[0]:
+        return model
+    return model.replace(model=settings.model, data=settings.data.in_shape(shape))
 
 
 def until_the_end(settings: Settings, data: Reader | MixedReader) -> Settings:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,14 @@ class Profile(contextlib.AbstractContextManager):
     the program of the devices, which describes its operations, and the mesh.
     """
 
-    def __init__(self, settings: Settings, step: TrainStep, folder: RunFiles, say: Callable[[str], None] = print):
-        self._settings, self._step, self._folder, self._say = settings, step, folder, say
+    def __init__(
+        self,
+        settings: Settings,
+        steps_by_shape: Mapping[tuple[int, int], TrainStep],
+        folder: RunFiles,
+        say: Callable[[str], None] = print,
+    ):
+        self._settings, self._steps_by_shape, self._folder, self._say = settings, steps_by_shape, folder, say
         self._steps = settings.train.profiled
         self._open: contextlib.ExitStack | None = None
 
@@ -60,7 +66,7 @@ class Profile(contextlib.AbstractContextManager):
         with writing(self._folder.path):
             files.remove_what_can_be(folder)  # traces of an earlier start from this step on
             files.make_folder(folder)
-            self._write_about(folder)
+            self._write_about(folder, self._settings.data.phase(done).shape)
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
@@ -84,10 +90,11 @@ class Profile(contextlib.AbstractContextManager):
             return
         self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
 
-    def _write_about(self, folder: Path) -> None:
-        data, mesh = self._settings.data, self._step.model.mesh
+    def _write_about(self, folder: Path, shape: tuple[int, int]) -> None:
+        step = self._steps_by_shape[shape]
+        mesh = step.model.mesh
         with waiting("compiling the step again, for the names in its trace"):
-            text = self._step.lower(data.global_batch, data.seq).compile().as_text()
+            text = step.lower(*shape).compile().as_text()
         files.write_file(folder / PROGRAM, text)
         about = {
             "run": self._folder.path.resolve().name,

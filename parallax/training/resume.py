@@ -43,6 +43,7 @@ FIXED_KEYS = ("loss.name", "optimizer.name", "optimizer.frozen", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 USER_CODE = "user_code."  # of a checkpoint's settings: hashes of the code's files, by key
 CORPUS, TOKENIZER = "corpus.fingerprint", "corpus.tokenizer"
+CACHES = ("data.cache", "data.cache_bytes")  # which say where data is kept, not what it is
 LATER_DATA = "corpus.from_step_"  # and a step: the fingerprint of the data from there on
 CONTINUE_FROM = "train.continue_from"
 DTYPE, MATMUL_PARTS_KEY = "model.dtype", "model.matmul_parts"
@@ -114,9 +115,9 @@ def step_to_continue(
     """
     run, step = RunFiles(train.first_run), train.first_step
     changed = _changed(run.checkpoints, step, settings)
-    data = [key for key in changed if key == CORPUS or key.startswith(LATER_DATA)]
-    for key in (CONTINUE_FROM, *(data if train.other_data else [])):
-        changed.pop(key, None)
+    changed.pop(CONTINUE_FROM, None)
+    if train.other_data:
+        changed = {key: values for key, values in changed.items() if not _is_of_data(key)}
     _check_changed(changed, step, run.path, say, changed_code=changed_code, may_differ=not train.other_data)
     return step
 
@@ -134,6 +135,11 @@ def _changed_since(step: int, saved: Mapping[str, Any], settings: Mapping[str, A
     changed = {key: values for key, values in changed.items() if not _is_of_later_data(key, step)}
     # Other code has other files, too.
     return {key: values for key, values in changed.items() if key.removeprefix(USER_CODE) not in {*changed} - {key}}
+
+
+def _is_of_data(key: str) -> bool:
+    """Whether it is a fingerprint of what is read, from the first step or from a later one."""
+    return key == CORPUS or key.startswith(LATER_DATA)
 
 
 def _is_of_later_data(key: str, step: int) -> bool:
@@ -155,7 +161,8 @@ def _check_changed(
     says whether train.other_data would allow other data."""
     fixed = {key: values for key, values in changed.items() if is_fixed(key)}
     if fixed and not (changed_code and all(key.startswith(USER_CODE) for key in fixed)):
-        allowed = ", or allow other data with train.other_data=True" if may_differ and {*fixed} == {CORPUS} else ""
+        only_data = may_differ and all(map(_is_of_data, fixed))
+        allowed = ", or allow other data with train.other_data=True" if only_data else ""
         raise CheckpointError(f"cannot go on from step {step} in {run} {_why_not(changed, fixed, run)}{allowed}")
     if changed:
         say(f"going on with changed settings: {difference_text(changed)}")
@@ -166,7 +173,7 @@ def _why_not(changed: Mapping[str, tuple[Any, Any]], fixed: Mapping[str, tuple[A
     sections = {key.split(".")[0] for key in fixed}
     corpus = {key: values for key, values in fixed.items() if key.startswith("corpus.")}
     others = {key: values for key, values in fixed.items() if key not in corpus}
-    read = {key: values for key, values in changed.items() if key.startswith("data.") and key != "data.cache"}
+    read = {key: values for key, values in changed.items() if key.startswith("data.") and key not in CACHES}
     cause = difference_text(read) or "data.* is the same, and the text or its tokenizer is not"
     said = [*([cause] if corpus else []), *map(difference_text, filter(None, (others, corpus)))]
     advice = "set back what differs, or choose another --workdir"

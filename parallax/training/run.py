@@ -201,7 +201,6 @@ def run_to_end(
         with writing(folder.path):
             folder.write_goodput(before_first_step(earlier, began, start_secs, restore_secs, logger.spent, dropped))
         steps = steps_by_shape(components)
-        train_step = steps[settings.data.shapes[0]]
         put = put_batches(components)
         # Enough batches are prefetched to save the step before an unreadable one, and to inform other processes.
         reserve = STEPS_TO_STOP if job.several() else 1
@@ -229,7 +228,7 @@ def run_to_end(
             stop=stop,
             watchdog=stack.enter_context(Watchdog(settings.train.stall_factor)),
             corruption_check=SilentCorruptionCheck(state_shardings(model, components.tx)),
-            profile=stack.enter_context(Profile(settings, train_step, folder, logger.say)),
+            profile=stack.enter_context(Profile(settings, steps, folder, logger.say)),
         )
         job.barrier("the first step", setting="compile_secs")
         state, done = loop.run(state, start)

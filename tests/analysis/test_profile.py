@@ -73,7 +73,7 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 ):
     settings = read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     for start in range(8):
-        profile, traced = Profile(settings, Program(), RunFiles(tmp_path)), []
+        profile, traced = Profile(settings, {settings.data.shapes[0]: Program()}, RunFiles(tmp_path)), []
         traces_nothing.clear()
         if profile.begins_after(start):
             profile.begin(start, ())
@@ -89,10 +89,21 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job, tmp_path, traces_nothing):
     settings, client = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(ClientStandIn())
-    profile = Profile(settings, Program(), RunFiles(tmp_path))
+    profile = Profile(settings, {settings.data.shapes[0]: Program()}, RunFiles(tmp_path))
     profile.begin(2, ())
     profile.end()
     assert [setting for _, setting in client.calls] == ["compile_secs"]
+
+
+def test_the_program_of_a_trace_is_that_of_its_phase(corpus, tmp_path, traces_nothing):
+    data = {"source": "stdlib", "path": "", "mixture": f"text=(path='{corpus}/*.txt')"}
+    data["phases"] = "long=(from_step=3, seq=64)"
+    changes = {f"data.{name}": value for name, value in data.items()}
+    settings = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"} | changes))
+    first, later = settings.data.shapes
+    steps = {first: None, later: Program()}
+    Profile(settings, steps, RunFiles(tmp_path)).begin(2, ())
+    assert (tmp_path / "profile" / "steps-3-5" / "process-0" / PROGRAM).read_text() == "HloModule step"
 
 
 @pytest.fixture(scope="module")

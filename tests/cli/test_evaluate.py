@@ -259,6 +259,16 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         resolve(settings, run=tmp_path / "new")
 
 
+def test_other_text_is_not_cut_by_the_filter_of_the_runs_records(corpus, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "score": 1}\n')
+    data = {"source": "jsonl", "path": str(tmp_path / "x.jsonl"), "where": "score > 0", "tokenizer": "bytes"}
+    config = read_settings(tiny_config(corpus, **{f"data.{name}": value for name, value in data.items()})).data
+    model = SimpleNamespace(config=SimpleNamespace(vocab=384), axis_sizes={"dp": 1})
+    trained = Run(tmp_path, 8, None, model, None, Bytes())
+    (reader,) = open_text(trained, config, f"{corpus}/00.txt", RunFolder(tmp_path)).values()
+    assert reader.documents == 1
+
+
 def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path):
     config = read_settings(tiny_config(corpus, **{"data.tokenizer": "bytes"})).data
     sizes, every_row = SimpleNamespace(vocab=384), NamedSharding(jax.make_mesh((1,), "dp"), PartitionSpec())

@@ -11,7 +11,7 @@ from parallax.config.sections import DataConfig
 from parallax.config.settings import default_settings
 from parallax.data import open_mixture, open_reader
 from parallax.errors import ConfigError, DataError
-from parallax.step.resolve import in_largest_batches
+from parallax.step.resolve import in_largest_batches, likely_entries
 
 SEQ, BATCH = 8, 6
 TEXTS = {name: [f"{name} {number} " * 9 for number in range(40)] for name in ("web", "code", "math")}
@@ -130,8 +130,8 @@ def test_other_weights_and_other_text_have_other_fingerprints(folder):
     known = {mixture_of(folder).fingerprint}
     for changed in (mixture_of(folder, web="weight=6"), mixture_of(folder, math="weight=1, epochs=2, end='drop'")):
         known.add(changed.fingerprint)
-    swapped = config_of(folder)
-    swapped = dataclasses.replace(swapped, mixture=swapped.mixture.replace("sources0/code", "sources0/math"))
+    config, name = config_of(folder), folder.name
+    swapped = dataclasses.replace(config, mixture=config.mixture.replace(f"{name}/code", f"{name}/math"))
     known.add(open_mixture(swapped, folder=folder, vocab=None).fingerprint)
     assert len(known) == 4
 
@@ -195,6 +195,45 @@ def test_a_plan_is_for_the_batches_that_need_most_memory(folder):
     assert in_largest_batches(one_shape) == one_shape
 
 
+def test_a_plan_has_the_vocab_of_the_mixtures_tokenizer(tmp_path):
+    texts = [str(number**7) for number in range(2000)]
+    prepare_texts(texts, tmp_path / "web", tokenizer="bpe", bpe_vocab=400, shard_bytes=1 << 20)
+    config = config_of(tmp_path, "long=(from_step=9, seq=16)", web="weight=1")
+    config = dataclasses.replace(config, mixture=config.mixture.partition(" code=")[0])
+    settings = dataclasses.replace(default_settings(), data=config)
+    assert likely_entries(config) == 400 and in_largest_batches(settings).model.vocab == 512
+
+
+def test_a_source_keeps_its_place_over_a_phase_that_does_not_read_it(folder):
+    """Also where a window of that phase is longer than all its text."""
+    prepare_texts(["a short text of forty or fifty letters, no more"] * 2, folder / "small")
+    text = f"web=(path='{folder / 'web'}') small=(path='{folder / 'small'}')"
+    phases = "long=(from_step=5, seq=512, global_batch=2, small=0) short=(from_step=9, seq=4, global_batch=6, small=1)"
+    config = data_config(mixture=text, phases=phases, seq=4, global_batch=6, eval_fraction=0)
+    mixture = open_mixture(config, folder=folder, vocab=None)
+    read = mixture.dealt(np.concatenate([mixture.rows(step) for step in (0, 1, 2, 3, 8)]))
+    numbers = read[1][read[0] == 1]
+    np.testing.assert_array_equal(numbers, np.arange(len(numbers)))
+    assert mixture.batch(5)["tokens"].shape == (2, 512) and mixture.batch(8)["tokens"].shape == (6, 4)
+
+
+def test_a_source_that_is_read_in_short_windows_alone_needs_no_long_one(folder):
+    prepare_texts(["a text of twenty letters"], folder / "tiny")
+    text = f"web=(path='{folder / 'web'}') tiny=(path='{folder / 'tiny'}', weight=0)"
+    settings = {"mixture": text, "seq": 64, "eval_fraction": 0}
+    config = data_config(phases="short=(from_step=3, seq=4, tiny=1)", **settings)
+    assert open_mixture(config, folder=folder, vocab=None).by_name["tiny"].seq == 4
+    config = data_config(phases="next=(from_step=3, tiny=1)", **settings)
+    with pytest.raises(DataError, match="data.mixture.tiny: the train split has .* 0 windows of data.seq=64; give it"):
+        open_mixture(config, folder=folder, vocab=None)
+
+
+def test_a_step_has_the_shape_of_its_phase(folder):
+    config = config_of(folder, PHASES)
+    assert [config.phase(step).shape for step in (0, 7, 8, 10, 11)] == [(6, 8), (6, 8), (12, 16), (12, 16), (12, 8)]
+    assert config.longest_seq == 16
+
+
 def test_several_paths_are_one_source_and_each_file_counts_once(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(f"the text of {name} " * 20)
@@ -237,13 +276,24 @@ def test_documents_are_chosen_by_their_fields(kind, where, chosen, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where", ["score", "score > other", "f(score) > 1", "not score > 1", "a > 1 or b > 1", "1 < a < 2", ")"]
+    "where",
+    [
+        "score",
+        "score > other",
+        "f(score) > 1",
+        "not score > 1",
+        "a > 1 or b > 1",
+        "1 < a < 2",
+        ")",
+        "lang in {['a']}",
+        "lang == None",
+    ],
 )
-def test_a_filter_that_is_no_comparison_of_fields_is_refused(where, tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    config = data_config(source="jsonl", path=str(tmp_path / "x.jsonl"), where=where)
-    with pytest.raises(ConfigError, match="write comparisons of fields"):
-        open_reader(config, folder=tmp_path / "data", vocab=None, split="train")
+def test_a_filter_that_is_no_comparison_of_fields_is_refused(where):
+    with pytest.raises(ConfigError, match="data.where=.* write comparisons of fields"):
+        data_config(source="jsonl", path="x.jsonl", where=where)
+    with pytest.raises(ConfigError, match="data.mixture.web.where=.* write comparisons of fields"):
+        data_config(mixture=f"web=(path='a', where={where!r})")
 
 
 def test_a_value_that_cannot_be_compared_is_named_with_its_line(tmp_path):
@@ -259,6 +309,13 @@ def test_a_missing_source_is_named_before_any_is_prepared(tmp_path):
     with pytest.raises(DataError, match="data.mixture.second: data.path=.*missing.* does not exist"):
         open_mixture(config, folder=tmp_path / "data", vocab=None)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_source_that_turns_out_to_have_no_fields_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 99)
+    config = data_config(mixture=f"web=(path='{tmp_path}/a.txt', where='score > 1')")
+    with pytest.raises(ConfigError, match="data.mixture.web.where='score > 1' reads fields, and a source 'text' has"):
+        open_mixture(config, folder=tmp_path / "data", vocab=None)
 
 
 def test_sources_of_other_tokenizers_are_refused(tmp_path):
@@ -282,6 +339,11 @@ def test_a_source_without_a_window_is_refused(folder):
         (dict(mixture="web=(pth='a')"), "data.mixture.web.pth is not a setting of a source; did you mean 'path'"),
         (dict(mixture="web=(path='a', weight=-1)"), "data.mixture.web.weight=-1 must be a number of 0 or more"),
         (dict(mixture="web=(path='a', weight='x')"), "must be a number of 0 or more"),
+        (dict(mixture=f"web=(path='a', weight=1{'0' * 400})"), "weight=1000.* must be a number of 0 or more"),
+        (dict(mixture="web=(path='a', source='txt')"), "data.mixture.web.source='txt' is unknown"),
+        (dict(mixture="web=(path='a', source='text', where='a > 1')"), "web.where='a > 1' reads fields, and a source"),
+        (dict(mixture="web=(path='a', source='text', field='a')"), "web.field='a' reads fields, and a source 'text'"),
+        (dict(mixture="web=(path='file:///a')"), "data.mixture.web.path='file:///a' is a URL"),
         (dict(mixture="web=(path=3)"), "must be a path or glob in quotes, or a list of them"),
         (dict(mixture="web=(weight=3)"), "data.mixture.web has neither path nor source"),
         (dict(mixture="web=(path='a', end='never')"), "data.mixture.web.end='never' is unknown"),

@@ -51,14 +51,14 @@ EVERY_KEY = {f"{name}.{field.name}": field for name, section in SECTIONS.items()
 def test_a_saved_config_decides_every_key_but_where_things_go_come_from_and_who_is_told(tmp_path, capsys):
     """Whoever adds a key has it here: is it for a stranger to decide?"""
     assert NOT_SAVED == (
-        "checkpoint.local",
-        "checkpoint.local_every_steps",
         "data.cache",
         "data.cache_bytes",
         "train.compile_cache",
         "train.profile_steps",
         "train.tensorboard",
         "train.wandb",
+        "checkpoint.local",
+        "checkpoint.local_every_steps",
     )
     base = default_settings().to_dict()
     wrong = {name: another(field.default) for name, field in EVERY_KEY.items()}

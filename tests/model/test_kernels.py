@@ -333,13 +333,15 @@ def test_pieces_of_queries_save_no_copies_of_keys(order):
 
 
 def test_a_piece_of_queries_has_all_keys_that_it_sees():
-    for seq, ranks, window in ((512, 2, 100), (1024, 4, 129), (1536, 2, 7), (4096, 2, 1024), (96, 4, 1)):
+    cases = (512, 2, 100), (8184, 2, 100), (1024, 4, 129), (1536, 2, 7), (4096, 2, 1024), (96, 4, 1)
+    for seq, ranks, window in cases:
         queries, keys = piece_in_window(seq, ranks, window)
         assert seq // (2 * ranks) % queries == 0 and queries + window - 1 <= keys < seq
         a_pass = attention_flops("cudnn", "fwd", rows=1, heads=1, seq=seq, d_qk=8, d_v=8, ranks=ranks, window=window)
         pieces = seq // ranks // queries
         assert a_pass == kernel_flops("cudnn_fwd", [(pieces, queries, 1, 8), *[(pieces, keys, 1, 8)] * 2], window)
     assert piece_in_window(4096, 2, 1024) == (512, 1536)
+    assert piece_in_window(8184, 2, 100) == (66, 170)  # chunks of 2046 = 31 * 66
     assert piece_in_window(4 * 125, 2, 100) is None  # odd
 
 

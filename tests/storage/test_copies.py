@@ -9,10 +9,11 @@ import pytest
 from support.data_examples import prepare_texts
 
 from parallax.config.sections import DataConfig
-from parallax.data import open_reader
+from parallax.data import open_mixture, open_reader
 from parallax.data.sources import find_files, kind_of, open_source
 from parallax.data.tokenizer import load_tokenizer
 from parallax.errors import ConfigError, DataError
+from parallax.step.resolve import likely_entries
 from parallax.storage import copies, files, remote
 from parallax.storage.remote import source_path
 
@@ -175,6 +176,7 @@ def test_a_shard_that_changes_after_the_start_is_named(shards, store, monkeypatc
             store.pipe(name, bytes(len(store.cat(name))))
     with pytest.raises(DataError, match=r"shard memory://shards/\d+.ids is damaged: sha256"):
         reader.batch(0)
+    reader._fetching.join(20)  # it would copy into the next test's folder
 
 
 def test_shards_are_fetched_before_they_are_needed(shards, monkeypatch):
@@ -189,6 +191,32 @@ def test_shards_are_fetched_before_they_are_needed(shards, monkeypatch):
 def test_less_room_than_the_shards_need_is_refused_at_once(shards):
     with pytest.raises(ConfigError, match=r"data.cache_bytes=1000 is less than the [\d,]+ bytes of the shards"):
         open_shards(config(source="prepared", path="memory://shards", cache_bytes=1000))
+
+
+def mixture_of(places, **changes):
+    text = " ".join(f"{name}=(path='{place}')" for name, place in places.items())
+    config = DataConfig(mixture=text, seq=16, global_batch=6, **changes)
+    return open_mixture(config, folder=None, vocab=None)
+
+
+def test_a_mixture_behind_urls_has_the_batches_of_folders(shards, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallax.data.reader.CHECKSUM_BYTES", 0)
+    here = mixture_of({"one": tmp_path / "shards", "two": tmp_path / "shards"})
+    there = mixture_of({"one": "memory://shards", "two": "memory://shards"})
+    assert there.fingerprint == here.fingerprint and not any(name.endswith(".ids") for name in held())
+    for step in (0, 7):
+        np.testing.assert_array_equal(there.batch(step)["tokens"], here.batch(step)["tokens"])
+    for reader in there._readers_by_shape[6, 16][1]:
+        reader._fetching.join(20)
+    assert sum(name.endswith(".ids") for name in held()) == len(there.by_name["one"].manifest.shards)
+    assert likely_entries(there.config) == there.tokenizer.vocab
+
+
+def test_a_mixtures_shards_need_room_together(shards):
+    size = open_shards(shards).copied_bytes
+    for more, text in ((0, "of the shards in data.mixture"), (-size, "data.mixture.one: .* in memory://shards")):
+        with pytest.raises(ConfigError, match=text):
+            mixture_of({"one": "memory://shards", "two": "memory://shards"}, cache_bytes=2 * size - 1 + more)
 
 
 # ---- what is refused

@@ -4,13 +4,17 @@ import json
 
 import pytest
 from support.run_examples import losses, stop_at, tiny_config
+from support.tiny_model import mesh_of
 
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.evaluate import evaluate
 from parallax.cli.watch import main as watch
-from parallax.config.settings import load_settings
+from parallax.config.settings import load_settings, read_settings
 from parallax.errors import CheckpointError, ConfigError
+from parallax.inference.run import load
+from parallax.pipeline import ShardedModel
 from parallax.storage.run_files import read_metrics
+from parallax.training.build import model_of_shape
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -78,6 +82,23 @@ def test_data_of_steps_that_are_done_is_not_changed(corpus, whole):
     for phases in ("later=(from_step=5, count=3)", "later=(from_step=6, count=4)", ""):
         with pytest.raises(CheckpointError, match="cannot go on from step 8 .* data.phases="):
             train(mixed(corpus, phases, **{"train.steps": 12}), whole)
+
+
+def test_later_data_that_is_another_may_be_allowed(corpus, whole, tmp_path):
+    changes = {"train.steps": 12, "train.continue_from": f"{whole}/checkpoints/8", "data.cache_bytes": 10**9}
+    with pytest.raises(CheckpointError, match="data.phases=.*, or allow other data with") as error:
+        train(mixed(corpus, "later=(from_step=6, count=4)", **changes), tmp_path)
+    assert "cache_bytes" not in str(error.value)
+
+
+def test_a_loaded_run_names_its_sources(whole):
+    assert "data   text, count, 8 x 32 tokens a step" in repr(load(whole))
+
+
+def test_each_shape_of_batches_chooses_its_kernel(corpus):
+    settings = read_settings(mixed(corpus, "long=(from_step=4, seq=64)", **{"model.vocab": 384}))
+    model = ShardedModel(settings, mesh_of(1, 1, 1))
+    assert model.config.kernel == "xla" and model_of_shape(model, (8, 64)).settings.model.kernel == "auto"
 
 
 @pytest.mark.slow

@@ -14,30 +14,30 @@ from einops import rearrange
 from jax import Array, lax
 from jax.tree_util import Partial
 
+from parallax.errors import divisors
 from parallax.model.kernels.pallas import vjp_in_parts
 from parallax.model.mask import Mask
 from parallax.sharding.activations import TOKENS
 from parallax.sharding.zigzag import CHUNKS, own_tokens, places
 
-SHORTEST_PIECE, LONGEST_PIECE = (
-    128,
-    512,
-)  # queries: shorter ones copy keys more often, longer ones see more that is hidden
+SHORTEST_PIECE = 128  # queries: shorter ones copy keys more often
+LONGEST_PIECE = 512  # longer ones see more that is hidden
 
 
 def piece_in_window(seq: int, ranks: int, window: int) -> tuple[int, int] | None:
     """Queries of a piece, and keys that it is given, of a row of `seq` tokens whose queries context ranks share; None
     if these are all keys.
 
-    A chunk is halved down to half of the window. cuDNN takes even numbers of tokens.
+    A piece is the largest divisor of a chunk up to half of the window; the chunk, if all are much shorter. cuDNN takes
+    even numbers of tokens.
 
     >>> piece_in_window(16_384, 2, 1024), piece_in_window(16_384, 2, 128), piece_in_window(512, 2, 500)
     ((512, 1536), (128, 256), None)
     """
     queries = seq // (CHUNKS * ranks)
     longest = max(SHORTEST_PIECE, min(window // 2, LONGEST_PIECE))
-    while queries > longest and queries % 4 == 0:
-        queries //= 2
+    fitting = [size for size in divisors(queries) if size % 2 == 0 and SHORTEST_PIECE // 2 <= size <= longest]
+    queries = max(fitting, default=queries)
     keys = queries + -(-window // 8) * 8
     return (queries, keys) if queries % 2 == 0 and keys < seq else None
 

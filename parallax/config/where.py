@@ -71,10 +71,11 @@ def _comparison(key: str, text: str, tree: ast.expr) -> FieldComparison:
         raise refused
     try:
         value = ast.literal_eval(tree.comparators[0])
-    except ValueError:
+    except (ValueError, TypeError):  # a list in a set, say
         raise refused from None
     field = _field(tree.left)
-    if not field or isinstance(value, list | tuple | set) != isinstance(tree.ops[0], ast.In | ast.NotIn):
+    fits = isinstance(value, list | tuple | set) == isinstance(tree.ops[0], ast.In | ast.NotIn)
+    if not field or not fits or value is None:  # a null never passes
         raise refused
     return FieldComparison(field, COMPARISONS[type(tree.ops[0])], value)
 
