@@ -93,6 +93,7 @@ def test_a_run_of_one_source_goes_on_with_a_mixture(corpus, tmp_path):
 def test_a_run_stops_where_a_source_ends_as_written(corpus, tmp_path):
     config = mixed(corpus, "", count="weight=1, tokens=320, end='stop'")
     assert train(config, tmp_path).step == 5
+    assert train(config, tmp_path).reason == "nothing to do"
     assert "count ends the run after step 5, as its end='stop' says" in (tmp_path / "log.txt").read_text()
     with pytest.raises(ConfigError, match="data.mixture ends with count before the first step"):
         train(mixed(corpus, "", count="weight=1, tokens=1, end='stop'"), tmp_path / "none")
