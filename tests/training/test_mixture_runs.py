@@ -7,10 +7,12 @@ from support.run_examples import losses, stop_at, tiny_config
 
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.evaluate import evaluate
+from parallax.cli.replay import replay
 from parallax.cli.watch import main as watch
-from parallax.config.settings import load_settings
+from parallax.config.settings import load_settings, read_settings
 from parallax.errors import CheckpointError, ConfigError
 from parallax.storage.run_files import read_metrics
+from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -108,6 +110,8 @@ def test_phases_of_other_shapes_are_resumed_bitwise_on_every_mesh(corpus, tmp_pa
         train(mixed(corpus, phases), tmp_path / "run")
     assert train(mixed(corpus, phases), tmp_path / "run").reason == "finished"
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    replayed = "\n".join(replay(read_settings(mixed(corpus, phases)), RunFolder(tmp_path / "whole"), 6))
+    assert replayed.count(": the same") == 2, replayed
     assert params_of_last(tmp_path / "run") == params_of_last(tmp_path / "whole")
     rates = [
         row["train/learning_rate"] for row in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "train/loss" in row
