@@ -6,13 +6,14 @@ whose arrays have the shards of process 2 alone. Orbax's experimental emergency 
 state instead.
 """
 
+import contextlib
 import functools
 import json
 import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from parallax.checkpoint.restore import Restored, checked_by_all, compare_arrays
 from parallax.checkpoint.steps import DamagedError
 from parallax.display.units import in_bytes
 from parallax.errors import CheckpointError, first_few, first_line
+from parallax.processes import job
 from parallax.storage import files
 
 KEEP = 2  # while the newer one is written the older one counts
@@ -45,11 +47,13 @@ MANIFEST_LIMIT = 1 << 31  # of checksums that processes compare as int32
 
 
 class Neighbours(NamedTuple):
-    """The process whose shards this one keeps, and the one that keeps its own; both are itself if it is alone."""
+    """The process whose shards this one keeps, and the one that keeps its own; both are itself if it is alone.
+    `on_host` is the number of processes of this host."""
 
     kept: int
     keeper: int
     distance: int
+    on_host: int
 
 
 class LocalCopies:
@@ -83,10 +87,11 @@ class LocalCopies:
 
     def begin(self, start: int, trees: Mapping[str, Any]) -> None:
         """Remove what a run that goes on from `start` does not need; CheckpointError if the folder has no room for the
-        copies."""
+        copies. All call it."""
         try:
             files.make_folder(self._root)
             files.check_writable(self._root)
+            self._remove_of_others()
             for folder in self._folders.values():
                 files.make_folder(folder)
                 for name in files.names_in(folder):
@@ -97,12 +102,26 @@ class LocalCopies:
                 f"checkpoint.local: cannot use {self._root} ({error.strerror}); name a folder of each host that can be "
                 "written"
             ) from error
+        job.barrier("older copies are removed")
         size = KEEP * len(self._folders) * bytes_of_process(trees)
-        if (free := files.free_bytes(self._root)) < size:
+        room = files.bytes_below(self._root) + files.free_bytes(self._root) // self._neighbours.on_host
+        if room < size:
             raise CheckpointError(
-                f"checkpoint.local: copies take {in_bytes(size)} on this host, and {self._root} has {in_bytes(free)} "
-                "free; name a folder with more, or leave the key out"
+                f"checkpoint.local: copies of this process take {in_bytes(size)}, and {self._root} has room for "
+                f"{in_bytes(room)}; name a folder with more, or leave the key out"
             )
+
+    def _remove_of_others(self) -> None:
+        """Remove what earlier starts kept for processes for which this one keeps nothing, or which are no longer
+        there."""
+        mine = {folder.name for folder in self._folders.values()}
+        for name in files.names_in(self._root):
+            if name.startswith("of-") and name not in mine:
+                files.remove(self._root / name)
+        for name in files.names_in(self._root.parent):
+            process = name.removeprefix("process-")
+            if process.isdecimal() and int(process) >= jax.process_count():
+                files.remove_what_can_be(self._root.parent / name)  # another process may remove it, too
 
     def save(self, step: int, trees: Mapping[str, Any]) -> None:
         """Copy trees of arrays to the host and to the next host, and begin to write them. All processes call it."""
@@ -148,6 +167,8 @@ class LocalCopies:
         """Remove the copies of this process: the run has ended."""
         self.close()
         files.remove_what_can_be(self._root)
+        with contextlib.suppress(OSError):  # another process of this host still has some
+            self._root.parent.rmdir()
 
     def _write(self, step: int, about: Mapping[str, Any], flat: Mapping[str, Any], copies: Mapping[int, Any]) -> None:
         try:
@@ -304,17 +325,25 @@ def run_copies(local: str, name: str, first_start: Mapping[str, Any]) -> Path:
 
 
 def neighbours() -> Neighbours:
-    """The neighbours of this process: those of the same place on the hosts before and after, if all hosts have equally
-    many processes."""
+    """The neighbours of this process, on other hosts as `distance_to_another_host` has it."""
     count, process = jax.process_count(), jax.process_index()
-    distance = 0
-    if count > 1:
-        name = np.array([zlib.crc32(socket.gethostname().encode()) % MANIFEST_LIMIT], np.int32)
-        hosts = multihost_utils.process_allgather(name).reshape(-1).tolist()
-        sizes = {hosts.count(host) for host in hosts}
-        distance = sizes.pop() if len(sizes) == 1 else 1
-        distance = distance if distance < count else 1
-    return Neighbours((process - distance) % count, (process + distance) % count, distance)
+    if count == 1:
+        return Neighbours(process, process, distance=0, on_host=1)
+    name = np.array([zlib.crc32(socket.gethostname().encode()) % MANIFEST_LIMIT], np.int32)
+    hosts = multihost_utils.process_allgather(name).reshape(-1)
+    distance, on_host = distance_to_another_host(hosts), int(np.sum(hosts == hosts[process]))
+    return Neighbours((process - distance) % count, (process + distance) % count, distance, on_host)
+
+
+def distance_to_another_host(hosts: Sequence[int]) -> int:
+    """The least distance, given the host of each process, at which all neighbours are on different hosts, or as many as
+    can be; 1 on a single host.
+
+    >>> distance_to_another_host([7, 7, 8, 8]), distance_to_another_host([7, 8, 7, 8]), distance_to_another_host([7, 7])
+    (2, 1, 1)
+    """
+    apart = [int(np.sum(np.roll(hosts, -distance) != np.array(hosts))) for distance in range(1, len(hosts))]
+    return 1 + apart.index(max(apart))
 
 
 def complete_sets(everywhere: list[tuple[set, set]], distance: int) -> set[tuple[int, int]]:

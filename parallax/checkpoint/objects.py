@@ -7,7 +7,8 @@ Each process writes a database of its shards, and process 0 one that names the v
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a fol
 COPY_EVENT = "/jax/orbax/write/blocking_d2h_duration_secs"
 WRITE_EVENT = "/jax/checkpoint/write/async/commit_duration_sec"
 LOST_ANSWERS = 4  # in the writes of a tree
+START_LETTERS = 8
 
 
 class HostCopy(NamedTuple):
@@ -46,6 +48,8 @@ class ObjectSaver:
 
     def __init__(self, folder: Path, finish: Callable[[], None]):
         self._folder, self._finish = folder, finish
+        # Of this start: a process of a killed job that goes on for a while writes and removes only its own folders.
+        self._start = job.broadcast("the name of this start", uuid.uuid4().hex[:START_LETTERS])
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -82,15 +86,18 @@ class ObjectSaver:
                 raise CheckpointError(f"lists of this store do not show {step / BEGUN}, which was just written")
             with recorded(WRITE_EVENT):
                 for part, arrays in copies.items():
-                    write_new_tree(step / part / f"{OF_PROCESS}{jax.process_index()}", arrays)
+                    write_new_tree(step / part / self._folder_of(jax.process_index()), arrays)
             job.barrier_in_thread(f"the shards of {step} are stored")
             if jax.process_index() == 0:
                 for part in copies:
-                    merge_trees(step / part, jax.process_count())
+                    merge_trees(step / part, [self._folder_of(process) for process in range(jax.process_count())])
             self._finish()
             job.barrier_in_thread(f"{step} is stored")
         except Exception as error:
             self._error = error
+
+    def _folder_of(self, process: int) -> str:
+        return f"{OF_PROCESS}{process}_{self._start}"
 
 
 @contextlib.contextmanager
@@ -123,21 +130,22 @@ def write_new_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
 
 def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
     """Write arrays by name, all of them or none."""
+    plain = files.PlainPath(folder)  # until all is written
     together = {"transaction": tensorstore.Transaction(atomic=True), "context": new_cache()}
     for name, (about, chunk, shards) in arrays.items():
-        array = open_new_array(files.PlainPath(folder), name, about, chunk, **together)
+        array = open_new_array(plain, name, about, chunk, **together)
         for index, shard in shards:
             array[index].write(shard).result()
     together["transaction"].commit_async().result()
 
 
-def merge_trees(folder: Path, processes: int) -> None:
-    """Make one database of those of all processes, whose values stay where they are.
+def merge_trees(folder: Path, names: Sequence[str]) -> None:
+    """Make one database of those of all processes, in folders of these names, whose values stay where they are.
 
     Without databases of their own, what a process of a killed job still writes there can no longer matter.
     """
     context, transaction = new_cache(), tensorstore.Transaction(atomic=True)
-    folders = [folder / f"{OF_PROCESS}{process}" for process in range(processes)]
+    folders = [folder / name for name in names]
     whole = open_database(folder, context).with_transaction(transaction)
     for process, of_process in enumerate(folders):
         database = open_database(of_process, context)

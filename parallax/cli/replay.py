@@ -21,13 +21,13 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.errors import CheckpointError, ConfigError
     from parallax.hardware.devices import simulate_devices
-    from parallax.step.step import TrainState, TrainStep, abstract_state
+    from parallax.step.step import TrainState, abstract_state
     from parallax.storage.run_files import read_metrics
-    from parallax.training.build import RunComponents, build, checkpoint_settings, put_batches
+    from parallax.training.build import RunComponents, build, checkpoint_settings, model_of_shape, put_batches
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
     from parallax.training.loop import checkpoint_trees, state_from
-    from parallax.training.run import begin
+    from parallax.training.run import begin, steps_by_shape
 
 USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
@@ -60,19 +60,20 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     with waiting("restoring the state"):
         start, state = load_before(components, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
-    train_step = TrainStep(components.model, components.tx, settings.train.seed, settings.guard)
-    put, lines = put_batches(components), []
+    steps, put, lines = steps_by_shape(components), put_batches(components), []
     with waiting("compiling the training step, and taking steps") as show:
         for done in range(start + 1, step):
-            state, metrics = train_step(state, put(components.train_data.batch(done - 1)))
+            batch = put(components.train_data.batch(done - 1))
+            state, metrics = steps[batch["tokens"].shape](state, batch)
             if metrics["skipped"]:
                 lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
             show(done - start, step - 1 - start)
     batch, noise = put(components.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
     lines.append(f"step {step}: {text_of(components.train_data, step)}")
     with waiting("compiling the step with its checks, and taking it"):
-        lines += make_diagnosis(components.model)(state.params, batch, noise).lines()
-        return [*lines, *compare_with_metrics(train_step(state, batch)[1], folder, step)]
+        shape = batch["tokens"].shape
+        lines += make_diagnosis(model_of_shape(components.model, shape))(state.params, batch, noise).lines()
+        return [*lines, *compare_with_metrics(steps[shape](state, batch)[1], folder, step)]
 
 
 def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:

@@ -332,7 +332,11 @@ class WatchedRun:
         try:
             checked, unfinished = check_steps(folder), [step for step, _ in unfinished_saves(folder)]
             self.saved = Saved(sorted(checked.valid), sorted(checked.damaged), unfinished)
+        except StoreError:  # a store that does not answer says nothing of the steps
+            raise
         except CheckpointError as error:
+            if isinstance(error.__cause__, StoreError):
+                raise error.__cause__ from None
             self.saved = Saved([], [], [], one_line(str(error)))
         self._looked = seen
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -115,6 +116,11 @@ def path_of(written: str | os.PathLike, *, pattern: bool = False) -> Path | Buck
         raise ConfigError(
             f"a {path.scheme} URL is {path.scheme}://BUCKET/FOLDER; this one names no bucket, or has a user or a "
             "password in it, which belong into the variables of the environment that the store's own tools read"
+        )
+    if "?" in path.key:
+        raise ConfigError(
+            f"a {path.scheme} URL has a query, which may hold a secret; write {path.scheme}://{path.bucket}/FOLDER, "
+            "and give credentials as the store's own tools do"
         )
     letters = path.key.replace("*", "") if pattern else path.key
     if not path.key or {".", ".."} & {*path.parts} or re.search(r"[^\w./=+,@:~ -]", letters):
@@ -350,7 +356,7 @@ def _remove_what_can_be(path: BucketPath) -> None:
 def _try_writing(folder: BucketPath) -> None:
     """Write and remove an object; OSError if that fails, or if lists show what was there before, since a run finds its
     steps by them."""
-    probe = folder / f"{files.PROBE}{os.getpid()}"
+    probe = folder / f"{files.PROBE}{uuid.uuid4().hex}"
     write(probe, b"x")
     is_shown = probe.is_file()
     _asked(probe, lambda store: store.write(probe.key, None))
@@ -409,10 +415,12 @@ class GrowingSegments:
         keys = _keys(self._path, prefix + self._last, f"{self._path.key}0")
         names = [key.removeprefix(prefix) for key in keys]
         replaced = any(name.endswith(WHOLE_LOG) for name in names[1:])
-        if is_new := not self._last or names[:1] != [self._last] or replaced:
+        contents = None
+        if self._last and names[:1] == [self._last] and not replaced:
+            with contextlib.suppress(FileNotFoundError):  # replaced since it was listed
+                contents = list(_contents(self._path, names[1:]))
+        if is_new := contents is None:
             names, contents = _log_of(self._path)
-        else:
-            contents = list(_contents(self._path, names[1:]))
         self._last = (names or [""])[-1]
         return is_new, (line for content in contents for line in content.splitlines())
 

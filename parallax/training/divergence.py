@@ -25,6 +25,7 @@ from parallax.sharding.host import to_device
 from parallax.sharding.plan import ParameterPlan
 from parallax.step.optimizer import global_norm
 from parallax.storage.run_files import RunFiles
+from parallax.training.build import model_of_shape
 from parallax.training.logger import RunLogger
 
 SHOWN_RANGES = 8
@@ -195,7 +196,8 @@ class SkippedSteps:
         first = step - in_a_row + 1
         set_phase(f"the diagnosis of step {first}", compiling=True)
         noise = np.array([self.settings.train.seed, first - 1], np.int32)
-        diagnosis = make_diagnosis(self.model)(params, self.put(self.data.batch(first - 1)), noise)
+        batch = self.put(self.data.batch(first - 1))
+        diagnosis = make_diagnosis(model_of_shape(self.model, batch["tokens"].shape))(params, batch, noise)
         numbers, where = _numbers(metrics), "when it is recomputed, all values are finite: the hardware may be faulty"
         if diagnosis.first is not None:
             numbers = _numbers(diagnosis._asdict())

@@ -96,7 +96,9 @@ def step_to_resume(
 
 
 def why_not_this_run(step: int, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why the copy of a step that was saved with other settings is not of this run; "" if it is."""
+    """Why the copy of a step, saved with its own settings, is not one from which this run goes on; "" if it is."""
+    if step >= (steps := settings["train"]["steps"]):
+        return f"it is not before train.steps={steps}"
     changed = _changed_since(step, saved, settings)
     fixed = {key: values for key, values in changed.items() if is_fixed(key) or key == CONTINUE_FROM}
     return f"it has other settings: {difference_text(fixed)}" if fixed else ""

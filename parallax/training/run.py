@@ -122,6 +122,7 @@ def train(
         stop.last_words = interrupted
         job.check_shared(folder.path)
         components = build(settings, folder)
+        settings = components.settings  # a mixture may end before train.steps
         wanted = checkpoint_settings(components)
         start = step_to_resume(folder, wanted, resume, logger.say, changed_code=changed_code)
         fresh = not start
@@ -144,7 +145,7 @@ def train(
         for warning in warnings:
             logger.say(warning)
         try:
-            outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh, began=began)
+            outcome = run_to_end(components, folder, logger, stop, start, fresh=fresh, resume=resume, began=began)
         except BaseException as error:
             folder.write_end(f"{type(error).__name__}: {error}")
             raise
@@ -163,6 +164,7 @@ def run_to_end(
     start: int,
     *,
     fresh: bool,
+    resume: str,
     began: float,
 ) -> Outcome:
     """Print the run's facts, create or load its state, run its steps, and finish. A `fresh` run has no steps of its
@@ -175,7 +177,8 @@ def run_to_end(
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
         loading_at = time.time()
         copies = open_copies(components, folder, logger, began) if settings.checkpoint.local else None
-        copied = None if copies is None else newest_copy(components, copies, start, logger.say)
+        takes_copy = copies is not None and resume != "never"
+        copied = newest_copy(components, copies, start, logger.say) if takes_copy else None
         loads = bool(start or settings.train.first_run or copied)
         if copied is not None:
             state, start, source = state_from(copied.trees), copied.step, ""

@@ -13,6 +13,7 @@ from parallax.checkpoint.objects import OF_PROCESS, host_copy, merge_trees, writ
 from parallax.errors import CheckpointError
 
 MESH = mesh_of(2, 2, 2)
+NAMES = [f"{OF_PROCESS}{process}_start" for process in (0, 1)]
 ARRAYS = {
     "cut": jax.device_put(jnp.arange(128.0).reshape(8, 16), NamedSharding(MESH, P("pp", "tp"))),
     "whole": jax.device_put(jnp.arange(3.0), NamedSharding(MESH, P())),
@@ -27,7 +28,7 @@ def store(folder, process, arrays=ARRAYS):
     """What this one of two processes holds: each has every other shard."""
     copies = {name: host_copy(x) for name, x in arrays.items()}
     own = {name: copy._replace(shards=copy.shards[process::2]) for name, copy in copies.items()}
-    write_tree(folder / f"{OF_PROCESS}{process}", own)
+    write_tree(folder / NAMES[process], own)
 
 
 def assert_is_stored(folder):
@@ -37,14 +38,14 @@ def assert_is_stored(folder):
 def test_the_shards_of_all_processes_are_one_tree(tmp_path):
     store(tmp_path, 0)
     store(tmp_path, 1)
-    merge_trees(tmp_path, 2)
+    merge_trees(tmp_path, NAMES)
     assert_is_stored(tmp_path)
 
 
 def test_what_a_process_of_a_killed_job_stores_late_does_not_matter(tmp_path):
     store(tmp_path, 0)
     store(tmp_path, 1)
-    merge_trees(tmp_path, 2)
+    merge_trees(tmp_path, NAMES)
     store(tmp_path, 1, jax.tree.map(jnp.negative, ARRAYS))
     assert_is_stored(tmp_path)
 
@@ -52,5 +53,5 @@ def test_what_a_process_of_a_killed_job_stores_late_does_not_matter(tmp_path):
 def test_a_process_that_has_stored_nothing_is_named(tmp_path):
     store(tmp_path, 0)
     with pytest.raises(CheckpointError, match="what process 1 has stored is not in .*ocdbt.process_1"):
-        merge_trees(tmp_path, 2)
+        merge_trees(tmp_path, NAMES)
     assert not (tmp_path / "manifest.ocdbt").exists()

@@ -9,12 +9,13 @@ import pytest
 from support.checkpoint_examples import SETTINGS, abstract, flip, largest_file, make_parts, mesh_of, rewrite
 from support.run_examples import at_step, losses, tiny_config
 
-from parallax.checkpoint.local import LocalCopies
+from parallax.checkpoint.local import KEEP, LocalCopies, bytes_of_process, distance_to_another_host
 from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import CheckpointConfig
 from parallax.errors import CheckpointError, ConfigError
 from parallax.storage import files
 from parallax.training.loop import TrainingLoop
+from parallax.training.resume import why_not_this_run
 from parallax.training.run import train
 
 
@@ -41,6 +42,22 @@ def test_a_run_goes_on_from_the_copy_bit_for_bit_and_removes_it_at_its_end(
     assert "going on from step 6" in said and losses(tmp_path / "run") == losses(whole_run)
     assert "has copies of other runs, which are not used: another-12345678" in said
     assert not [*(tmp_path / "host").rglob("manifest.json")]
+
+
+def test_a_run_that_is_told_never_to_resume_takes_no_copy(corpus, shared_programs, tmp_path, monkeypatch):
+    config = tiny_config(corpus, **{"checkpoint.local": str(tmp_path / "host"), "checkpoint.local_every_steps": 2})
+    for step, resume in ((3, "auto"), (1, "never")):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            at_step(patch, step, killed)
+            train(config, tmp_path / "run", resume=resume)
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert "is restored from" not in said and not [*(tmp_path / "host").rglob("manifest.json")]
+
+
+def test_a_copy_beyond_the_last_step_is_named():
+    settings = {"train": {"steps": 8, "continue_from": ""}}
+    assert why_not_this_run(8, settings, settings) == "it is not before train.steps=8"
+    assert why_not_this_run(7, settings, settings) == ""
 
 
 @pytest.fixture
@@ -113,9 +130,48 @@ def test_a_copy_that_cannot_be_written_is_named_and_the_older_one_stays(copied, 
     assert files.names_in(folder) == ["4"] and restored(folder, parts, said).step == 4
 
 
+def test_copies_are_kept_in_folders_of_any_name(tmp_path):
+    parts, folder = make_parts(mesh_of(2, 2, 2)), tmp_path / "lr=[1e-3]"
+    copies = LocalCopies(folder, settings=SETTINGS)
+    copies.begin(0, parts)
+    copies.save(2, parts)
+    copies.close()
+    _, trees, _ = restored(folder / "process-0" / "of-0", parts, [])
+    jax.tree.map(np.testing.assert_array_equal, trees, parts)
+
+
+def test_what_earlier_starts_kept_is_removed_and_the_folder_with_the_last_copy(copied):
+    parts, folder = copied
+    process = folder.parent
+    others = [process / "of-1", process.parent / "process-1", process.parent / "process-12"]
+    for other in others:
+        (other / "4").mkdir(parents=True)
+    copies = LocalCopies(process.parent, settings=SETTINGS)
+    copies.begin(4, parts)
+    assert [*process.parent.iterdir()] == [process] and [*process.iterdir()] == [folder]
+    copies.remove()
+    assert not process.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "distance"),
+    [("aa", 1), ("ab", 1), ("aabb", 2), ("abab", 1), ("abcabc", 1), ("aabcc", 2), ("abba", 2), ("aab", 1)],
+)
+def test_the_neighbour_is_the_nearest_on_another_host(hosts, distance):
+    assert distance_to_another_host([*map(ord, hosts)]) == distance
+
+
+def test_what_is_kept_counts_as_room(copied, monkeypatch):
+    parts, folder = copied
+    held = files.bytes_below(folder / "4")
+    copies = LocalCopies(folder.parents[1], settings=SETTINGS)
+    monkeypatch.setattr(files, "free_bytes", lambda path: KEEP * bytes_of_process(parts) - held)
+    copies.begin(4, parts)
+
+
 def test_a_folder_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "free_bytes", lambda path: 1000)
-    with pytest.raises(CheckpointError, match=r"checkpoint.local: copies take [\d.]+ KiB .* has 1000 B free"):
+    with pytest.raises(CheckpointError, match=r"of this process take [\d.]+ KiB, and .* has room for [\d.]+ (Ki)?B;"):
         LocalCopies(tmp_path, settings={}).begin(0, make_parts(mesh_of(1, 1, 1)))
 
 

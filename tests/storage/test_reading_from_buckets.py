@@ -52,10 +52,10 @@ def test_a_run_in_a_bucket_is_watched_and_only_what_is_new_is_read(bucket, monke
     assert run.name == "run" and run.metrics.steps == [1, 2] and run.status.state == "running"
     log.write(row(3))
     log.close()
-    read, names = buckets.read, []
-    monkeypatch.setattr(buckets, "read", lambda path: names.append(path.name) or read(path))
+    answer, names = buckets._answer, []
+    monkeypatch.setattr(buckets, "_answer", lambda path, reading: names.append(path.name) or answer(path, reading))
     run.refresh()
-    assert run.metrics.steps == [1, 2, 3] and "000000000002" in names and "000000000001" not in names
+    assert run.metrics.steps == [1, 2, 3] and names == ["000000000002"]
     files.replace_log(bucket / "run" / "metrics.jsonl", [row(1).encode()])  # as a resumed run does
     run.refresh()
     assert run.metrics.steps == [1]
@@ -81,6 +81,27 @@ def test_a_store_that_is_gone_for_a_moment_keeps_the_picture(bucket, monkeypatch
     monkeypatch.setattr(buckets, "_asked", fails)
     watch.refresh([run])
     assert run.metrics.steps == [1, 2]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_store_that_does_not_answer_makes_no_step_damaged(bucket, monkeypatch, wrapped):
+    make_run(bucket / "run").close()
+    run = watch.WatchedRun(bucket / "run")
+    run.saved = saved = watch.Saved([4], [], [])
+    files.write_file(bucket / "run" / "checkpoints" / "5" / "manifest.json", "{}")
+
+    def fails(*_):
+        error = StoreError(5, "no answer", "s3://bucket")
+        if wrapped:
+            raise CheckpointError("the steps cannot be read") from error
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "check_steps", fails)
+        watch.refresh([run])
+    assert run.saved == saved
+    watch.refresh([run])
+    assert run.saved.damaged == [5]
 
 
 def test_a_folder_in_a_bucket_without_a_run_is_named(bucket, capsys):

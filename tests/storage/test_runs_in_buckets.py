@@ -195,11 +195,21 @@ def test_the_command_says_in_one_line_that_no_store_answers(bucket, monkeypatch,
     assert "Could not connect to server" in said and SECRET not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("written", [f"s3://key:{SECRET}@bucket/run", "s3://", "s3://bucket", "s3://bucket/a/../b"])
+NO_FOLDERS = ["s3://", "s3://bucket", "s3://bucket/a/../b", f"s3://key:{SECRET}@bucket/run"]
+NO_FOLDERS += [f"s3://bucket{SECRET}?X-Amz-Signature={SECRET}", f"s3://bucket/run?X-Amz-Signature={SECRET}"]
+
+
+@pytest.mark.parametrize("written", NO_FOLDERS)
 def test_a_url_that_is_no_folder_of_a_bucket_is_refused(written):
     with pytest.raises(ConfigError, match="s3://") as refused:
         RunFiles(written)
     assert SECRET not in str(refused.value)
+
+
+def test_a_pattern_in_a_bucket_has_asterisks_alone():
+    assert str(path_of("s3://bucket/a*/*.txt", pattern=True)) == "s3://bucket/a*/*.txt"
+    with pytest.raises(ConfigError, match="a s3 URL has a query, .*; write s3://bucket/FOLDER"):
+        path_of("s3://bucket/a?.txt", pattern=True)
 
 
 def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):

@@ -218,6 +218,27 @@ def test_a_log_that_is_replaced_while_it_is_read_is_read_again(store, bucket, mo
     assert list(files.lines_in(path)) == [b"1", b"2"] and len(looks) == 2
 
 
+def test_a_log_that_is_replaced_after_its_names_were_listed_is_read_as_new(store, bucket, monkeypatch):
+    path, keys = bucket / "log.txt", buckets._keys
+    log = files.append_file(path)
+    log.write("1\n")
+    log.flush()
+    growing = files.growing_log(path)
+    assert list(growing.read()[1]) == [b"1"]
+    log.write("2\n")
+    log.close()
+
+    def replaced_after_the_list(*asked):
+        names = keys(*asked)
+        monkeypatch.setattr(buckets, "_keys", keys)
+        files.replace_log(path, [b"1\n2\n"])
+        return names
+
+    monkeypatch.setattr(buckets, "_keys", replaced_after_the_list)
+    is_new, lines = growing.read()
+    assert is_new and list(lines) == [b"1", b"2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [2, 1], ids=["now and then", "for good"])
 def test_a_server_that_says_nothing_is_asked_again_and_not_waited_for(store, bucket, silent):

@@ -8,6 +8,7 @@ from support.tiny_model import mesh_of
 
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.evaluate import evaluate
+from parallax.cli.replay import replay
 from parallax.cli.watch import main as watch
 from parallax.config.settings import load_settings, read_settings
 from parallax.errors import CheckpointError, ConfigError
@@ -15,6 +16,7 @@ from parallax.inference.run import load
 from parallax.pipeline import ShardedModel
 from parallax.storage.run_files import read_metrics
 from parallax.training.build import model_of_shape
+from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -114,6 +116,7 @@ def test_a_run_of_one_source_goes_on_with_a_mixture(corpus, tmp_path):
 def test_a_run_stops_where_a_source_ends_as_written(corpus, tmp_path):
     config = mixed(corpus, "", count="weight=1, tokens=320, end='stop'")
     assert train(config, tmp_path).step == 5
+    assert train(config, tmp_path).reason == "nothing to do"
     assert "count ends the run after step 5, as its end='stop' says" in (tmp_path / "log.txt").read_text()
     with pytest.raises(ConfigError, match="data.mixture ends with count before the first step"):
         train(mixed(corpus, "", count="weight=1, tokens=1, end='stop'"), tmp_path / "none")
@@ -128,6 +131,8 @@ def test_phases_of_other_shapes_are_resumed_bitwise_on_every_mesh(corpus, tmp_pa
         train(mixed(corpus, phases), tmp_path / "run")
     assert train(mixed(corpus, phases), tmp_path / "run").reason == "finished"
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    replayed = "\n".join(replay(read_settings(mixed(corpus, phases)), RunFolder(tmp_path / "whole"), 6))
+    assert replayed.count(": the same") == 2, replayed
     assert params_of_last(tmp_path / "run") == params_of_last(tmp_path / "whole")
     rates = [
         row["train/learning_rate"] for row in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "train/loss" in row
