@@ -1,6 +1,6 @@
 #!/bin/bash
 # All hosts of a TPU VM pod at once, each finding the others by itself: bash launch/tpu_vm.sh NAME ZONE
-# The repository and its .venv are on every host already (see docs/tutorial.md); --workdir is a folder that all hosts share,
+# The repository and its .venv are on every host already (see docs/platforms/tpu-vm.md); --workdir is a folder that all hosts share,
 # or one in a bucket.
 set -euo pipefail
 name=${1:?the name of the TPU VM} zone=${2:?its zone}
