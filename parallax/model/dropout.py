@@ -17,7 +17,7 @@ class Dropout(nn.Module):
     """Zero each entry of an activation, of dims `batch seq` and others, with probability `rate`, scale the rest.
 
     `site` distinguishes the dropouts of one layer, `rows_B` are the rows' indices in the global batch. Without a key
-    nothing is dropped.
+    nothing is dropped. Tokens are at `places_S` of their rows, by default those that the layout says.
 
     Communication:
         forward   nothing
@@ -30,15 +30,16 @@ class Dropout(nn.Module):
     site: int
     order: str = ZIGZAG  # of the tokens on context ranks
 
-    def __call__(self, x: Array, rows_B: Array, key: Array | None) -> Array:
+    def __call__(self, x: Array, rows_B: Array, key: Array | None, places_S: Array | None = None) -> Array:
         if self.rate == 0 or key is None:
             return x
-        keep = self._bits(x, rows_B, key) >= jnp.uint32(self.rate * 2**32)
+        keep = self._bits(x, rows_B, key, places_S) >= jnp.uint32(self.rate * 2**32)
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
 
-    def _bits(self, x: Array, rows_B: Array, key: Array) -> Array:
+    def _bits(self, x: Array, rows_B: Array, key: Array, places_S: Array | None) -> Array:
         layout = Layout.parse(self.layout)
-        seq_S, first, *others = places(layout, x.shape[1], self.order), *zip(layout.names[2:], x.shape[2:])
+        seq_S = places(layout, x.shape[1], self.order) if places_S is None else places_S
+        first, *others = zip(layout.names[2:], x.shape[2:])
         entry = _indices(layout, *first)
         for name, size in others:
             entry = (entry[:, None] * self.sizes[name] + _indices(layout, name, size)[None]).reshape(-1)

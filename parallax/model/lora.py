@@ -61,9 +61,10 @@ class LoRA(Dense):
         site = zlib.crc32("/".join(self.path).encode()) >> 1  # it becomes an int32
         self.drop = Dropout(self.x, self.sizes, self.model.lora_dropout, site, order=self.order)
 
-    def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0) -> Array:
+    def __call__(self, x: Array | ProductInput, *, zeros_after: int = 0, places: Array | None = None) -> Array:
+        """As Dense. Tokens are at these `places` of their rows, by default those that the layout of x says."""
         y = self.product(x, zeros_after)
-        return y + self._added(self._dropped(unrounded(x)), zeros_after) if self.is_adapted else y
+        return y + self._added(self._dropped(unrounded(x), places), zeros_after) if self.is_adapted else y
 
     def with_adapter(self, kernel: Array, layout: str) -> Array:
         """A kernel plus what its adapter stands for; `layout` has its dims, of which inputs are whole."""
@@ -74,11 +75,12 @@ class LoRA(Dense):
         a = reshard(f"{into} -> {inputs}", self.lora_a.astype(self.dtype))
         return kernel + self._factor * einsum(f"{inputs}, {back} -> {layout}", a, self.lora_b.astype(self.dtype))
 
-    def _dropped(self, x: Array) -> Array:
+    def _dropped(self, x: Array, places: Array | None) -> Array:
         layer = self.scope.root
         if not layer.has_variable(ADAPTER_NOISE, _KEY):
             return x
-        return self.drop(x, layer.get_variable(ADAPTER_NOISE, _ROWS), layer.get_variable(ADAPTER_NOISE, _KEY))
+        rows, key = (layer.get_variable(ADAPTER_NOISE, name) for name in (_ROWS, _KEY))
+        return self.drop(x, rows, key, places)
 
     def _added(self, x: Array, zeros_after: int) -> Array:
         sums, whole = self.partial_sums(RANK), self.between(RANK)

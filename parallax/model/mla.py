@@ -41,8 +41,8 @@ class MLA(nn.Module):
     Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers per token and never expands:
     W_UK is absorbed into the queries, W_UV into the output.
 
-    If context ranks gather keys, they gather the latent, which is smaller, and expand all tokens. In the other forms it
-    sends over `cp` what `attend_over_context` sends.
+    If context ranks gather keys, they gather the latent, which is smaller, and expand all tokens; with a window, those
+    that some query sees, see `reshard_seen`. In the other forms it sends over `cp` what `attend_over_context` sends.
 
     Communication, column_row:
         forward   all_gather of x and the latent over tp; all_gather of the queries' latent over tp if d_latent_q > 0;
@@ -102,9 +102,7 @@ class MLA(nn.Module):
         q, latent, k_rope = self._project(x, context)
         layouts = partial(self.family.input, "d_latent"), partial(activation, "d_rope")
         moves = [f"{layout(seq=SEQ)} -> {layout(seq=self._seq_of_keys)}" for layout in layouts]
-        latent, k_rope = reshard_seen([*zip(moves, (latent, k_rope))], context.mask)
-        latents = self.up_k.input(latent)
-        k, v = self._keys(latents, k_rope), checkpoint_name(self.up_v(latents), "kv")
+        k, v = reshard_seen([*zip(moves, (latent, k_rope))], context.mask, self._expanded)
         form, mask, scores = self.family.context, context.mask, self._scores
         sow_intermediates(self, mask, q, k, cache={"latent": latent, "k_rope": k_rope}, **scores)
         seen = attend_over_context(form, q, k, v, mask, keys=self._seq_of_keys, kernel=self.kernel, **scores)
@@ -183,15 +181,20 @@ class MLA(nn.Module):
         q_head, q_rope = jnp.split(q, [head], axis=-1)
         return jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
 
-    def _keys(self, latent: Array | ProductInput, k_rope: Array) -> Array:
+    def _expanded(self, latent: Array, k_rope: Array, *, places: Array | None) -> tuple[Array, Array]:
+        """Keys and values of the heads, of tokens at these places of their rows."""
+        latents = self.up_k.input(latent)
+        return self._keys(latents, k_rope, places), checkpoint_name(self.up_v(latents, places=places), "kv")
+
+    def _keys(self, latent: Array | ProductInput, k_rope: Array, places: Array | None) -> Array:
         """Keys of the heads, each followed by the part that all heads share."""
         head, width = self.sizes["d_head"], k_rope.shape[-1]
         if joins_by_adding():
             # In another memory layout it would be copied before the sum, and again where it is read from a slot.
-            k = with_layout_constraint(self.up_k(latent, zeros_after=width), HEADS_BEFORE_SEQ)
+            k = with_layout_constraint(self.up_k(latent, zeros_after=width, places=places), HEADS_BEFORE_SEQ)
             k = checkpoint_name(k, "kv")
             return k + jnp.pad(k_rope[:, :, None], ((0, 0), (0, 0), (0, 0), (head, 0)))
-        k = checkpoint_name(self.up_k(latent), "kv")
+        k = checkpoint_name(self.up_k(latent, places=places), "kv")
         return jnp.concatenate([k, jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], width))], axis=-1)
 
 

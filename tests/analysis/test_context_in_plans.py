@@ -166,6 +166,17 @@ def test_context_ranks_share_all_flops_but_those_of_latents_that_each_expands(at
     assert found.repeated == pytest.approx(3 * (4 - 1) * 2 * LAYERS * ROWS * SEQ / 8 * 16 * 8 * 16 * expanded, abs=1)
 
 
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("layers", ["near*8", "(near*3 dense)*2"])
+@pytest.mark.parametrize(("order", "neighbours"), [("zigzag", 2), ("contiguous", 1)])
+def test_a_window_leaves_of_the_latents_that_a_rank_expands_those_that_it_is_sent(order, neighbours, layers):
+    windows = dict(layers_of=layers, kinds="near=(sliding_window=4)", attention="mla")
+    flops = flops_breakdown(build((1, 2, 1, 1, 4), context="all_gather", order=order, **windows), ROWS, SEQ)
+    near = 8 if "dense" not in layers else 6
+    sent = near * neighbours * (4 - 1) * ROWS // 2 + (8 - near) * (4 - 1) * ROWS * SEQ // 8
+    assert flops.repeated == pytest.approx(3 * 2 * sent * 16 * 8 * 16, abs=1)
+
+
 # ---- layouts
 
 

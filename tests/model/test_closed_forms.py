@@ -166,6 +166,16 @@ def test_layers_with_windows_send_what_their_formula_says(context, order, attent
 
 
 @pytest.mark.fast(1)
+@meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4))
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layers", ["near*8", "(near*3 dense)*2"])
+def test_ranks_scatter_what_they_expand_of_the_latents_that_a_window_sees(layers, order, mesh):
+    changes = dict(layers_of=layers, kinds="near=(sliding_window=2)", order=order, attention="mla", dtype="bfloat16")
+    measured, formula = both(mesh, context="all_gather", tensor_parallel="scatter", **changes)
+    assert measured == formula
+
+
+@pytest.mark.fast(1)
 @meshes(CONTEXT_MESHES, (1, 1, 1, 2, 4))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):

@@ -213,3 +213,21 @@ LAYERS_OF_KINDS = [
 def test_layers_with_windows_and_positions_of_their_own_are_the_same_on_meshes(case, record_property):
     seq = case.get("seq", SEQ)
     check_parity(KINDS | {key: value for key, value in case.items() if key != "seq"}, record_property, seq)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layers", ["local*6", "(local*2 global)*2"], ids=["alike", "mixed"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        dict(mesh=(1, 1, 2, 1, 4), remat="attention", tensor_parallel="scatter"),
+        dict(mesh=(2, 1, 1, 1, 4), schedule="zero_bubble", remat="layer", policy="zero1"),
+        dict(mesh=(1, 2, 1, 1, 4), remat="none", residual=SEQ_CUT),
+    ],
+    ids=lambda cut: cut["remat"],
+)
+def test_latents_that_no_query_sees_are_not_missed(cut, layers, order, record_property):
+    window = "local=(sliding_window=3)" + " global=()" * ("global" in layers)
+    model = dict(attention="mla", layers=6, layers_of=layers, kinds=window)
+    check_parity(cut | model | dict(context="all_gather", order=order), record_property)

@@ -196,14 +196,16 @@ class Step:
             for each in (width, width, m.d_model):
                 self.there_and_back("tp", "reduce-scatter", row * each, self.microbatches * mlps)
         wide, whole = [m.d_model], []
-        expanded = self.cp if self.gathers_latent else 1  # shares of the tokens of which heads are expanded
         if m.attention == "gqa":
             wide.append(m.heads * m.d_head)
             (whole if self.whole_kv else wide).extend([m.kv_heads * m.d_head] * 2)
         else:
-            wide += [m.heads * (m.d_head + m.d_rope), m.d_latent, m.d_latent_q] + [expanded * m.heads * m.d_head] * 2
+            wide += [m.heads * (m.d_head + m.d_rope), m.d_latent, m.d_latent_q]
             whole.append(m.d_rope)
             self.norm(self.tokens, times * (2 if m.d_latent_q else 1))
+            for window, layers in Counter(m.windows).items():
+                expanded = self.expanded_tokens(window) * self.bytes * m.heads * m.d_head
+                self.there_and_back("tp", "reduce-scatter", expanded, 2 * self.microbatches * layers // self.pp)
         for width in wide:
             self.there_and_back("tp", "reduce-scatter", row * width, times)
         for width in whole:
@@ -265,6 +267,23 @@ class Step:
         """Context ranks gather MLA's latent and rotated key, not the keys and values that are expanded from them."""
         return self.model.attention == "mla" and self.context == "all_gather"
 
+    @property
+    def expands_in_branches(self) -> bool:
+        """Layers with other windows expand other numbers of tokens, in branches, whose residuals have their weights."""
+        return self.gathers_latent and self.cp > 1 and len(set(self.model.windows)) > 1
+
+    def expanded_tokens(self, window: int) -> int:
+        """Those of which a rank expands the latent: its own, and those that it is sent."""
+        if not self.gathers_latent or self.cp == 1:
+            return self.tokens
+        rows = self.tokens * self.cp // self.seq
+        return self.tokens + self.neighbours * (window - 1) * rows if window else self.tokens * self.cp
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks that send the ends of their chunks to another one."""
+        return 1 if self.order == "contiguous" else 2
+
     def attention_over_context(self) -> None:
         """Of a layer: each rank has T tokens of G key heads, whose keys are J wide and values K.
 
@@ -285,17 +304,16 @@ class Step:
         keys = heads if mla else max(heads * m.kv_heads // m.heads, 1)
         key, value = m.d_head + (m.d_rope if mla else 0), m.d_head
         assert window - 1 <= self.seq // (2 * self.cp)
-        neighbours = 1 if self.order == "contiguous" else 2
         if self.context == "all_gather":
             latent = m.d_latent // (self.tp if self.family == "scatter" else 1)
             for width in (latent, m.d_rope) if self.gathers_latent else (keys * key, keys * value):
                 if window:
                     for direction in ("forward", "backward"):
-                        self.hop(direction, row * width * self.cp // self.seq * (window - 1), neighbours * times)
+                        self.hop(direction, row * width * self.cp // self.seq * (window - 1), self.neighbours * times)
                 else:
                     self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
         elif self.context == "ring":
-            hops = min(self.cp - 1, neighbours) if window else self.cp - 1
+            hops = min(self.cp - 1, self.neighbours) if window else self.cp - 1
             for width in (keys * key, keys * value):
                 for direction in ("forward", "backward"):
                     self.hop(direction, row * width, times * hops)
@@ -344,12 +362,16 @@ class Step:
         of the parameters' bytes in float32. Of other policies weights are gathered once a step, or gradients scattered
         once, or both; of "ddp" neither. The gradient of an embedding reads no table. Where gradients are exchanged in
         the compute dtype, pieces go to each rank that adds them: as many entries."""
+        m = self.model
         for entries, over_tp, layers, fsdp in self.kernels:
             kernel, passes = self.cut(entries, over_tp), self.microbatches * layers
             gathers, sums = self.times(self.policy, passes, layers)
             self.add(fsdp, "all-gather", "forward", kernel * self.bytes, gathers)
             self.add(fsdp, "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
             self.add(fsdp, *self.sum_of_gradients(kernel), sums)
+        if self.expands_in_branches and self.policy in PER_USE:
+            up = 2 * self.cut(m.d_latent * m.heads * m.d_head, True)
+            self.add(self.fsdp, "all-gather", "recompute", up * self.bytes, -self.layer_passes)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
         axes = {True: f"pp {self.fsdp}", False: self.fsdp}
