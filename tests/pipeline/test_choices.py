@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.plain_model import plain_losses_and_grad
-from support.tiny_model import HIDDEN_CUT, SEQ_CUT, build, make_batch, params_of, section
+from support.tiny_model import HIDDEN_CUT, SEQ, SEQ_CUT, build, make_batch, params_of, section
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
 
 NORMED = dict(attention="gqa", qk_norm=True)
@@ -30,6 +30,13 @@ CHOICES = {
     "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
     "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
     "expert_bias": dict(layers_of="moe*4", expert_bias=True),
+}
+# Rows have twice as many tokens as the context before, and those of two context ranks as many.
+SCALED = {
+    "linear": dict(rope_scaling="linear", rope_factor=4.0),
+    "llama3": dict(rope_scaling="llama3", rope_factor=4.0, rope_original_seq=SEQ // 2),
+    "longrope": dict(attention="gqa", rope_scaling="longrope", rope_original_seq=SEQ // 2, rope_magnitude=1.25)
+    | dict(rope_short_factors="1.0 1.5 2.0 2.5", rope_long_factors="2.0 3.0 4.0 5.0"),
 }
 EXPERTS = dict(experts=4, experts_per_token=2, d_expert=16)
 ALL = {key: value for choice in CHOICES.values() for key, value in choice.items()} | dict(rope_fraction=0.5)
@@ -82,6 +89,6 @@ AXES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CHOICES | SCALED)
 def test_each_choice_gives_the_plain_models_gradients_on_each_axis(name, axis):
-    check(CHOICES[name], **AXES[axis])
+    check((CHOICES | SCALED)[name], **AXES[axis])

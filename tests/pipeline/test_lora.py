@@ -41,6 +41,15 @@ CASES = [
     (MLA, (1, 1, 8), {"remat": "norm swiglu ffn"}),
     (MLA, (4, 1, 2), {"schedule": "interleaved", "virtual": 1, "policy": "zero1"}),
 ]
+# Replicas, and context ranks in each form.
+CASES += [
+    pytest.param(model, mesh, {"context": context} | changes, marks=pytest.mark.slow)
+    for model, mesh, context, changes in (
+        (MIXED, (1, 1, 1, 2, 2, 2), "ring", {"remat": "none"}),
+        (SMALL | DROPPED | dict(attention="gqa"), (2, 1, 1, 2, 2), "ulysses", {"schedule": "one_f_one_b"}),
+        (MLA | DROPPED | dict(sliding_window=3), (1, 1, 2, 1, 4), "all_gather", {}),
+    )
+]
 
 
 @functools.cache
