@@ -151,6 +151,12 @@ def every(count: int, fault: Callable[[Request], Any]) -> Callable[[Request], An
     return lambda request: None if next(numbers) % count else fault(request)
 
 
+def after(count: int, fault: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """This fault, of all requests after so many."""
+    numbers = itertools.count()
+    return lambda request: fault(request) if next(numbers) >= count else None
+
+
 # ---- lists
 
 
