@@ -73,7 +73,7 @@ class BucketPath(PurePosixPath):
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        return bool(_keys(self, self.key, self.key + "\0"))
+        return bool(self.key and _keys(self, self.key, self.key + "\0"))
 
     def is_dir(self) -> bool:
         return bool(_keys_below(self))
@@ -324,6 +324,25 @@ def _write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[
     if isinstance(content, str):
         content = files.in_utf8(content)
     write(path, bytes(content) if isinstance(content, bytes | memoryview) else b"".join(content))
+
+
+class NewObject(io.BytesIO):
+    """An object that is stored as a whole when it is closed; use it as a context, which stores nothing after an
+    error."""
+
+    def __init__(self, path: BucketPath):
+        super().__init__()
+        self._path = path
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is None:
+            write(self._path, self.getvalue())
+        self.close()
+
+
+@files.new_file.register
+def _new_file(path: BucketPath) -> NewObject:
+    return NewObject(path)
 
 
 @files.sync.register

@@ -21,6 +21,7 @@ import pwd
 import re
 import shutil
 import stat
+import tempfile
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -355,15 +356,37 @@ def in_utf8(text: str) -> bytes:
     return text.encode("utf-8", ESCAPED)
 
 
+@functools.singledispatch
 def new_file(path: Path) -> IO[bytes]:
-    """A new file to write in pieces, which replaces an existing one; a kill may leave an incomplete file."""
+    """A new file to write in pieces, as a context, which replaces an existing one; a kill may leave an incomplete
+    file."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy the content of a file, here or elsewhere, to a file of this machine."""
-    shutil.copyfile(local_copy(path), target)
+    """Copy the content of a file to another one."""
+    with open_copy(path) as content, new_file(target) as copy:
+        shutil.copyfileobj(content, copy)
+
+
+class FolderHere:
+    """A folder of this machine for a library that writes files of a disk: the folder itself or, if that is elsewhere, a
+    temporary one, whose files `store` brings there."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._temporary = folder, None
+        self.path = folder
+        if not is_local(folder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="parallax-")
+            self.path = Path(self._temporary.name)
+
+    def store(self, *, last: str = "") -> None:
+        """Store all files, those with this ending after the others, and then remove them here."""
+        if self._temporary is not None:
+            for path in sorted(files_below(self.path), key=lambda path: path.suffix == last):
+                copy_file(path, self._folder / path.relative_to(self.path))
+            self._temporary.cleanup()
 
 
 @functools.singledispatch

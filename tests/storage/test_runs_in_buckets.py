@@ -210,9 +210,3 @@ def test_a_pattern_in_a_bucket_has_asterisks_alone():
     assert str(path_of("s3://bucket/a*/*.txt", pattern=True)) == "s3://bucket/a*/*.txt"
     with pytest.raises(ConfigError, match="a s3 URL has a query, .*; write s3://bucket/FOLDER"):
         path_of("s3://bucket/a?.txt", pattern=True)
-
-
-def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
-    with pytest.raises(ConfigError, match="train.tensorboard=True writes files of a disk"):
-        train(tiny_config(tmp_path, **{"train.tensorboard": True}), str(bucket))
-    assert not bucket.exists()
