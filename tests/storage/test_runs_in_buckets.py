@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.checkpoint_examples import save_steps
 from support.faulty_store import SECRET, expired, of
-from support.run_examples import tiny_config
 
 from parallax.checkpoint import steps
 from parallax.checkpoint.restore import restore_newest
@@ -21,7 +20,6 @@ from parallax.errors import CheckpointError, ConfigError
 from parallax.storage import buckets, files
 from parallax.storage.buckets import path_of
 from parallax.storage.run_files import RunFiles, read_metrics
-from parallax.training.run import train
 
 
 def test_objects_are_there_whole_or_not_at_all(bucket):

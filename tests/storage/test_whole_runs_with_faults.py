@@ -1,4 +1,4 @@
-"""Whole runs in a bucket whose store fails within a save, or is slow: status, error, folder, and the bits in the end."""
+"""Whole runs in a bucket whose store fails within a save, or is slow: status, error, folder and bits."""
 
 import pytest
 from support import faulty_store
@@ -8,7 +8,7 @@ from support.run_examples import losses
 
 from parallax.checkpoint import steps
 from parallax.cli import train as command_line
-from parallax.storage import buckets, files
+from parallax.storage import buckets
 from parallax.storage.run_files import RunFiles, read_metrics
 
 UPLOAD, MANIFEST = "/checkpoints/6/params/", "/checkpoints/6/manifest.json"
