@@ -40,7 +40,6 @@ TIMEOUTS = {
 READS_AHEAD = 32  # requests for the objects of a log
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
-WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
 MOST_SEGMENTS = 2000  # objects of a log; three hours of them
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
@@ -398,9 +397,7 @@ def _log_of(path: BucketPath, tries: int = 4) -> tuple[list[str], list[bytes]]:
 
 
 def _names_that_count(path: BucketPath) -> list[str]:
-    names = _names_in(path)
-    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
-    return names[first:]
+    return [segment.name for segment in files.log_segments(path)]
 
 
 def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
@@ -419,7 +416,7 @@ def _answer(path: BucketPath, reading: Any) -> bytes:
 
 
 def _next_number(path: BucketPath) -> int:
-    return max((int(name.removesuffix(WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
+    return max((int(name.removesuffix(files.WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
 
 
 class GrowingSegments:
@@ -433,7 +430,7 @@ class GrowingSegments:
         prefix = f"{self._path.key}/"
         keys = _keys(self._path, prefix + self._last, f"{self._path.key}0")
         names = [key.removeprefix(prefix) for key in keys]
-        replaced = any(name.endswith(WHOLE_LOG) for name in names[1:])
+        replaced = any(name.endswith(files.WHOLE_LOG) for name in names[1:])
         contents = None
         if self._last and names[:1] == [self._last] and not replaced:
             with contextlib.suppress(FileNotFoundError):  # replaced since it was listed
@@ -466,9 +463,14 @@ def _put_instead_of_all(path: BucketPath, number: int, content: bytes) -> None:
     """Write an object that replaces those before it in a log, and remove them."""
     from tensorstore import KvStore
 
-    whole = path / f"{number:012}{WHOLE_LOG}"
+    whole = path / f"{number:012}{files.WHOLE_LOG}"
     write(whole, content)
     _asked(path, lambda store: store.delete_range(KvStore.KeyRange(f"{path.key}/", whole.key)))
+
+
+@files.make_one_file.register
+def _make_one_file(path: BucketPath) -> None:
+    """A log in a bucket is objects."""
 
 
 class Segments:

@@ -31,6 +31,9 @@ class RunLogger:
     def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
+        for log in (folder.log, folder.metrics) if self._speaks else ():
+            with writing(folder.path, files.WHEN_FULL):
+                files.make_one_file(log)
         self._log = files.append_file(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._writers, self._begun = writers, ()

@@ -188,7 +188,7 @@ def test_a_long_log_is_made_one_object_again_and_again(bucket, monkeypatch):
             log.flush()
     log.close()
     names = files.names_in(bucket / "log.txt")
-    assert names[0].endswith(buckets.WHOLE_LOG) and len(names) < len(written)
+    assert names[0].endswith(files.WHOLE_LOG) and len(names) < len(written)
     assert list(files.lines_in(bucket / "log.txt")) == written
     again = files.append_file(bucket / "log.txt")
     again.write("more\n")
