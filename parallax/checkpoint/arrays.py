@@ -14,7 +14,7 @@ from tensorstore import KvStore
 
 from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.errors import CheckpointError, first_few, first_line
-from parallax.storage.files import PlainPath, kvstore_of
+from parallax.storage.files import PlainPath, kvstore_of, write_whole
 
 PIECE_BYTES = 1 << 26
 # Chunks are shards of the mesh. With a cache, a chunk of several rows is decoded once, not once for each row.
@@ -23,6 +23,10 @@ CACHE_BYTES = 1 << 29
 READ_AHEAD_BYTES, RESTORE_CACHE_BYTES = 1 << 27, 1 << 25
 # Of an object in a bucket, which is sent, and read for its checksum, as a whole.
 STORED_BYTES = 1 << 28
+DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a folder a database
+# Of a new database, until all else is stored: in the memory of its context. TensorStore would write it to the store if
+# no other has, and takes the answer that there is no bucket for that of another one, which it then reads (SIGSEGV).
+NEW_MANIFEST = {"driver": "memory", "path": "new/"}
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -154,14 +158,15 @@ def _place(name: str, like: Any, devices: list[jax.Device], read: Any, placed: d
 
 
 class ArrayWriter:
-    """Writes one array of a part piece by piece, in the format of orbax.
+    """Writes one array of a part piece by piece, in the format of orbax. All of a part have one context, and
+    `store_manifest` completes it.
 
     Each index of the first `stacked` dims has its own chunks and is best written at once.
     """
 
-    def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
+    def __init__(self, folder: Path, name: str, about: Any, context: tensorstore.Context, *, stacked: int = 1):
         self._folder = PlainPath(folder)
-        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked))
+        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked), context=context)
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
@@ -200,14 +205,14 @@ def open_new_array(
     about: Any,
     chunk: tuple[int, ...],
     *,
-    context: tensorstore.Context | None = None,
+    context: tensorstore.Context,
     transaction: tensorstore.Transaction | None = None,
 ) -> tensorstore.TensorStore:
-    """An array to be written, whose chunks have this shape. Those of one transaction need one context: with another,
-    each would write the database by itself, and again whenever one of the others has."""
+    """An array to be written, whose chunks have this shape, in a database that `store_manifest` completes. Those of one
+    database need one context: with another, each would write the database by itself."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
-    spec["kvstore"]["target_data_file_size"] = STORED_BYTES
+    spec["kvstore"] |= {"manifest": NEW_MANIFEST, "target_data_file_size": STORED_BYTES}
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape}
     return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
 
@@ -215,6 +220,16 @@ def open_new_array(
 def open_database(folder: Path, context: tensorstore.Context) -> KvStore:
     """All arrays of a folder, as keys and values."""
     return KvStore.open(_database(folder), context=context).result()
+
+
+def open_new_database(folder: Path, context: tensorstore.Context) -> KvStore:
+    """The same of a database that `store_manifest` completes."""
+    return KvStore.open(_database(folder) | {"manifest": NEW_MANIFEST}, context=context).result()
+
+
+def store_manifest(folder: Path, context: tensorstore.Context) -> None:
+    """Write the manifest of a new database into its folder, which makes it one."""
+    write_whole(folder / DATABASE, KvStore.open(NEW_MANIFEST, context=context).result()[DATABASE])
 
 
 def _zarr(folder: PlainPath, name: str) -> dict[str, Any]:

@@ -16,18 +16,23 @@ import jax
 import numpy as np
 import tensorstore
 
-from parallax.checkpoint.arrays import new_cache, open_database, open_new_array
+from parallax.checkpoint.arrays import (
+    DATABASE,
+    new_cache,
+    open_database,
+    open_new_array,
+    open_new_database,
+    store_manifest,
+)
 from parallax.checkpoint.steps import BEGUN
 from parallax.errors import CheckpointError
 from parallax.processes import job
 from parallax.storage import files
 
 OF_PROCESS = "ocdbt.process_"  # orbax's name of a folder with what one process has written
-DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a folder a database
 # Orbax's names of what a process spends for its own part of a save.
 COPY_EVENT = "/jax/orbax/write/blocking_d2h_duration_secs"
 WRITE_EVENT = "/jax/checkpoint/write/async/commit_duration_sec"
-LOST_ANSWERS = 4  # in the writes of a tree
 START_LETTERS = 8
 
 
@@ -86,7 +91,7 @@ class ObjectSaver:
                 raise CheckpointError(f"lists of this store do not show {step / BEGUN}, which was just written")
             with recorded(WRITE_EVENT):
                 for part, arrays in copies.items():
-                    write_new_tree(step / part / self._folder_of(jax.process_index()), arrays)
+                    write_tree(step / part / self._folder_of(jax.process_index()), arrays)
             job.barrier_in_thread(f"the shards of {step} are stored")
             if jax.process_index() == 0:
                 for part in copies:
@@ -94,10 +99,19 @@ class ObjectSaver:
             self._finish()
             job.barrier_in_thread(f"{step} is stored")
         except Exception as error:
-            self._error = error
+            self._error = refusal_of(self._folder) or error
 
     def _folder_of(self, process: int) -> str:
         return f"{OF_PROCESS}{process}_{self._start}"
+
+
+def refusal_of(folder: Path) -> OSError | None:
+    """What a store says if it does not even list a folder, from which other errors may follow; None if it does."""
+    try:
+        files.names_in(folder)
+    except OSError as refusal:
+        return refusal
+    return None
 
 
 @contextlib.contextmanager
@@ -116,27 +130,16 @@ def host_copy(x: jax.Array) -> HostCopy:
     return HostCopy(jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding.shard_shape(x.shape), shards)
 
 
-def write_new_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
-    """`write_tree` in a folder that is not there. If the answer to a write is lost, TensorStore writes again, and takes
-    what it has stored itself for another's; then all is written once more."""
-    for tries_left in reversed(range(LOST_ANSWERS + 1)):
-        try:
-            return write_tree(folder, arrays)
-        except ValueError as error:
-            if not tries_left or not str(error).startswith("ALREADY_EXISTS"):
-                raise
-        files.remove(folder)
-
-
 def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
     """Write arrays by name, all of them or none."""
     plain = files.PlainPath(folder)  # until all is written
-    together = {"transaction": tensorstore.Transaction(atomic=True), "context": new_cache()}
+    context, transaction = new_cache(), tensorstore.Transaction(atomic=True)
     for name, (about, chunk, shards) in arrays.items():
-        array = open_new_array(plain, name, about, chunk, **together)
+        array = open_new_array(plain, name, about, chunk, context=context, transaction=transaction)
         for index, shard in shards:
             array[index].write(shard).result()
-    together["transaction"].commit_async().result()
+    transaction.commit_async().result()
+    store_manifest(folder, context)
 
 
 def merge_trees(folder: Path, names: Sequence[str]) -> None:
@@ -146,12 +149,13 @@ def merge_trees(folder: Path, names: Sequence[str]) -> None:
     """
     context, transaction = new_cache(), tensorstore.Transaction(atomic=True)
     folders = [folder / name for name in names]
-    whole = open_database(folder, context).with_transaction(transaction)
+    whole = open_new_database(folder, context).with_transaction(transaction)
     for process, of_process in enumerate(folders):
         database = open_database(of_process, context)
         if not database.list().result():
             raise CheckpointError(f"what process {process} has stored is not in {of_process}")
         database.experimental_copy_range_to(whole).result()
     transaction.commit_async().result()
+    store_manifest(folder, context)
     for of_process in folders:
         files.remove(of_process / DATABASE)

@@ -134,6 +134,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             (unfinished,) = (path for step, path in saves if step == self._in_flight["step"])
             check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
+            files.try_writing(unfinished)  # the manifest has what is listed
             steps.write_manifest(unfinished, self._in_flight)
 
     def _remove_replaced(self) -> None:

@@ -25,7 +25,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.planned.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.analysis.report import report
     from parallax.analysis.traced.trace import abstract_mesh
-    from parallax.cli.arguments import Parser, local_path, write_output
+    from parallax.cli.arguments import Parser, run_path, write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.sections import AUTO, MeshConfig
     from parallax.config.settings import Settings
@@ -49,7 +49,8 @@ FLAGS = {
         "large product; alone, print it in place of the report"
     ),
     "trace": Flag(
-        "a run's folder, or a trace: print the time of its train.profile_steps by part; only with --json or alone"
+        "a run's folder, here or in a bucket, or a trace: print the time of its train.profile_steps by part; only with "
+        "--json or alone"
     ),
     "trace-only": Flag("do not compile: print communication, FLOPs and predicted memory", False),
 }
@@ -110,7 +111,7 @@ def with_printed(argv: Sequence[str], flag: str) -> list[str]:
 def report_trace(arguments: Sequence[str]) -> None:
     """Print the time of traced steps by part."""
     parser = Parser("python -m parallax.report")
-    parser.add_argument("--trace", type=local_path, required=True)
+    parser.add_argument("--trace", type=run_path, required=True)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
     with waiting(f"reading the traces in {flags.trace}"):

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, check_written, flatten, new_cache
+from parallax.checkpoint.arrays import (
+    PIECE_BYTES,
+    ArrayReader,
+    ArrayWriter,
+    check_written,
+    flatten,
+    new_cache,
+    store_manifest,
+)
 from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
@@ -267,13 +275,15 @@ def make_run(
         files.make_folder(step / "params")
         plan = plan_of(settings)
         stacked = {name: row.spec.stacked(row.at_rest) or 1 for name, row in flatten(plan.rows).items()}
+        context = new_cache()
         arrays = {
-            name: ArrayWriter(step / "params", name, about, stacked=stacked[name])
+            name: ArrayWriter(step / "params", name, about, context, stacked=stacked[name])
             for name, about in flatten(plan.shapes).items()
         }
         for name, here in plain_names(arrays, settings.model.layer_kinds).items():
             for index, pieces in parts(name, here):
                 arrays[here.name].write(index, _finite(name, pieces))
+        store_manifest(step / "params", context)
         check()
         for name, content in carried.items():
             for folder in (step,) if name == RECORD else (step, unfinished):

@@ -40,7 +40,6 @@ TIMEOUTS = {
 READS_AHEAD = 32  # requests for the objects of a log
 FLUSH_SECS = 5.0  # between the objects of a log
 LEASE_SECS, RENEW_SECS, LEASE_LOOK_SECS = 60.0, 15.0, 1.0
-WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
 MOST_SEGMENTS = 2000  # objects of a log; three hours of them
 WHEN_LOST = "another run holds it now, or the store did not answer; what is saved stays"
 
@@ -73,7 +72,7 @@ class BucketPath(PurePosixPath):
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        return bool(_keys(self, self.key, self.key + "\0"))
+        return bool(self.key and _keys(self, self.key, self.key + "\0"))
 
     def is_dir(self) -> bool:
         return bool(_keys_below(self))
@@ -326,6 +325,25 @@ def _write_whole(path: BucketPath, content: str | bytes | memoryview | Iterable[
     write(path, bytes(content) if isinstance(content, bytes | memoryview) else b"".join(content))
 
 
+class NewObject(io.BytesIO):
+    """An object that is stored as a whole when it is closed; use it as a context, which stores nothing after an
+    error."""
+
+    def __init__(self, path: BucketPath):
+        super().__init__()
+        self._path = path
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is None:
+            write(self._path, self.getvalue())
+        self.close()
+
+
+@files.new_file.register
+def _new_file(path: BucketPath) -> NewObject:
+    return NewObject(path)
+
+
 @files.sync.register
 @files.sync_names.register
 def _sync(path: BucketPath) -> None:
@@ -379,9 +397,7 @@ def _log_of(path: BucketPath, tries: int = 4) -> tuple[list[str], list[bytes]]:
 
 
 def _names_that_count(path: BucketPath) -> list[str]:
-    names = _names_in(path)
-    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
-    return names[first:]
+    return [segment.name for segment in files.log_segments(path)]
 
 
 def _contents(folder: BucketPath, names: Iterable[str]) -> Iterator[bytes]:
@@ -400,7 +416,7 @@ def _answer(path: BucketPath, reading: Any) -> bytes:
 
 
 def _next_number(path: BucketPath) -> int:
-    return max((int(name.removesuffix(WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
+    return max((int(name.removesuffix(files.WHOLE_LOG)) for name in _names_in(path)), default=0) + 1
 
 
 class GrowingSegments:
@@ -414,7 +430,7 @@ class GrowingSegments:
         prefix = f"{self._path.key}/"
         keys = _keys(self._path, prefix + self._last, f"{self._path.key}0")
         names = [key.removeprefix(prefix) for key in keys]
-        replaced = any(name.endswith(WHOLE_LOG) for name in names[1:])
+        replaced = any(name.endswith(files.WHOLE_LOG) for name in names[1:])
         contents = None
         if self._last and names[:1] == [self._last] and not replaced:
             with contextlib.suppress(FileNotFoundError):  # replaced since it was listed
@@ -447,9 +463,14 @@ def _put_instead_of_all(path: BucketPath, number: int, content: bytes) -> None:
     """Write an object that replaces those before it in a log, and remove them."""
     from tensorstore import KvStore
 
-    whole = path / f"{number:012}{WHOLE_LOG}"
+    whole = path / f"{number:012}{files.WHOLE_LOG}"
     write(whole, content)
     _asked(path, lambda store: store.delete_range(KvStore.KeyRange(f"{path.key}/", whole.key)))
+
+
+@files.make_one_file.register
+def _make_one_file(path: BucketPath) -> None:
+    """A log in a bucket is objects."""
 
 
 class Segments:

@@ -21,6 +21,7 @@ import pwd
 import re
 import shutil
 import stat
+import tempfile
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,9 @@ OWNER_LETTERS = 200  # most characters of a lock that are shown
 DESCRIPTORS = Path("/proc/self/fd")  # of this process, as links that lead to their files
 # More than a name to Orbax or TensorStore: patterns, backslashes taken for slashes, locks, buckets; or not tried.
 MEANT_OTHERWISE = re.compile(r"[^\w./=+,@:~ -]|\.__lock(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
+WHOLE_LOG = ".whole"  # ends the name of an object that replaces those before it in a log
+SEGMENT = re.compile(rf"\d{{12}}({re.escape(WHOLE_LOG)})?")  # the name of an object of a log
+COPIED_LOG = ".objects"  # ends the name of a log's folder while one file is made of it
 PROBE = "probe-"  # prefix of files that `check_writable` creates and that a kill may leave behind
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
@@ -269,10 +273,15 @@ class GrowingLog:
 
     def __init__(self, path: Path):
         self._path, self._inode, self._lines = path, 0, LineReader()
+        self._segments: list[Path] = []
 
     def read(self) -> tuple[bool, Iterator[bytes]]:
         """Whether it was replaced or made shorter since the last call, as a resumed run does; and the lines that have
         ended since then, or in that case all."""
+        before, self._segments = self._segments, log_segments(self._path)
+        if self._segments:
+            is_new = self._segments != before
+            return is_new, lines_in(self._path) if is_new else iter(())
         try:
             file = open_file(self._path)
         except OSError:
@@ -297,19 +306,40 @@ def growing_log(path: Path) -> GrowingLog:
 @functools.singledispatch
 def end_of(path: Path, most: int) -> bytes:
     """The last bytes of a log, `most` of them or a few more."""
-    with open_file(path) as file:
+    with open_file((log_segments(path) or [path])[-1]) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read()
 
 
 @functools.singledispatch
 def lines_in(path: Path) -> Iterator[bytes]:
-    """The lines of a file, as of `LineReader`, also the last one if it has no end."""
-    lines = LineReader()
-    with open_file(path) as file:
-        yield from lines.read(file)
-    if rest := lines.rest():
-        yield rest
+    """The lines of a file, as of `LineReader`, also the last one if it has no end; or those of a log that was copied
+    from a bucket."""
+    for part in log_segments(path) or [path]:
+        lines = LineReader()
+        with open_file(part) as file:
+            yield from lines.read(file)
+        if rest := lines.rest():
+            yield rest
+
+
+def log_segments(path: Path) -> list[Path]:
+    """The objects of a log in a bucket, or copied from there, that count; none if it is a file."""
+    names = [name for name in names_in(path) if SEGMENT.fullmatch(name)]
+    first = max((place for place, name in enumerate(names) if name.endswith(WHOLE_LOG)), default=0)
+    return [path / name for name in names[first:]]
+
+
+@functools.singledispatch
+def make_one_file(path: Path) -> None:
+    """Make a file of a log that was copied from a bucket to a disk; after a kill, the next call ends the work."""
+    aside = path.with_name(path.name + COPIED_LOG)
+    if log_segments(path):
+        path.rename(aside)
+    if aside.is_dir():
+        if not path.exists():
+            write_whole(path, (line + b"\n" for line in lines_in(aside)))
+        remove(aside)
 
 
 def _next_data(file: IO[bytes], offset: int) -> int:
@@ -355,15 +385,37 @@ def in_utf8(text: str) -> bytes:
     return text.encode("utf-8", ESCAPED)
 
 
+@functools.singledispatch
 def new_file(path: Path) -> IO[bytes]:
-    """A new file to write in pieces, which replaces an existing one; a kill may leave an incomplete file."""
+    """A new file to write in pieces, as a context, which replaces an existing one; a kill may leave an incomplete
+    file."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def copy_file(path: Path, target: Path) -> None:
-    """Copy the content of a file, here or elsewhere, to a file of this machine."""
-    shutil.copyfile(local_copy(path), target)
+    """Copy the content of a file to another one."""
+    with open_copy(path) as content, new_file(target) as copy:
+        shutil.copyfileobj(content, copy)
+
+
+class FolderHere:
+    """A folder of this machine for a library that writes files of a disk: the folder itself or, if that is elsewhere, a
+    temporary one, whose files `store` brings there."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._temporary = folder, None
+        self.path = folder
+        if not is_local(folder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="parallax-")
+            self.path = Path(self._temporary.name)
+
+    def store(self, *, last: str = "") -> None:
+        """Store all files, those with this ending after the others, and then remove them here."""
+        if self._temporary is not None:
+            for path in sorted(files_below(self.path), key=lambda path: path.suffix == last):
+                copy_file(path, self._folder / path.relative_to(self.path))
+            self._temporary.cleanup()
 
 
 @functools.singledispatch

@@ -13,6 +13,7 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 GOODPUT = "goodput"  # of a start in metadata.json: when it began and ended, and seconds of its parts
 # Files beside a trace: a description, and the program that ran. The name of the span around all steps in the trace.
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
+TRACE_ENDING = ".pb"  # of the profiler's file
 # In checkpoints of imported weights: the original folder's metadata that a run does not need.
 RECORD = "huggingface.json"
 # Beside a tokenizer: the ids at which the model ends a text, as `eos_token_id`.

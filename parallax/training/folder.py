@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from parallax.config.sections import TrainConfig
 from parallax.config.settings import Settings
 from parallax.display.progress import waiting
 from parallax.errors import CheckpointError, ConfigError, writing
@@ -32,17 +31,6 @@ class RunFolder(RunFiles):
 
     _lock: Any = None
     _started = False  # whether this run is the latest of the starts in metadata.json
-
-    def check_settings(self, train: TrainConfig) -> None:
-        """ConfigError for what a run cannot do where its folder is: a bucket, say."""
-        if files.is_local(self.path):
-            return
-        for key in ("tensorboard", "profile_steps"):
-            if getattr(train, key):
-                value = getattr(train, key)
-                raise ConfigError(
-                    f"train.{key}={value!r} writes files of a disk, and --workdir={self.path} is in a bucket"
-                )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

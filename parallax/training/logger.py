@@ -20,6 +20,7 @@ from parallax.storage.run_files import ON_DISK, WRITTEN_AT, RunFiles, row_of
 from parallax.training.goodput import StepSeconds
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
+EVENTS_SECS = 60  # between the files of TensorBoard that are sent to a bucket
 WANDB_SECS = 60  # timeout of the service at the start and at the end of a run
 
 
@@ -30,9 +31,12 @@ class RunLogger:
     def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
+        for log in (folder.log, folder.metrics) if self._speaks else ():
+            with writing(folder.path, files.WHEN_FULL):
+                files.make_one_file(log)
         self._log = files.append_file(folder.log) if self._speaks else None
         self._metrics: Any = None
-        self._writers = writers
+        self._writers, self._begun = writers, ()
         self._waits: list[str] | None = []  # progress lines, held back from log.txt until the first other line
         self._speaking = printing_progress(progress_printer(sys.stdout, self._keep_wait) if self._speaks else None)
         self.spent = StepSeconds()  # of the lines of metrics.jsonl
@@ -82,7 +86,7 @@ class RunLogger:
 
     def flush(self) -> None:
         """Return when all lines so far are stored; a checkpoint that counts has its metrics."""
-        for file in (self._log, self._metrics):
+        for file in (self._log, self._metrics, *self._begun):
             if file is not None:
                 file.flush()
 
@@ -119,6 +123,7 @@ class RunLogger:
                 self._metrics = files.append_file(self._metrics_path)
                 for writer in self._writers:
                     writer.begin(step, self.say)
+                self._begun = self._writers
         return dropped
 
     def on_disk(self, step: int, secs: float) -> None:
@@ -175,27 +180,75 @@ def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard |
 
 
 class TensorBoard:
-    """TensorBoard events in the run's folder; events after the resumed step are purged."""
+    """TensorBoard events in the run's folder; events after the resumed step are purged. In a bucket they are files of
+    EVENTS_SECS, which TensorBoard reads as one."""
 
     def __init__(self, folder: RunFiles):
         self._package = imported("tensorboardX", "train.tensorboard=True", "tensorboard")
-        self._folder, self._events = folder.tensorboard, None
+        self._folder, self._file = folder.tensorboard, None
+        self._unsent: list[EventFile] = []
+        self._writing, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._send_often, name="tensorboard", daemon=True)
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
         """Prepare for metrics after `step`; `say` reports errors that do not end the run."""
-        self._events = self._package.SummaryWriter(str(self._folder), purge_step=step + 1)
+        self._file = EventFile(self._package, self._folder, purge_step=step + 1)
+        if not files.is_local(self._folder):
+            self._thread.start()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write a step's metrics and texts."""
+        with self._writing:
+            self._file.write(step, values)
+
+    def flush(self) -> None:
+        """Return when what was written is stored, in a bucket; on a disk, the library writes now and then."""
+        if files.is_local(self._folder):
+            return
+        with self._sending:
+            with self._writing:
+                self._unsent.append(self._file)
+                self._file = EventFile(self._package, self._folder)
+            while self._unsent:
+                self._unsent[0].close()
+                self._unsent.pop(0)
+
+    def close(self, *, failed: bool) -> None:
+        if self._file is not None:
+            self._ended.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self.flush()
+            self._file.close()
+
+    def _send_often(self) -> None:
+        while not self._ended.wait(EVENTS_SECS):
+            with contextlib.suppress(OSError):  # the next save tries again, and says so
+                self.flush()
+
+
+class EventFile:
+    """A file of TensorBoard's events in a folder, where it is when it is closed; without events it is not written."""
+
+    def __init__(self, package: Any, folder: Path, purge_step: int | None = None):
+        self._here, self._has_events = files.FolderHere(folder), purge_step is not None
+        # TensorBoard reads files in the order of their names, which have the second.
+        options = {} if files.is_local(folder) else {"filename_suffix": f".{time.time_ns()}"}
+        self._events = package.SummaryWriter(str(self._here.path), purge_step=purge_step, **options)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self._has_events = True
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(name, value, step)
             if isinstance(value, str):
                 self._events.add_text(name, value, step)
 
-    def close(self, *, failed: bool) -> None:
-        if self._events is not None:
-            self._events.close()
+    def close(self) -> None:
+        """May be called again after an OSError."""
+        self._events.close()
+        if self._has_events:
+            self._here.store()
 
 
 class Wandb:
@@ -230,6 +283,9 @@ class Wandb:
         if self._run is not None:
             with self._going_on_without():
                 self._run.log({"step": step, **{k: v for k, v in values.items() if isinstance(v, int | float | str)}})
+
+    def flush(self) -> None:
+        """The library sends what was written by itself."""
 
     def close(self, *, failed: bool) -> None:
         if self._run is None:

@@ -14,7 +14,7 @@ from parallax.errors import CheckpointError, first_line, writing
 from parallax.processes.job import set_phase
 from parallax.step.step import TrainStep
 from parallax.storage import files
-from parallax.storage.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
+from parallax.storage.run_files import PROGRAM, TRACE_ENDING, TRACED, TRACED_STEPS, RunFiles
 
 
 class Profile(contextlib.AbstractContextManager):
@@ -34,6 +34,7 @@ class Profile(contextlib.AbstractContextManager):
         self._settings, self._steps_by_shape, self._folder, self._say = settings, steps_by_shape, folder, say
         self._steps = settings.train.profiled
         self._open: contextlib.ExitStack | None = None
+        self._here: files.FolderHere | None = None  # of the trace that is open
 
     def __exit__(self, *_) -> None:
         # A full disk must not hide another error; the next write reports it.
@@ -65,10 +66,11 @@ class Profile(contextlib.AbstractContextManager):
         options.python_tracer_level = 0  # Python's own calls are numerous and would slow the host down
         with writing(self._folder.path):
             files.remove_what_can_be(folder)  # traces of an earlier start from this step on
-            files.make_folder(folder)
-            self._write_about(folder, self._settings.data.phase(done).shape)
+            self._here = files.FolderHere(folder)
+            files.make_folder(self._here.path)
+            self._write_about(self._here.path, self._settings.data.phase(done).shape)
         try:
-            jax.profiler.start_trace(folder, profiler_options=options)
+            jax.profiler.start_trace(self._here.path, profiler_options=options)
         except RuntimeError as error:
             self._steps = range(0)
             self._say(f"steps are not traced: {first_line(error)}")
@@ -85,6 +87,7 @@ class Profile(contextlib.AbstractContextManager):
         opened, self._open, self._steps = self._open, None, range(0)
         try:
             opened.close()
+            self._here.store(last=TRACE_ENDING)
         except (RuntimeError, OSError) as error:
             self._say(f"the trace is not written: {first_line(error)}")
             return

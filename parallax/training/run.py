@@ -107,7 +107,6 @@ def train(
     with waiting("starting the devices"):
         start_devices()
     folder = RunFolder(workdir)
-    folder.check_settings(settings.train)
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),

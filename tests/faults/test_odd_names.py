@@ -15,7 +15,7 @@ from support.command_modules import command
 from support.run_examples import write_corpus
 
 import parallax as px
-from parallax.checkpoint.arrays import ArrayReader, ArrayWriter, damaged_arrays
+from parallax.checkpoint.arrays import ArrayReader, ArrayWriter, damaged_arrays, new_cache, store_manifest
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import DamagedError, check_steps, complete_steps, read_manifest
@@ -60,8 +60,10 @@ def test_an_array_is_written_and_read_under_any_path(tmp_path_factory, path):
     folder = root / "whole" / ("./" + path.replace("..", "."))
     folder.mkdir(parents=True)
     before, x = below(root), np.random.default_rng(len(path)).normal(size=(3, 4))
-    writer = ArrayWriter(folder, "x", x)
+    context = new_cache()
+    writer = ArrayWriter(folder, "x", x, context)
     writer.write((), [x[:2], x[2:]])
+    store_manifest(folder, context)
     about = writer.described()
     reader = ArrayReader(folder, "x", about)
     assert b"".join(piece.tobytes() for piece in reader.pieces()) == x.tobytes()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.checkpoint_examples import save_steps
 from support.faulty_store import SECRET, expired, of
-from support.run_examples import tiny_config
 
 from parallax.checkpoint import steps
 from parallax.checkpoint.restore import restore_newest
@@ -21,7 +20,6 @@ from parallax.errors import CheckpointError, ConfigError
 from parallax.storage import buckets, files
 from parallax.storage.buckets import path_of
 from parallax.storage.run_files import RunFiles, read_metrics
-from parallax.training.run import train
 
 
 def test_objects_are_there_whole_or_not_at_all(bucket):
@@ -210,9 +208,3 @@ def test_a_pattern_in_a_bucket_has_asterisks_alone():
     assert str(path_of("s3://bucket/a*/*.txt", pattern=True)) == "s3://bucket/a*/*.txt"
     with pytest.raises(ConfigError, match="a s3 URL has a query, .*; write s3://bucket/FOLDER"):
         path_of("s3://bucket/a?.txt", pattern=True)
-
-
-def test_what_writes_to_a_disk_is_refused(bucket, tmp_path):
-    with pytest.raises(ConfigError, match="train.tensorboard=True writes files of a disk"):
-        train(tiny_config(tmp_path, **{"train.tensorboard": True}), str(bucket))
-    assert not bucket.exists()

@@ -1,5 +1,6 @@
 """What a store of objects does wrong, and what a run makes of it."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import faulty_store
-from support.faulty_store import SECRET, Lagging, every, of
+from support.faulty_store import SECRET, Lagging, after, every, of
 
 from parallax.checkpoint import steps
 from parallax.checkpoint.restore import restore_newest
@@ -127,6 +128,29 @@ def test_a_bucket_that_is_removed_ends_the_next_save_in_one_line(store, bucket):
     assert_restores(bucket, 2)
 
 
+@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_a_bucket_that_is_removed_after_any_request_of_a_save_ends_it_in_one_line(store, bucket, monkeypatch, apart):
+    monkeypatch.setattr(steps, "NO_FILES_SECS", 0.0)
+    save(bucket, 1)
+    said = []
+    with CheckpointWriter(bucket, CheckpointConfig(keep_last=2), settings={"model": {}}, say=said.append) as writer:
+        for number in itertools.count(0, apart):
+            steps.tidy(bucket)
+            with store.having(after(number, faulty_store.without_bucket)):
+                try:
+                    writer.save(2, TREES)
+                    writer.wait()
+                    break
+                except CheckpointError as failed:
+                    said.append(str(failed))
+            assert steps.check_steps(bucket).valid[-1] == 1
+            files.remove(bucket / "2")
+    assert len(said) == number // apart and not any("\n" in line or SECRET in line for line in said)
+    assert all("bucket does not exist" in line for line in said)
+    save(bucket, 2)
+    assert_restores(bucket, 2)
+
+
 def test_a_store_whose_lists_lag_is_refused_at_the_start(store, bucket):
     with (
         store.having(Lagging(60)),
@@ -164,7 +188,7 @@ def test_a_long_log_is_made_one_object_again_and_again(bucket, monkeypatch):
             log.flush()
     log.close()
     names = files.names_in(bucket / "log.txt")
-    assert names[0].endswith(buckets.WHOLE_LOG) and len(names) < len(written)
+    assert names[0].endswith(files.WHOLE_LOG) and len(names) < len(written)
     assert list(files.lines_in(bucket / "log.txt")) == written
     again = files.append_file(bucket / "log.txt")
     again.write("more\n")

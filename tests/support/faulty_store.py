@@ -104,6 +104,7 @@ def refused(status: str, code: str, message: str) -> Callable[[Request], Any]:
 throttled = refused("503 Slow Down", "SlowDown", "Please reduce your request rate.")
 too_many = refused("429 Too Many Requests", "TooManyRequestsException", "Too many requests.")
 failing = refused("500 Internal Server Error", "InternalError", "We encountered an internal error.")
+denied = refused("403 Forbidden", "AccessDenied", "Access Denied")
 expired = refused("403 Forbidden", "ExpiredToken", "The provided token has expired.")
 without_bucket = refused("404 Not Found", "NoSuchBucket", "The specified bucket does not exist")
 other_region = refused(
@@ -151,6 +152,24 @@ def every(count: int, fault: Callable[[Request], Any]) -> Callable[[Request], An
     return lambda request: None if next(numbers) % count else fault(request)
 
 
+def after(count: int, fault: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """This fault, of all requests after so many."""
+    numbers = itertools.count()
+    return lambda request: fault(request) if next(numbers) >= count else None
+
+
+class FromRequest:
+    """A fault of all requests from the first one on that writes an object with `key` in its name."""
+
+    def __init__(self, key: str, fault: Callable[[Request], Any]):
+        self._key, self._fault, self._has_begun = key, fault, threading.Event()
+
+    def __call__(self, request: Request) -> Any:
+        if request.method == "PUT" and self._key in request.key:
+            self._has_begun.set()
+        return self._fault(request) if self._has_begun.is_set() else None
+
+
 # ---- lists
 
 
@@ -170,6 +189,11 @@ class Lagging:
                 names = names | {request.key} if request.method == "PUT" else names - {request.key}
                 self._names.append((time.monotonic(), names))
         return answer
+
+    def stop(self) -> None:
+        """From now on, lists show what is there now."""
+        with self._lock:
+            self._secs, self._names = float("inf"), [(float("-inf"), self._names[-1][1])]
 
     def _listed(self, request: Request) -> str:
         asked = dict(urllib.parse.parse_qsl(request.environment["QUERY_STRING"]))

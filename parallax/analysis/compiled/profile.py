@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from parallax.display.plain import as_plain
 from parallax.display.tables import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.display.units import percent
 from parallax.errors import DataError, errors_as
-from parallax.storage.files import read_bytes, read_object
-from parallax.storage.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
+from parallax.storage.files import files_below, names_in, read_bytes, read_object, time_of
+from parallax.storage.run_files import PROGRAM, TRACE_ENDING, TRACED, TRACED_STEPS, RunFiles
 
-XPLANE = "*.xplane.pb"
+XPLANE = f".xplane{TRACE_ENDING}"
+TRACED_FOLDER = re.compile(r"steps-(\d+)-\d+")
 MOST_TRACE_BYTES = 1 << 31  # of a protocol buffer
 STEP = "train"  # the span of a step's dispatch, which holds the step's number
 CONTROL = tuple(kind for kind in NO_COMPUTE if kind not in COLLECTIVES)
@@ -109,36 +110,39 @@ def read_traces(path: Path) -> Trace:
         DataError: there is no trace, or it has no operations of a device.
     """
     files = trace_files(path)
-    traces = [_read(file) for file in files]
+    traces = [_read(file, home) for file, home in files.items()]
     devices = {number: ran for trace in traces for number, ran in trace.devices.items()}
     if not devices:
-        raise DataError(f"{files[0]} has no operations of a device; trace steps with train.profile_steps=FIRST:LAST")
+        first = next(iter(files))
+        raise DataError(f"{first} has no operations of a device; trace steps with train.profile_steps=FIRST:LAST")
     return traces[0]._replace(devices=dict(sorted(devices.items())), secs=max(trace.secs for trace in traces))
 
 
-def trace_files(path: Path) -> list[Path]:
-    """The profiler's file of each process for the newest trace below `path`; DataError if there is none."""
-    if path.is_file() and path.name.endswith(XPLANE[1:]):
-        return [path]
+def trace_files(path: Path) -> dict[Path, Path | None]:
+    """The profiler's file of each process for the newest trace below `path`, each with the folder of the process that
+    wrote it, with the files beside it; DataError if there is none."""
+    if path.name.endswith(XPLANE) and path.is_file():
+        return {path: _home(path, path.parents)}
     profile = RunFiles(path).profile
-    newest = max(profile.glob("steps-*"), key=lambda folder: folder.stat().st_mtime, default=path)
-    traces = sorted(newest.rglob(XPLANE), key=lambda file: file.stat().st_mtime) if newest.is_dir() else []
+    folders = {profile / name: int(match[1]) for name in names_in(profile) if (match := TRACED_FOLDER.fullmatch(name))}
+    # A bucket tells no times.
+    newest = max(folders, key=lambda folder: (time_of(folder), folders[folder]), default=path)
+    traces = [file for file in files_below(newest) if file.name.endswith(XPLANE)] if newest.is_dir() else []
     if not traces:
         raise DataError(
-            f"--trace={path} holds no trace: there is no {XPLANE} below it; train with "
+            f"--trace={path} holds no trace: there is no *{XPLANE} below it; train with "
             "--config.train.profile_steps=FIRST:LAST"
         )
-    of_process = {home: file for file in traces if (home := _home(file))}
-    return [file for _, file in sorted(of_process.items())] or [traces[-1]]
+    homes = {file: _home(file, file.parents) for file in sorted(traces, key=time_of)}
+    of_process = {home: file for file, home in homes.items() if home}
+    return {file: home for home, file in sorted(of_process.items())} or {traces[-1]: None}
 
 
-def _home(file: Path) -> Path | None:
-    """The folder of the process that wrote a trace, with the files beside it."""
-    return next((folder for folder in file.parents if (folder / TRACED).is_file()), None)
+def _home(file: Path, folders: Iterable[Path]) -> Path | None:
+    return next((folder for folder in folders if (folder / TRACED).is_file()), None)
 
 
-def _read(file: Path) -> Trace:
-    home = _home(file)
+def _read(file: Path, home: Path | None) -> Trace:
     about, text = {}, ""
     if home:
         with errors_as(DataError, f"{home / TRACED}, or {PROGRAM} beside it, cannot be read: ", "", ValueError):
