@@ -1,11 +1,11 @@
 """Start, step, save and restore of a run's folder, in a bucket beside on a disk: wall and CPU seconds of the run.
 
-    python benchmarks/buckets.py [--mib 64] [--repeats 5]
+    python benchmarks/buckets.py [--mib 64] [--arrays 4] [--repeats 5] [--delay-ms 0]
 
 The bucket is one of moto's S3 server, in a process of its own on this machine: what is measured is the run's work for
 a store, and not a network. Times are the least of the repeats, in which the two take turns. A start takes the lock,
 tries the folder and looks at its steps; a step writes its line of metrics; a save ends when the step is on disk, and
-the run waits for the copy alone.
+the run waits for the copy alone. With --delay-ms the server answers each request later, as if far away.
 """
 
 import contextlib
@@ -22,22 +22,25 @@ from typing import Any
 from arguments import Arguments, run_benchmark, whole_number
 
 SERVER = """
-import logging, sys, threading
-from moto.server import ThreadedMotoServer
+import logging, sys, threading, time
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 logging.disable()
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+moto = DomainDispatcherApplication(create_backend_app)
+answer = lambda environment, start: time.sleep(float(sys.argv[1])) or moto(environment, start)
+server = make_server("127.0.0.1", 0, answer, threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
 sys.stdin.read()
 """
-ARRAYS = 4  # of one size
 LINES = 100  # of metrics, of which one is a step's
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[None]:
+def s3_server(delay_secs: float) -> Iterator[None]:
     """A server with one bucket; the environment names it."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    command = [sys.executable, "-c", SERVER, str(delay_secs)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
         os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -93,13 +96,15 @@ def measure(folder: str, trees: dict[str, Any], step: int) -> dict[str, tuple[fl
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"mib": 1, "repeats": 1})
     parser.add_argument("--mib", type=whole_number, default=64, help="of parameters")
+    parser.add_argument("--arrays", type=whole_number, default=4, help="of one size")
     parser.add_argument("--repeats", type=whole_number, default=5)
+    parser.add_argument("--delay-ms", type=int, default=0, help="until the server answers a request")
     args = parser.parse_args()
     import jax
 
-    shape = (args.mib, (1 << 18) // ARRAYS)
-    trees = {"params": {str(k): jax.random.normal(jax.random.key(k), shape) for k in range(ARRAYS)}}
-    with tempfile.TemporaryDirectory() as disk, s3_server():
+    shape = (args.mib, (1 << 18) // args.arrays)
+    trees = {"params": {str(k): jax.random.normal(jax.random.key(k), shape) for k in range(args.arrays)}}
+    with tempfile.TemporaryDirectory() as disk, s3_server(args.delay_ms / 1000):
         rounds = {"disk": [], "bucket": []}
         for step in range(1, args.repeats + 1):
             rounds["disk"].append(measure(str(pathlib.Path(disk) / "run"), trees, step))

@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoints.py [FOLDER] [--steps 48] [--every 12] [--arrays 12]
     python benchmarks/checkpoints.py [FOLDER] --sizes 6,24,96 [--bucket s3://bucket/folder] [--local /dev/shm/bench]
+    python -m parallax.launch --processes 3 --devices-per-process 1 -- benchmarks/checkpoints.py [FOLDER] --meanwhile
 
 Steps of a state sharded over 2·2·2 simulated devices are timed without saves, and with an asynchronous save every few
 steps; the disk's own speed is that of one file of as many bytes, written and flushed. The numbers are random, so that
@@ -10,14 +11,19 @@ they cannot be compressed. FOLDER is on the measured disk; by default it is the 
 With --sizes, numbers of arrays of 20 MiB, it prints for each size and place the seconds for which a save stops the
 steps, those until it is on disk, and those of a restore with its memory: the most that the process had while it ran,
 without the state and without what it had before. A local copy of one process has no neighbour's.
+
+With --meanwhile it prints what steps take while a save is written, in one process or in those of a job: each step sums
+a number over all of them, and FOLDER, or the --bucket, is shared by all.
 """
 
+import functools
 import os
 import pathlib
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +32,7 @@ from arguments import Arguments, run_benchmark, whole_number
 from parallax.cli.arguments import local_path
 from parallax.errors import ConfigError
 
-SHAPE = (8, 1024, 640)  # 20 MiB
+SHAPE = (8, 1008, 650)  # 20 MiB, to be cut over 1, 2, 3 or 4 processes
 BLOCK_BYTES = 1 << 22
 
 
@@ -48,22 +54,26 @@ def step(state: dict[str, Any]) -> dict[str, Any]:
     return jax.lax.fori_loop(0, 4, lambda _, tree: jax.tree.map(lambda x: jnp.sin(x) * 1.01 + x * 1e-3, tree), state)
 
 
-def timed_steps(state, compiled, args: Any, checkpoints: Any = None) -> tuple[dict[str, Any], list[float], list[float]]:
-    """Seconds of each step with its check, and of each call of save."""
+def timed_steps(
+    state: dict[str, Any], compiled: Any, args: Any, checkpoints: Any = None, on_disk: Sequence[int] = ()
+) -> tuple[dict[str, Any], list[float], list[float], list[float]]:
+    """Seconds of each step with its check and a wait for the save before, of each call of save, and of those steps that
+    began and ended while a save was written; `on_disk` has the steps of which the writer has said that they are."""
     import jax
 
-    steps, saves = [], []
+    steps, saves, meanwhile = [], [], []
     for done in range(1, args.steps + 1):
         began = time.perf_counter()
         state = jax.block_until_ready(compiled(state))
         if checkpoints is not None:
             checkpoints.check()
         steps.append(time.perf_counter() - began)
+        if len(saves) > len(on_disk):
+            meanwhile.append(steps[-1])
         if checkpoints is not None and done % args.every == 0:
-            began = time.perf_counter()
-            checkpoints.save(done, {"params": state})
-            saves.append(time.perf_counter() - began)
-    return state, steps, saves
+            steps[-1] += timed(checkpoints.wait)[0]  # for the save before, if there are too few steps between the two
+            saves.append(timed(functools.partial(checkpoints.save, done, {"params": state}))[0])
+    return state, steps, saves, meanwhile
 
 
 def disk_speed(folder: pathlib.Path, size: int) -> float:
@@ -167,6 +177,60 @@ def time_places(args: Any, folder: pathlib.Path) -> None:
             files.remove(place)
 
 
+def step_of_all(state: dict[str, Any]) -> dict[str, Any]:
+    """Some arithmetic on every element, and a sum over all devices."""
+    import jax
+    import jax.numpy as jnp
+
+    mean = sum(jnp.mean(x) for x in state.values()) / len(state)
+    return jax.tree.map(lambda x: jnp.sin(x) * 1.01 + mean * 1e-3, state)
+
+
+def time_meanwhile(args: Any, folder: pathlib.Path) -> None:
+    """Print the figures of --meanwhile."""
+    import jax
+
+    from parallax.checkpoint.save import CheckpointWriter
+    from parallax.config.sections import CheckpointConfig, DistributedConfig, MeshConfig
+    from parallax.processes import job
+    from parallax.processes.address import read_address
+    from parallax.sharding.mesh import make_mesh
+    from parallax.storage import files
+    from parallax.storage.buckets import path_of
+
+    if address := read_address({}):
+        job.join(address, DistributedConfig(), simulate=0)
+    mesh = make_mesh(MeshConfig(pp=1, dp=jax.device_count(), tp=1, simulate=0))
+    job.connect_devices(mesh)
+    place = path_of(job.broadcast("the folder", args.bucket or str(folder / "run")))
+    state, compiled = make_state(mesh, args.arrays), jax.jit(step_of_all, donate_argnums=0)
+    state, plain, *_ = timed_steps(compiled(state), compiled, args)
+    on_disk: list[int] = []
+    config = CheckpointConfig(every_steps=args.every, keep_last=1, keep_best=0)
+    with CheckpointWriter(place, config, settings={}, on_disk=lambda step, secs: on_disk.append(step)) as checkpoints:
+        checkpoints.save(0, {"params": state})  # compiles the fingerprints
+        checkpoints.wait()
+        on_disk.clear()
+        state, steps, saves, meanwhile = timed_steps(state, compiled, args, checkpoints, on_disk)
+    job.barrier("all is measured")
+    if job.is_first():
+        files.remove(place)
+        lost = (sum(steps) + sum(saves) - sum(plain)) / len(saves)
+        print_meanwhile(sum(x.nbytes for x in state.values()), plain, saves, meanwhile, lost)
+
+
+def print_meanwhile(
+    size: int, plain: Sequence[float], saves: Sequence[float], meanwhile: Sequence[float], lost: float
+) -> None:
+    import jax
+
+    alone, call, each = (statistics.median(secs or [0.0]) for secs in (plain, saves, meanwhile))
+    print(f"{jax.process_count()} processes, a state of {size / 1e9:.2f} GB, steps of {alone:.3f} s")
+    print(f"call of save     {call:6.3f} s = {call / alone:.2f} steps")
+    print(f"steps meanwhile  {each:6.3f} s = {each / alone:.2f} steps, {len(meanwhile) / len(saves):.1f} a save")
+    print(f"lost to a save   {lost:6.3f} s = {lost / alone:.2f} steps")
+
+
 def sizes_of(text: str) -> list[int]:
     return [whole_number(word) for word in text.split(",")]
 
@@ -178,8 +242,9 @@ def main() -> None:
     parser.add_argument("--every", type=whole_number, default=12, help="steps between two saves")
     parser.add_argument("--arrays", type=whole_number, default=12, help="of 20 MiB each")
     parser.add_argument("--sizes", type=sizes_of, help="numbers of arrays, as 6,24,96: time each place")
-    parser.add_argument("--bucket", help="with --sizes: a folder in a bucket")
+    parser.add_argument("--bucket", help="with --sizes or --meanwhile: a folder in a bucket")
     parser.add_argument("--local", type=local_path, help="with --sizes: where the local copy is")
+    parser.add_argument("--meanwhile", action="store_true", help="time steps while a save is written")
     args = parser.parse_args()
     if args.every > args.steps:
         raise ConfigError(f"--every={args.every} is more than --steps={args.steps}: nothing would be saved")
@@ -187,7 +252,7 @@ def main() -> None:
         raise ConfigError(f"{str(args.folder)!r} is not a folder; name one on the disk to measure")
     folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        (time_places if args.sizes else measure)(args, folder)
+        (time_places if args.sizes else time_meanwhile if args.meanwhile else measure)(args, folder)
     finally:
         shutil.rmtree(folder)
 
@@ -210,10 +275,10 @@ def measure(args: Any, folder: pathlib.Path) -> None:
     began = time.perf_counter()
     fingerprints(state)
     marks = time.perf_counter() - began
-    state, plain, _ = timed_steps(state, compiled, args)
+    state, plain, *_ = timed_steps(state, compiled, args)
     config = CheckpointConfig(every_steps=args.every, keep_last=1, keep_best=0)
     with CheckpointWriter(folder / "run", config, settings={}) as checkpoints:
-        state, steps, saves = timed_steps(state, compiled, args, checkpoints)
+        state, steps, saves, _ = timed_steps(state, compiled, args, checkpoints)
     whole, base = sum(steps) + sum(saves), sum(plain)
     disk = disk_speed(folder, size)
     saving, loading = saved_and_loaded(folder / "once", state)

@@ -4,8 +4,9 @@ RANK is a number, or "any" for all of them. FAULT is what happens when the proce
 step ("raise", "raise-data", "sleep", "die"), or
 that batch of an evaluation ("raise-eval"), is to take the step ("skip": it goes on without), begins to save it
 ("die-saving") or starts ("die-starting"), is late, by STEP seconds, to connect with the others or to load
-("late-connecting", "late-loading"), is slow, by STEP milliseconds, to read each batch or on the host in each step
-("slow-data", "slow-host"), or says when it has connected ("say-connected"); or how it differs from the others
+("late-connecting", "late-loading"), is slow, by STEP milliseconds, to read each batch, on the host in each step or to
+end each save ("slow-data", "slow-host", "slow-saving"), does not end the save of that step before it has taken three
+more ("hold-saving"), or says when it has connected ("say-connected"); or how it differs from the others
 from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared"; or, as
 "JAX_ENABLE_X64=1", a variable of its environment.
 """
@@ -14,6 +15,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 if "=" in "".join(sys.argv[1:2]) and sys.argv[2] == os.environ["PARALLAX_PROCESS_ID"]:
     os.environ |= dict([sys.argv[1].split("=", 1)])  # before JAX is imported, which reads it
 
+from parallax.checkpoint import steps
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.cli import train
 from parallax.data import Reader
@@ -60,6 +63,10 @@ def main() -> int:
             die()
         elif fault.startswith("late-"):
             be_late(*((job, "connect_devices") if fault == "late-connecting" else (run, "begin")), int(step))
+        elif fault == "slow-saving":
+            be_late(steps, "write_manifest", int(step) / 1000)
+        elif fault == "hold-saving":
+            hold_saving(int(step))
         elif fault.startswith("slow-"):
             be_slow(*((Reader, "batch") if fault == "slow-data" else (TrainingLoop, "due")), int(step) / 1000)
         elif fault == "say-connected":
@@ -81,7 +88,7 @@ def main() -> int:
     return train.main(["train.py", *arguments])
 
 
-def be_late(module: Any, name: str, secs: int) -> None:
+def be_late(module: Any, name: str, secs: float) -> None:
     act = getattr(module, name)
     setattr(module, name, lambda *args: time.sleep(secs) or act(*args))
 
@@ -100,6 +107,23 @@ def die_saving(step: int) -> None:
             die()
 
     CheckpointWriter.save = faulty
+
+
+def hold_saving(step: int) -> None:
+    """If steps do not go on meanwhile, the save fails."""
+    due, write_manifest, gone_on = TrainingLoop.due, steps.write_manifest, threading.Event()
+
+    def noticed(self, done):
+        if done >= step + 3:
+            gone_on.set()
+        return due(self, done)
+
+    def held(folder, content, *args):
+        if content["step"] == step and not gone_on.wait(timeout=100):
+            raise RuntimeError("no step while the save was held")
+        write_manifest(folder, content, *args)
+
+    TrainingLoop.due, steps.write_manifest = noticed, held
 
 
 def skip(step: int) -> None:

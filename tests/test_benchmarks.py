@@ -30,6 +30,7 @@ RUNS = {
     "bare.py": r"ours/bare \d+\.\d{3}",
     "buckets.py": r"\| save \|( [\d,]+\.\d{3} \|){4}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
+    "checkpoints.py --meanwhile": r"steps meanwhile +\d+\.\d{3} s = \d+\.\d\d steps, \d+\.\d a save",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
     "experts.py --products": r"blocks +\d+\.\d\d +\d+\.\d{3}",

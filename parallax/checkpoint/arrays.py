@@ -21,8 +21,8 @@ PIECE_BYTES = 1 << 26
 CACHE_BYTES = 1 << 29
 # Of a restore: shards that are being read and are not yet on the devices, and chunks that several of them need.
 READ_AHEAD_BYTES, RESTORE_CACHE_BYTES = 1 << 27, 1 << 25
-# Of an object in a bucket, which is sent, and read for its checksum, as a whole.
-STORED_BYTES = 1 << 28
+# Of an object in a bucket, unless a shard is larger; four are read for their checksums as wholes, at once.
+STORED_BYTES = 1 << 26
 DATABASE = "manifest.ocdbt"  # TensorStore's name of the object that makes a folder a database
 # Of a new database, until all else is stored: in the memory of its context. TensorStore would write it to the store if
 # no other has, and takes the answer that there is no bucket for that of another one, which it then reads (SIGSEGV).
@@ -71,8 +71,7 @@ class ArrayReader:
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype
         self.running = RunningFingerprint()
-        if self._array.shape != self.shape or str(self.dtype) != about["dtype"]:
-            raise CheckpointError(f"{name} is {self.dtype}{list(self._array.shape)} in its files")
+        check_array(self._array, name, about)
 
     def read(self, index: Any) -> np.ndarray:
         """The entries that a NumPy index selects."""
@@ -91,7 +90,14 @@ class ArrayReader:
             yield piece
 
 
-def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]], *, contents: bool = True) -> dict[str, str]:
+def check_array(array: tensorstore.TensorStore, name: str, about: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless an array has the shape and dtype of its description."""
+    dtype = array.dtype.numpy_dtype
+    if list(array.shape) != [*about["shape"]] or str(dtype) != about["dtype"]:
+        raise CheckpointError(f"{name} is {dtype}{list(array.shape)} in its files")
+
+
+def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Arrays, by part, that cannot be opened as described, or whose contents have another fingerprint, each with the
     reason."""
     reasons = {}
@@ -100,8 +106,8 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]], *, con
         for name, about in of_part.items():
             try:
                 array = ArrayReader(folder / part, name, about, cache)
-                collections.deque(array.pieces() if contents else (), maxlen=0)
-                if contents and array.running.value != about["fingerprint"]:
+                collections.deque(array.pieces(), maxlen=0)
+                if array.running.value != about["fingerprint"]:
                     reasons[f"{part} {name}"] = "its fingerprint is another one"
             except (ValueError, OSError) as error:  # tensorstore raises these for any problem with its files
                 reasons[f"{part} {name}"] = first_line(error)
@@ -117,8 +123,9 @@ def read_tree(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     placed: dict[str, list[jax.Array]] = {name: [] for name in wanted}
     reading: collections.deque = collections.deque()
     ahead_bytes = 0
+    opening = open_together(plain, wanted, cache)
     for name, like in wanted.items():
-        array = open_array(plain, name, cache)
+        array = opening[name].result()
         for index, devices in shards_of_process(like, jax.process_index()).values():
             shard_bytes = math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
             while reading and ahead_bytes + shard_bytes > READ_AHEAD_BYTES:
@@ -188,15 +195,28 @@ def check_written(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> None
 
     Orbax skips a part of its work without an error if it does not find what it wrote.
     """
-    wrong = damaged_arrays(folder, arrays, contents=False)
+    wrong = []
+    for part, of_part in arrays.items():
+        plain = PlainPath(folder / part)
+        for name, opening in open_together(plain, of_part, new_cache()).items():
+            try:
+                check_array(opening.result(), name, of_part[name])
+            except (ValueError, OSError) as error:
+                wrong.append(f"{part} {name} ({first_line(error)})")
     if wrong:
-        texts = [f"{name} ({reason})" for name, reason in wrong.items()]
-        raise CheckpointError(f"what was written cannot be read back: {first_few(texts)}")
+        raise CheckpointError(f"what was written cannot be read back: {first_few(wrong)}")
 
 
 def open_array(folder: PlainPath, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
     """An array that is there."""
-    return tensorstore.open(_zarr(folder, name), context=context, open=True).result()
+    return open_together(folder, [name], context)[name].result()
+
+
+def open_together(
+    folder: PlainPath, names: Iterable[str], context: tensorstore.Context
+) -> dict[str, tensorstore.Future]:
+    """Arrays that are there, all of which are being opened."""
+    return {name: tensorstore.open(_zarr(folder, name), context=context, open=True) for name in names}
 
 
 def open_new_array(

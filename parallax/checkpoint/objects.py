@@ -5,6 +5,7 @@ Each process writes a database of its shards, and process 0 one that names the v
 """
 
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -24,12 +25,13 @@ from parallax.checkpoint.arrays import (
     open_new_database,
     store_manifest,
 )
-from parallax.checkpoint.steps import BEGUN
+from parallax.checkpoint.steps import BEGUN, sizes_and_checksums
 from parallax.errors import CheckpointError
 from parallax.processes import job
 from parallax.storage import files
 
 OF_PROCESS = "ocdbt.process_"  # orbax's name of a folder with what one process has written
+SUMS = "sums."  # begins the name of an object of a step that is not whole: checksums of what one process has stored
 # Orbax's names of what a process spends for its own part of a save.
 COPY_EVENT = "/jax/orbax/write/blocking_d2h_duration_secs"
 WRITE_EVENT = "/jax/checkpoint/write/async/commit_duration_sec"
@@ -48,10 +50,11 @@ class ObjectSaver:
     """What a `CheckpointWriter` needs of orbax's CheckpointManager, for a folder in a bucket.
 
     Args:
-        finish: writes, in process 0, the manifest of a step whose arrays are stored; it is the last object.
+        finish: writes, in process 0, the manifest of a step whose arrays are stored; it is the last object. It is given
+            sizes and checksums of what all processes have stored, by name, which each has read back itself.
     """
 
-    def __init__(self, folder: Path, finish: Callable[[], None]):
+    def __init__(self, folder: Path, finish: Callable[[Mapping[str, Any]], None]):
         self._folder, self._finish = folder, finish
         # Of this start: a process of a killed job that goes on for a while writes and removes only its own folders.
         self._start = job.broadcast("the name of this start", uuid.uuid4().hex[:START_LETTERS])
@@ -90,16 +93,24 @@ class ObjectSaver:
             if not (step / BEGUN).exists():
                 raise CheckpointError(f"lists of this store do not show {step / BEGUN}, which was just written")
             with recorded(WRITE_EVENT):
-                for part, arrays in copies.items():
-                    write_tree(step / part / self._folder_of(jax.process_index()), arrays)
+                self._write_shards(step, copies)
             job.barrier_in_thread(f"the shards of {step} are stored")
             if jax.process_index() == 0:
+                names = [self._folder_of(process) for process in range(jax.process_count())]
+                known = taken_sums(step, names)
                 for part in copies:
-                    merge_trees(step / part, [self._folder_of(process) for process in range(jax.process_count())])
-            self._finish()
+                    merge_trees(step / part, names)
+                self._finish(known)
             job.barrier_in_thread(f"{step} is stored")
         except Exception as error:
             self._error = refusal_of(self._folder) or error
+
+    def _write_shards(self, step: Path, copies: Mapping[str, Mapping[str, HostCopy]]) -> None:
+        name, sums = self._folder_of(jax.process_index()), {}
+        for part, arrays in copies.items():
+            write_tree(step / part / name, arrays)
+            sums |= sums_of(step, step / part / name)
+        files.write_file(step / f"{SUMS}{name}", json.dumps(sums))
 
     def _folder_of(self, process: int) -> str:
         return f"{OF_PROCESS}{process}_{self._start}"
@@ -140,6 +151,21 @@ def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
             array[index].write(shard).result()
     transaction.commit_async().result()
     store_manifest(folder, context)
+
+
+def sums_of(step: Path, folder: Path) -> dict[str, dict[str, int]]:
+    """Sizes and checksums of what a process has stored in its folder of a step, but for the name of its database."""
+    names = [path.relative_to(step).as_posix() for path in files.files_below(folder) if path != folder / DATABASE]
+    return sizes_and_checksums(step, names)
+
+
+def taken_sums(step: Path, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Those of all processes, in folders of these names; their objects are removed."""
+    sums: dict[str, dict[str, int]] = {}
+    for name in names:
+        sums |= files.read_object(step / f"{SUMS}{name}", most=files.LARGEST_BYTES)
+        files.remove(step / f"{SUMS}{name}")
+    return sums
 
 
 def merge_trees(folder: Path, names: Sequence[str]) -> None:

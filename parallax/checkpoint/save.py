@@ -126,7 +126,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         running = time.monotonic() - self._began if self._in_flight else self._last_secs
         return self._last_secs + max(self._last_secs - running, 0.0)
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, known: Mapping[str, Any] = steps.NOTHING) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together. In
         # a bucket the manifest makes them so.
         if jax.process_index() == 0:
@@ -135,7 +135,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
             files.try_writing(unfinished)  # the manifest has what is listed
-            steps.write_manifest(unfinished, self._in_flight)
+            steps.write_manifest(unfinished, self._in_flight, known)
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best, nor kept for good."""

@@ -10,8 +10,10 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from parallax.display.units import in_bytes
@@ -27,6 +29,8 @@ UNLISTED = (*ORBAX_NOTES, BEGUN)
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
+FILES_ABREAST = 4  # that are read for their checksums
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
 NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
@@ -99,11 +103,11 @@ def latest_step(folder: Path) -> int | None:
 # ---- manifests
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of a step's folder, with a list of its files and `content`, after all other files."""
-    notes = [folder / name for name in UNLISTED]
-    paths = [path for path in files.files_below(folder) if path not in notes]
-    sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
+def write_manifest(folder: Path, content: Mapping[str, Any], known: Mapping[str, dict[str, int]] = NOTHING) -> None:
+    """Write the manifest of a step's folder, with a list of its files and `content`, after all other files; `known` has
+    sizes and checksums of some."""
+    names = {path.relative_to(folder).as_posix() for path in files.files_below(folder)}
+    sums = {**known, **sizes_and_checksums(folder, sorted(names - {*UNLISTED, *known}))}
     # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     files.write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "crc32": _checksum(content), "content": content}))
@@ -149,8 +153,10 @@ def files_of(manifest: Mapping[str, Any], trees: Collection[str]) -> dict[str, d
 
 def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
     """Problems with files of a step's folder: existence and sizes, and with `contents` checksums."""
-    damages = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
-    return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
+    is_plain = files.plain_files(folder)
+    with ThreadPoolExecutor(FILES_ABREAST) as pool:
+        damages = pool.map(lambda name: _wrong_file(folder, name, sums[name], is_plain, contents), sums)
+        return [f"its file {name} {damage}" for name, damage in zip(sums, damages, strict=True) if damage is not None]
 
 
 def odd_files(folder: Path, trees: Collection[str]) -> list[str]:
@@ -161,6 +167,12 @@ def odd_files(folder: Path, trees: Collection[str]) -> list[str]:
     paths = [path for part in trees for path in (folder / part, *sorted((folder / part).rglob("*")))]
     damages = {path.relative_to(folder).as_posix(): files.odd_kind(path) for path in paths}
     return [f"its file {name} {damage}" for name, damage in damages.items() if damage is not None]
+
+
+def sizes_and_checksums(folder: Path, names: Collection[str]) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of files in a folder, by name."""
+    with ThreadPoolExecutor(FILES_ABREAST) as pool:
+        return dict(zip(names, pool.map(lambda name: size_and_checksum(folder / name), names), strict=True))
 
 
 def size_and_checksum(path: Path) -> dict[str, int]:
@@ -306,12 +318,14 @@ def _is_array(array: Any) -> bool:
     return sizes and isinstance(array.get("dtype"), str) and _is_count(array.get("fingerprint"), CHECKSUM_LIMIT)
 
 
-def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bool) -> str | None:
+def _wrong_file(
+    folder: Path, name: str, wanted: Mapping[str, int], is_plain: Callable[[Path], bool], contents: bool
+) -> str | None:
     path = folder / name
     try:
         if path.resolve() != folder.resolve() / name:
             return "is a link, or in a folder that is one"
-        if not path.is_file():
+        if not is_plain(path):
             return "is no plain file" if path.exists() else "is missing"
         if (size := files.size_of(path)) not in (None, wanted["bytes"]):
             return f"has {size} bytes instead of {wanted['bytes']}"

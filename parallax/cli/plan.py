@@ -7,6 +7,7 @@ Compiled plans for TPUs need libtpu but no TPU; those for GPUs need JAX's CUDA p
 """
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import write_output
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
-    from parallax.errors import ConfigError, check_whole
+    from parallax.errors import ConfigError, check_whole, quoted
     from parallax.hardware.devices import simulate_devices, start_devices
     from parallax.step.resolve import in_largest_batches, resolve
 
@@ -32,7 +33,7 @@ USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] 
 FLAGS = {
     "topology": Flag("chips that need not be present, as v5p:4x4x4 or H100:1x8; default: this machine's devices"),
     "analytic": Flag("compile nothing", False),
-    "write-rate": Flag("MB/s that a host writes to the checkpoints' store; says how long a save takes", 0.0),
+    "write-rate": Flag("MB/s that a host writes to the checkpoints' store, as 1000; says how long a save takes"),
     "sweep": Flag("price all legal layouts, and compile the best", False),
     "keep": Flag("sweep: number of fastest layouts to find; default: 12", 12),
     "most": Flag("sweep: most layouts to look at, those with the least bounds; default: 60; 0: as many as needed", 60),
@@ -64,10 +65,26 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
     for flag in ("keep", "most", "compile", "svg", "cache"):
         if written(argv, flag) is not None and not values["sweep"]:
             raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
-    if not 0 <= values["write-rate"] < math.inf:
-        raise ConfigError(f"--write-rate={values['write-rate']:g} must be 0 or more MB/s of a host; 0 says nothing.")
+    read_rate(values["write-rate"])
     for flag, least in (("keep", 1), ("most", 0), ("compile", 0)):
         check_whole(f"--{flag}", values[flag], least=least)
+
+
+def read_rate(text: str | None) -> float:
+    """MB/s of --write-rate, 0 where it is not given; ConfigError if it is no rate.
+
+    >>> read_rate("1000"), read_rate(None)
+    (1000.0, 0.0)
+    """
+    if text is None:
+        return 0.0
+    rate = float(text) if re.fullmatch(r"\d+(\.\d+)?(e\d+)?", text) else 0.0
+    if not 0 < rate < math.inf:
+        raise ConfigError(
+            f"--write-rate={quoted(text)} is no rate; write how many MB/s a host writes, a number of more than 0 "
+            "without its unit, as --write-rate=1000; or leave it out."
+        )
+    return rate
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
@@ -90,7 +107,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
         planned = plan.Plan(name, settings, topology, predicted(settings, topology))
     print(planned, flush=True)
     now = planned.estimate
-    saving = saving_lines(settings, topology, planned.secs, values["write-rate"])
+    saving = saving_lines(settings, topology, planned.secs, read_rate(values["write-rate"]))
     print(*(f"{line}\n" for line in saving), sep="", end="", flush=True)
     print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
     with waiting("pricing changes") as show:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -255,6 +255,12 @@ def _names_in(folder: BucketPath) -> list[str]:
 @files.files_below.register
 def _files_below(folder: BucketPath) -> list[BucketPath]:
     return folder.rglob("*")
+
+
+@files.plain_files.register
+def _plain_files(folder: BucketPath) -> Callable[[BucketPath], bool]:
+    """As a single list shows them now."""
+    return frozenset(folder.rglob("*")).__contains__
 
 
 @files.free_bytes.register

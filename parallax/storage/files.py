@@ -24,7 +24,7 @@ import stat
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -93,6 +93,12 @@ def free_bytes(folder: Path) -> int:
 def size_of(path: Path) -> int | None:
     """The size of a file; None if its store tells it only with the content."""
     return path.stat().st_size
+
+
+@functools.singledispatch
+def plain_files(folder: Path) -> Callable[[Path], bool]:
+    """A function that says whether a path in a folder is a plain file."""
+    return Path.is_file
 
 
 @functools.singledispatch

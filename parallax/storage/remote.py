@@ -176,8 +176,9 @@ def _size_of(path: RemotePath) -> int | None:
 
 @files.files_below.register
 def _files_below(folder: RemotePath) -> list[RemotePath]:
-    names = _asked(folder, lambda file_system: [*map(file_system.unstrip_protocol, file_system.find(str(folder)))])
-    return sorted(map(RemotePath, names))
+    urls = _asked(folder, lambda file_system: [*map(file_system.unstrip_protocol, file_system.find(str(folder)))])
+    # A store of several schemes, as az:// and abfs://, says another one.
+    return sorted(RemotePath(f"{folder.scheme}://{url.partition('://')[2]}") for url in urls)
 
 
 @files.names_in.register

@@ -126,9 +126,11 @@ class RunLogger:
                 self._begun = self._writers
         return dropped
 
-    def on_disk(self, step: int, secs: float) -> None:
-        """Print and record that a step's checkpoint is on disk, `secs` after its save began."""
-        self.say(f"step {step} is on disk")
+    def on_disk(self, step: int, secs: float, *, limit_secs: float = 0.0) -> None:
+        """Print and record that a step's checkpoint is on disk, `secs` after its save began, and whether that is longer
+        than checkpoint.deadline_secs, if there is one."""
+        late = f", {secs:.1f} s after its save began: checkpoint.deadline_secs={limit_secs} is too short for that"
+        self.say(f"step {step} is on disk{late if 0 < limit_secs < secs else ''}")
         self.record(step, {ON_DISK: secs})
 
     def record(self, step: int, values: dict[str, Any]) -> None:

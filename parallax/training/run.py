@@ -1,6 +1,7 @@
 """A training run from its config to its end, in the order in which it happens."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -348,7 +349,7 @@ def open_checkpoints(components: RunComponents, folder: RunFolder, logger: RunLo
         may_write=folder.check_locked,
         carry=carry,
         say=logger.say_besides,
-        on_disk=logger.on_disk,
+        on_disk=functools.partial(logger.on_disk, limit_secs=config.deadline_secs),
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 from configs.tiny_gqa import get_config
 from parallax.analysis.planned.saving import saved_bytes, saving_lines
 from parallax.analysis.planned.topology import read_topology
+from parallax.cli import plan
 from parallax.config.settings import read_settings
 from parallax.step.resolve import resolve
 
@@ -36,3 +37,11 @@ def test_a_host_writes_its_share_of_the_state(planned):
 def test_a_deadline_is_said_to_be_too_short(planned, step_secs, rate_share, said):
     needed = saved_bytes(*planned)[1] / 20 / 1e6  # in 30 s without the step
     assert [*saving_lines(*planned, step_secs, needed * rate_share)][-1].startswith(said)
+
+
+@pytest.mark.parametrize("written", ["0", "-5", "fast", "1000MB/s", "nan", "inf", "1_000", "1e999"])
+def test_a_rate_that_is_none_is_one_line(written, capsys):
+    assert plan.main(["plan", "--config=configs/tiny_gqa.py", f"--write-rate={written}"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and len(error.splitlines()) == 1, out + error
+    assert f"--write-rate='{written}' is no rate; write how many MB/s" in error and "as --write-rate=1000" in error

@@ -1,6 +1,7 @@
 """A checkpoint is complete or not there, loads onto any mesh bit for bit, and damage never passes."""
 
 import errno
+import functools
 import logging
 import os
 import sys
@@ -305,8 +306,14 @@ class ArrayUnderWay:
 @pytest.mark.parametrize("limit_bytes", [1, 4096])
 def test_a_restore_has_no_more_under_way_than_its_limit(tmp_path, monkeypatch, limit_bytes):
     parts = save_steps(tmp_path, {1: None})
-    under_way, most, opened = [], [], arrays.open_array
-    monkeypatch.setattr(arrays, "open_array", lambda *about: ArrayUnderWay(opened(*about), under_way, most))
+    under_way, most, open_together = [], [], arrays.open_together
+
+    def opened(*about):
+        arrays_there = {name: opening.result() for name, opening in open_together(*about).items()}
+        watched = {name: ArrayUnderWay(array, under_way, most) for name, array in arrays_there.items()}
+        return {name: SimpleNamespace(result=functools.partial(watched.get, name)) for name in watched}
+
+    monkeypatch.setattr(arrays, "open_together", opened)
     monkeypatch.setattr(arrays, "READ_AHEAD_BYTES", limit_bytes)
     loaded = restore(tmp_path, 1, abstract(parts))
     jax.tree.map(np.testing.assert_array_equal, loaded, parts)

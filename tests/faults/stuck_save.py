@@ -10,11 +10,11 @@ from parallax.cli import train
 def main(stuck_at, argv):
     write_manifest = steps.write_manifest
 
-    def write_or_wait(folder, content):
+    def write_or_wait(folder, content, *known):
         if content["step"] == stuck_at:
             print(f"saving step {stuck_at}: arrays are written", flush=True)
             time.sleep(600)
-        write_manifest(folder, content)
+        write_manifest(folder, content, *known)
 
     steps.write_manifest = write_or_wait
     return train.main(argv)

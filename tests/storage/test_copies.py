@@ -219,6 +219,13 @@ def test_a_mixtures_shards_need_room_together(shards):
             mixture_of({"one": "memory://shards", "two": "memory://shards"}, cache_bytes=2 * size - 1 + more)
 
 
+def test_a_store_of_several_schemes_lists_files_under_the_one_that_is_written(store, monkeypatch):
+    """As Azure's, whose files are az:// and abfs://."""
+    store.pipe("/corpus/a.txt", b"one")
+    monkeypatch.setattr(type(store), "protocol", ("another", "memory"))
+    assert files.matching(source_path("memory://corpus/*.txt", pattern=True)) == [source_path("memory://corpus/a.txt")]
+
+
 # ---- what is refused
 
 

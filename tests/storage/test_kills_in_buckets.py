@@ -79,10 +79,10 @@ def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(bucket, corpus, whol
     config = tiny_config(corpus, **{"checkpoint.every_steps": 2})
     write_manifest = steps.write_manifest
 
-    def killed(folder, content):
+    def killed(folder, content, *known):
         if content["step"] == 4:
             raise KeyError("killed")
-        write_manifest(folder, content)
+        write_manifest(folder, content, *known)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot save step 4"):
         patch.setattr(steps, "write_manifest", killed)
