@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
+from parallax.config.paths import paths_of
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
@@ -56,7 +57,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
     sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {CODE_FORM}"
     add("--source", required=True, help=sources)
-    add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
+    places = "text, jsonl, parquet: files, folders (all files below them) or quoted globs, read in this order"
+    add("--path", nargs="+", default=[], help=places)
     add("--field", help=as_training("field", meaning["field"]))
     add("--where", default=TRAINING.where, help=as_training("where", meaning["where"]).replace("%", "%%"))
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
@@ -109,14 +111,17 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         if key == "path" and of_code:
             continue
         if value and not needed:
-            raise ConfigError(f"{flag}={value} is not read by {by}")
+            written = " ".join(value) if key == "path" else value
+            raise ConfigError(f"{flag}={written} is not read by {by}")
         if value is None:
             value = getattr(TRAINING, key)
             setattr(parsed, key, value)
         if needed and not value and key != "where":
             raise ConfigError(f"{by} needs {flag}")
-    for name in ("path", "tokenizer"):
-        source_path(getattr(parsed, name), f"--{name}", pattern=name == "path")
+    source_path(parsed.tokenizer, "--tokenizer")
+    parsed.path = [path for text in parsed.path for path in paths_of("--path", text)]
+    for path in parsed.path:
+        source_path(path, "--path", pattern=True)
     check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
 
 

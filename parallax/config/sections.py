@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.config.mixture import RECORDS, Phase, SourceConfig, phases_of, sources_of
+from parallax.config.paths import paths_of
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.config.where import where_of
 from parallax.errors import (
@@ -42,6 +43,7 @@ BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", *RECORDS)  # sources that read `path` through a tokenizer
 SPECIAL_TOKENS = ("text", "tokens")
 AUTO = "auto"  # a value that is chosen from other settings
+TOKENIZER_ENDINGS = (".json", ".tiktoken", ".model")  # of files with a tokenizer
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # values nearer to 1 are 1 in float32, with which bias correction would divide 0 by 0
 LEAST_FLOAT = 1e-30  # well above float32's least: quotients by it, or by its root, stay finite
@@ -1185,7 +1187,12 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
 
     source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"), code=("file?",))
     path: str = key(
-        "", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, elsewhere="url", saved=True
+        "",
+        "file, folder or glob of text, jsonl, parquet, or a list, as \"['web/*.jsonl', 'more']\"; folder of prepared",
+        path=True,
+        several=True,
+        elsewhere="url",
+        saved=True,
     )
     field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
     where: str = key(
@@ -1208,7 +1215,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         AUTO,
         "auto: that of the run in train.init_from or of prepared data, else bytes; bpe is trained on the corpus",
         choices=(AUTO, "bytes", "bpe"),
-        other="a tokenizer.json",
+        other="a tokenizer.json, a file of tiktoken or SentencePiece, or tiktoken:NAME",
         path=True,
         elsewhere="url",
         saved=True,
@@ -1264,6 +1271,11 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             raise ConfigError(
                 f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
             )
+        if self.source == "prepared" and len(self.paths) > 1:
+            raise ConfigError(
+                f"data.path={quoted(self.path)} has several folders, and data.source='prepared' reads one; give each "
+                "an entry of data.mixture"
+            )
         if self.cache and self.source == "prepared":
             raise ConfigError(f"data.cache={quoted(self.cache)} is not used by data.source='prepared'; leave it empty")
         if self.tokenizer != AUTO:
@@ -1285,6 +1297,11 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             if source.source:
                 check_choice(f"data.mixture.{source.name}.source", source.source, (*BUILT_IN, *FILES, "prepared"))
         assert self.run_phases
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths and globs of data.path."""
+        return paths_of("data.path", self.path)
 
     @functools.cached_property
     def parts(self) -> list[SourceConfig]:
@@ -1322,10 +1339,12 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
 
 
 def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
-    """Raise ConfigError unless `tokenizer` is a known name or a tokenizer.json; `others` are more names to use."""
-    if tokenizer not in ("bytes", "bpe") and not tokenizer.endswith(".json"):
+    """Raise ConfigError unless `tokenizer` is a known name or a file; `others` are more names to use."""
+    is_file = tokenizer.endswith(TOKENIZER_ENDINGS) or tokenizer.startswith("tiktoken:")
+    if tokenizer not in ("bytes", "bpe") and not is_file:
         raise ConfigError(
-            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
+            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a "
+            "tokenizer.json, of ranks.tiktoken or of a SentencePiece tokenizer.model, or 'tiktoken:cl100k_base'"
         )
     if tokenizer == "bpe" and bpe_vocab < SMALLEST_BPE_VOCAB:
         raise ConfigError(f"data.bpe_vocab={bpe_vocab} {TOO_SMALL.format(SMALLEST_BPE_VOCAB)}")

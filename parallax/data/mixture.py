@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallax.config.mixture import STOP, Phase, SourceConfig, parts_of
+from parallax.config.paths import paths_text
 from parallax.config.sections import FILES, DataConfig
 from parallax.data.reader import Reader, check_room, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
-from parallax.data.sources import find_files, kind_of
+from parallax.data.sources import find_files, kind_of_all
 from parallax.data.tokenizer import Tokenizer
-from parallax.errors import ConfigError, DataError, errors_as, names_of
+from parallax.errors import ConfigError, DataError, errors_as
 from parallax.storage.remote import source_path
 
 PREPARED = "prepared"
@@ -319,11 +320,11 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
     kind, field = _kind(config, source), source.field or config.field
     source.check_fields(kind)
     with _naming(source):
-        changes = {"source": kind, "path": source.path[0] if source.path else "", "field": field}
+        changes = {"source": kind, "path": paths_text(source.path), "field": field}
         if kind == PREPARED:
             if len(source.path) > 1:
                 raise ConfigError("prepared data is one folder; give each an entry of its own")
-            Manifest.read(source_path(changes["path"]))
+            Manifest.read(source_path(source.path[0]))
             changes["cache"] = ""
         elif kind in FILES:
             for path in source.path:
@@ -337,16 +338,12 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
 def _kind(config: DataConfig, source: SourceConfig) -> str:
     """What a source reads, as it is written or as the names of its files say."""
     with _naming(source):
-        field = source.field or config.field
-        kinds = [source.source] if source.source else sorted({kind_of(path, field) for path in source.path})
-        if len(kinds) > 1:
-            raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")
-    return kinds[0]
+        return source.source or kind_of_all(source.path, source.field or config.field)
 
 
 def _open_source(alone: DataConfig, source: SourceConfig, **options: Any) -> Reader:
     with _naming(source):
-        return open_reader(alone, paths=source.path, **options)
+        return open_reader(alone, **options)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from parallax.config.where import where_of
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
-from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
+from parallax.errors import ConfigError, DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
 from parallax.storage.files import (
     LARGEST_BYTES,
     files_below,
@@ -79,26 +79,26 @@ def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_t
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     if names_code(kind):
-        return _users(kind, str(path))
+        return _users(kind, [path] if isinstance(path, str) and path else path)
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
     settings |= {"where": where_of("data.where", where).text} if where else {}
-    files, left_out = find_files(path, kind, field) if isinstance(path, str) else _of_several(path, kind, field)
+    files, left_out = _find_all([path] if isinstance(path, str) else path, kind, field)
     return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
 
 
-def _of_several(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
-    """The files of several paths, in the order of these, each file once; and what is left out."""
+def _find_all(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
+    """The files of paths, in the order of these, each file once; and what is left out."""
     each = [find_files(path, kind, field) for path in paths]
     files = [file for files, _ in each for file in files]
     again = _repeated([*dict.fromkeys(files)])
     return [file for file in dict.fromkeys(files) if file not in again], "\n".join(said for _, said in each if said)
 
 
-def _users(code: str, path: str) -> Source:
-    """A source of a user's own: a function of each file of `path`, or of nothing if there is no path."""
+def _users(code: str, paths: Sequence[str]) -> Source:
+    """A source of a user's own: a function of each file of `paths`, or of nothing if there are none."""
     read = partial(_checked, code, named("data.source", code, {}))
-    if path:
-        files, left_out = find_files(path, code, "")
+    if paths:
+        files, left_out = _find_all(paths, code, "")
         source = replace(_files(code, files, lambda file: read(file=file)), text_bytes=None, left_out=left_out)
     else:
         source = Source({"kind": str(code)}, None, read)
@@ -173,6 +173,14 @@ def kind_of(path: str, field: str) -> str:
             return any(not _why_not(file, kind, field) for file in said)
 
         return next((kind for kind in ("jsonl", "parquet") if _ending(place) in SUFFIXES[kind] or fits(kind)), "text")
+
+
+def kind_of_all(paths: Sequence[str], field: str) -> str:
+    """The source of the files of several paths; ConfigError if they are of several sources."""
+    kinds = sorted({kind_of(path, field) for path in paths})
+    if len(kinds) > 1:
+        raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")
+    return kinds[0]
 
 
 def _below(folder: Path) -> list[Path]:
