@@ -259,12 +259,13 @@ def get_config() -> ConfigDict:
 
     # The text, the tokenizer and the windows of tokens.
     config.data = ConfigDict()
-    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "prepared" | code: source of documents
+    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "arrayrecord" | "dataset" | "prepared" | code:
+    # source of documents
     config.data.source = "stdlib"
-    # file, folder or glob of text, jsonl, parquet, or a list, as "['web/*.jsonl', 'more']"; folder of prepared
+    # file, folder or glob, or a list, as "['web/*.jsonl', 'more']"; prepared: a folder; dataset: NAME
     config.data.path = ""
-    config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
-    config.data.where = ""  # jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all
+    config.data.field = "text"  # of records: the field or column that holds a document
+    config.data.where = ""  # which records are documents, as "score >= 0.5 and year > 2019"; empty: all
     # sources by name instead of one, as "web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)"
     config.data.mixture = ""
     # what changes from a step on: weights, seq, global_batch, as "anneal=(from_step=801, web=1, code=3)"

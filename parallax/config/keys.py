@@ -85,7 +85,7 @@ class Key:
         if self.by_name and settings_by_name(name, value):
             return
         if self.by_name and value.strip():
-            form = BY_NAME_FORM if self.code else SETTINGS_FORM
+            form = BY_NAME_FORM if self.code and not self.path else SETTINGS_FORM
             raise ConfigError(f"{name}={quoted(value)} must be {form}.")
         if self.path:
             for path in paths_of(name, value) if self.several else (value,):

@@ -2,8 +2,9 @@
 
 import ast
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from parallax.errors import ConfigError, quoted
+from parallax.errors import ConfigError, nearest, quoted
 
 LIST_STARTS = ("['", '["')
 
@@ -36,3 +37,34 @@ def paths_text(paths: Sequence[str]) -> str:
     """
     is_plain = len(paths) == 1 and not paths[0].lstrip().startswith(LIST_STARTS)
     return paths[0] if is_plain else str(list(paths)) if paths else ""
+
+
+class DatasetName(NamedTuple):
+    """A split of a data set: of the Hugging Face hub by name, or in a folder."""
+
+    name: str
+    config: str = ""  # the library's own choice, if there is one
+    split: str = "train"
+    revision: str = ""
+
+
+def dataset_of(key: str, path: str) -> DatasetName:
+    """The data set that a path names.
+
+    >>> dataset_of("data.path", "allenai/c4?config=en&split=validation")
+    DatasetName(name='allenai/c4', config='en', split='validation', revision='')
+
+    Raises:
+        ConfigError: a setting is unknown, empty or there twice.
+    """
+    name, _, written = path.partition("?")
+    settings = [setting.partition("=") for setting in written.split("&") if setting]
+    known = DatasetName._fields[1:]
+    for setting, _, value in settings:
+        if setting not in known:
+            raise ConfigError(f"{key}={quoted(path)}: {quoted(setting)} is unknown; {nearest(setting, known)}")
+        if not value or [each for each, *_ in settings].count(setting) > 1:
+            raise ConfigError(f"{key}={quoted(path)}: write {setting} once, as NAME?{setting}=VALUE")
+    if not name:
+        raise ConfigError(f"{key}={quoted(path)} has no name; write it as 'allenai/c4?config=en'")
+    return DatasetName(name, **{setting: value for setting, _, value in settings})

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
-from parallax.config.mixture import RECORDS, Phase, SourceConfig, phases_of, sources_of
-from parallax.config.paths import paths_of
+from parallax.config.mixture import DATASET, RECORDS, Phase, SourceConfig, phases_of, sources_of
+from parallax.config.paths import dataset_of, paths_of
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.config.where import where_of
 from parallax.errors import (
@@ -23,6 +23,7 @@ from parallax.errors import (
     check_whole,
     divisors,
     listed,
+    names_of,
     nearest,
     quoted,
     words_of,
@@ -1188,20 +1189,19 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"), code=("file?",))
     path: str = key(
         "",
-        "file, folder or glob of text, jsonl, parquet, or a list, as \"['web/*.jsonl', 'more']\"; folder of prepared",
+        "file, folder or glob, or a list, as \"['web/*.jsonl', 'more']\"; prepared: a folder; dataset: NAME",
         path=True,
         several=True,
         elsewhere="url",
         saved=True,
     )
-    field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
-    where: str = key(
-        "", 'jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all', saved=True
-    )
+    field: str = key("text", "of records: the field or column that holds a document", saved=True)
+    where: str = key("", 'which records are documents, as "score >= 0.5 and year > 2019"; empty: all', saved=True)
     mixture: str = key(
         "",
         "sources by name instead of one, as \"web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)\"",
         by_name=True,
+        code=("file?",),
         path=True,
         saved=True,
     )
@@ -1256,7 +1256,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         if self.where and self.source not in RECORDS:
             raise ConfigError(
                 f"data.where={quoted(self.where)} reads fields, and data.source={self.source!r} has none; "
-                "use jsonl or parquet"
+                f"use {names_of(RECORDS)}"
             )
         if self.where:
             where_of("data.where", self.where)
@@ -1266,8 +1266,16 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"use {', '.join(FILES)} or prepared"
             )
         if self.source not in BUILT_IN and not self.path and not names_code(self.source):
-            raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob")
-        if self.source in RECORDS and not self.field:
+            raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob, or a name")
+        if self.source == DATASET:
+            for path in self.paths:
+                dataset_of("data.path", path)
+        if self.source == "arrayrecord" and not self.field and self.where:
+            raise ConfigError(
+                f"data.where={quoted(self.where)} reads fields, and data.field='' takes each record as text; name the "
+                "field that holds a document"
+            )
+        if self.source in RECORDS and self.source != "arrayrecord" and not self.field:
             raise ConfigError(
                 f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
             )
@@ -1288,13 +1296,8 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"data.{written}={quoted(getattr(self, written))} is not read with data.mixture; write it in the "
                 f"mixture, as NAME=({written}={getattr(self, written)!r})"
             )
-        if self.tokenizer == "bpe":
-            raise ConfigError(
-                "data.tokenizer='bpe' is trained on a source, and a mixture has several; make it with "
-                "`python -m parallax.data prepare`, and write data.tokenizer='FOLDER/tokenizer.json'"
-            )
         for source in self.parts:
-            if source.source:
+            if source.source and not names_code(source.source):
                 check_choice(f"data.mixture.{source.name}.source", source.source, (*BUILT_IN, *FILES, "prepared"))
         assert self.run_phases
 

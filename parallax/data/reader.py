@@ -29,7 +29,7 @@ from parallax.data.shards import (
     text_hash,
 )
 from parallax.data.shuffle import shuffled
-from parallax.data.sources import open_source
+from parallax.data.sources import Source, open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
@@ -80,10 +80,8 @@ def open_reader(
         prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
-        about = {"path": config.paths, "field": config.field, "where": config.where}
-        about |= {"synthetic_tokens": config.synthetic_tokens}
         options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
-        source = open_source(config.source, **about)
+        source = source_of(config)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(named).stem)
@@ -104,6 +102,12 @@ def open_reader(
         )
     options = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
     return Reader(config, prepared, tokenizer=opened, split=split, **options)
+
+
+def source_of(config: DataConfig) -> Source:
+    """The documents of the configured source, which is not a prepared one."""
+    about = {"path": config.paths, "field": config.field, "where": config.where}
+    return open_source(config.source, synthetic_tokens=config.synthetic_tokens, **about)
 
 
 def _is_complete(folder: Path, request: Request) -> bool:
