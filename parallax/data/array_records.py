@@ -10,7 +10,7 @@ from parallax.errors import DataError, errors_as, imported
 from parallax.storage.files import local_copy, object_of
 
 RECORDS_AT_ONCE = 256
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # what a feature of an Example is
 
 
@@ -106,7 +106,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
             value, place = _varint(message, place)
             yield key >> 3, value
             continue
-        if kind == BYTES:
+        if kind == LENGTH_DELIMITED:
             size, place = _varint(message, place)
         elif kind in (FIXED32, FIXED64):
             size = 4 if kind == FIXED32 else 8

@@ -17,7 +17,7 @@ from parallax.config.mixture import DATASET, STOP, Phase, SourceConfig, parts_of
 from parallax.config.paths import paths_text
 from parallax.config.sections import FILES, DataConfig
 from parallax.data.prepare import LOCK_FILE, bpe_of
-from parallax.data.reader import Reader, check_room, open_reader, source_of
+from parallax.data.reader import Reader, check_room, configured_source, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
 from parallax.data.sources import find_files, kind_of_all
@@ -328,7 +328,7 @@ def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder
             f"data.tokenizer='bpe' is trained on the text of all sources, and data.mixture.{prepared[0]} is prepared; "
             "write data.tokenizer='auto', with which its tokenizer reads all"
         )
-    sources = [source_of(alone) for alone in of_sources.values()]
+    sources = [configured_source(alone) for alone in of_sources.values()]
     described = json.dumps([config.bpe_vocab, *(source.description for source in sources)], sort_keys=True)
     name = f"mixture-bpe-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     cache = Path(config.cache).expanduser() if config.cache else folder

@@ -81,7 +81,7 @@ def open_reader(
     else:
         named = Bytes.name if named == AUTO else named
         options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
-        source = source_of(config)
+        source = configured_source(config)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(named).stem)
@@ -104,7 +104,7 @@ def open_reader(
     return Reader(config, prepared, tokenizer=opened, split=split, **options)
 
 
-def source_of(config: DataConfig) -> Source:
+def configured_source(config: DataConfig) -> Source:
     """The documents of the configured source, which is not a prepared one."""
     about = {"path": config.paths, "field": config.field, "where": config.where}
     return open_source(config.source, synthetic_tokens=config.synthetic_tokens, **about)

@@ -9,7 +9,7 @@ from parallax.errors import DataError, check_utf8, names_of, quoted
 BOM = "\ufeff"  # a mark of the encoding, which some editors write before a text
 
 
-def text_of(record: Mapping[str, Any], field: str, place: str) -> str:
+def document_of(record: Mapping[str, Any], field: str, place: str) -> str:
     """The string in a field of a record; a null is an empty document. DataError, with its place, for anything else."""
     if field not in record:
         raise DataError(f"{place} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
@@ -27,4 +27,4 @@ def texts_of(records: Iterable[tuple[str, Mapping[str, Any]]], field: str, where
     chosen = where_of("data.where", where) if where else None
     for place, record in records:
         if chosen is None or chosen.passes(record, place):
-            yield text_of(record, field, place)
+            yield document_of(record, field, place)

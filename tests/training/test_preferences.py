@@ -43,7 +43,7 @@ def plain_losses(model, params, batch):
     """The loss before each of ten steps, on one device, written out: the reference model, the loss, and Adam."""
 
     def of_rows(params):
-        log_p = jax.nn.log_softmax(plain_logits(model.config, params, batch))
+        log_p = jax.nn.log_softmax(plain_logits(model.config, params, jax.tree.map(jnp.asarray, batch)))
         rows, columns = np.nonzero(batch["labels"] != IGNORED)
         chosen = log_p[rows, columns, batch["labels"][rows, columns]]
         return jnp.zeros(len(log_p)).at[rows].add(chosen)
@@ -53,7 +53,7 @@ def plain_losses(model, params, batch):
         margins = [gains[pair] - gains[pair + len(PAIRS)] for pair in range(len(PAIRS))]
         return sum(jnp.log(1 + jnp.exp(-BETA * margin)) for margin in margins) / len(PAIRS)
 
-    params = jax.tree.map(np.asarray, params)
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
     before, losses = of_rows(params), []
     loss_and_grad = jax.jit(jax.value_and_grad(loss))
     means = squares = jax.tree.map(np.zeros_like, params)
