@@ -15,14 +15,14 @@ from parallax.storage.files import open_copy
 class NamedDataset:
     """A split of a data set. Its files are found when it is opened, and are read when its documents are.
 
-    Nothing of a data set is run as code: from its version 4 on, the library has no scripts.
+    Nothing of a data set is run as code: the library has no scripts since version 4, and reads no pickles since 5.
     """
 
     def __init__(self, path: str):
         self._path, self._name = path, dataset_of("data.path", path)
         library = imported("datasets", "data.source='dataset'", "datasets")
-        if int(library.__version__.partition(".")[0]) < 4:
-            raise ConfigError(f"datasets {library.__version__} can run code of a data set; install 4 or newer")
+        if int(library.__version__.partition(".")[0]) < 5:
+            raise ConfigError(f"datasets {library.__version__} can run code of a data set; install 5 or newer")
         with self._reading():
             options = {"name": self._name.config or None, "revision": self._name.revision or None}
             self._builder = library.load_dataset_builder(self._name.name, **options)

@@ -78,6 +78,12 @@ def test_nothing_in_a_data_set_is_run(folder):
     assert not (folder / "ran").exists()
 
 
+def test_a_version_that_can_run_code_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("datasets.__version__", "3.6.0")
+    with pytest.raises(ConfigError, match="datasets 3.6.0 can run code of a data set; install 5 or newer"):
+        source_of(folder)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
