@@ -259,17 +259,19 @@ def get_config() -> ConfigDict:
 
     # The text, the tokenizer and the windows of tokens.
     config.data = ConfigDict()
-    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "prepared" | code: source of documents
+    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "arrayrecord" | "dataset" | "prepared" | code:
+    # source of documents
     config.data.source = "stdlib"
-    config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
-    config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
-    config.data.where = ""  # jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all
+    # file, folder or glob, or a list, as "['web/*.jsonl', 'more']"; prepared: a folder; dataset: NAME
+    config.data.path = ""
+    config.data.field = "text"  # of records: the field or column that holds a document
+    config.data.where = ""  # which records are documents, as "score >= 0.5 and year > 2019"; empty: all
     # sources by name instead of one, as "web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)"
     config.data.mixture = ""
     # what changes from a step on: weights, seq, global_batch, as "anneal=(from_step=801, web=1, code=3)"
     config.data.phases = ""
-    # "auto" | "bytes" | "bpe" | a tokenizer.json: auto: that of the run in train.init_from or of prepared data, else
-    # bytes; bpe is trained on the corpus
+    # "auto" | "bytes" | "bpe" | a tokenizer.json, a file of tiktoken or SentencePiece, or tiktoken:NAME: auto: that of
+    # the run in train.init_from or of prepared data, else bytes; bpe is trained on the corpus
     config.data.tokenizer = "auto"
     config.data.bpe_vocab = 4096  # number of entries of a trained bpe tokenizer
     # "text" | "tokens": what becomes of text that spells a special token, as a rendered chat does: it stays text, or is

@@ -27,6 +27,7 @@ HOME = {
     "plan": "analysis.planned.plan",
     "read_settings": "config.settings",
     "report": "analysis.report",
+    "save_run": "interop.export",
     "sent_by": "analysis.traced.collectives",
     "simulate_devices": "hardware.devices",
     "step_of": "step.step",

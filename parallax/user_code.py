@@ -33,6 +33,7 @@ ALL_BY_NAME = re.compile(rf"\s*(?:{BY_NAME.pattern})+", re.DOTALL)
 CODE_FORM = '"module:name" or "module:name(setting=1)"'
 INSTALLED = {"site-packages", "dist-packages"}
 LITERALS = (bool, int, float, str)
+SOURCE_KEY = "source"  # the setting of a name that may be code, as in "lines=(source='lines:read', weight=2)"
 BLOCK_KEY = "block"  # the entry of an object of settings that is code
 IMPORT_ERROR_LETTERS = 400  # most characters of another program's error
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -94,14 +95,28 @@ def names_code(value: object) -> bool:
 
 
 def codes_by_name(value: str) -> dict[str, str]:
-    """The code of each name in a text "name=module:name name=module:name(setting=1)"; empty for other texts.
+    """The code of each name in a text "name=module:name name=module:name(setting=1)", or "name=(source='module:name')";
+    empty for other texts.
 
     >>> codes_by_name("wide=blocks:Wide(width=4) deep=blocks:Deep"), codes_by_name("embedding=zero1")
     ({'wide': 'blocks:Wide(width=4)', 'deep': 'blocks:Deep'}, {})
     """
     if isinstance(value, UserCode) and isinstance(value.target, Mapping):
         return dict(value.target)
-    return _by_name(value)[0]
+    return _by_name(value)[0] | code_of_sources(value)
+
+
+def code_of_sources(value: str) -> dict[str, str]:
+    """The code that is the source of a name, by name.
+
+    >>> code_of_sources("mine=(source='lines:read(least=2)', weight=2) web=(path='web')")
+    {'mine': 'lines:read(least=2)'}
+    """
+    sources = {}
+    for name, text in _by_name(value)[1].items():
+        with contextlib.suppress(ConfigError):  # which the check of the key reports
+            sources[name] = _parsed("", value, f"settings{text}")[1].get(SOURCE_KEY)
+    return {name: code for name, code in sources.items() if isinstance(code, str) and WRITTEN.fullmatch(code)}
 
 
 def settings_by_name(key: str, value: Any) -> dict[str, dict[str, Any]]:
@@ -158,6 +173,8 @@ def imported_code(key: str, value: Any, given: Sequence[str] = ()) -> Any:
     """
     if isinstance(value, UserCode):
         return value
+    if isinstance(value, str) and (sources := code_of_sources(value)):
+        return _of_sources(key, value, sources, given)
     if isinstance(value, Mapping) or (isinstance(value, str) and (named := _by_name(value)) != ({}, {})):
         codes = _codes_of(value) if isinstance(value, Mapping) else named[0]
         return _of_names(key, value, codes, given)
@@ -170,6 +187,11 @@ def _codes_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """The code of each name in an object, or in the objects of settings in it."""
     codes = {name: each.get(BLOCK_KEY) if isinstance(each, Mapping) else each for name, each in by_name.items()}
     return {name: code for name, code in codes.items() if code is not None or not isinstance(by_name[name], Mapping)}
+
+
+def _of_sources(key: str, value: str, sources: Mapping[str, str], given: Sequence[str]) -> UserCode:
+    imported = {name: imported_code(f"{key}.{name}.{SOURCE_KEY}", code, given) for name, code in sources.items()}
+    return UserCode(value, imported, source=_hash(*(code.source for code in imported.values())))
 
 
 def _of_names(key: str, value: Any, codes: Mapping[str, Any], given: Sequence[str]) -> Any:

@@ -549,6 +549,7 @@ CHANGES = [
     "A product of low rank",
     "A kind of layer",
     "A loss",
+    "Preferences",
     "A schedule",
     "A sharding policy",
     "A data source",

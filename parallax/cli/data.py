@@ -12,6 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
+from parallax.config.mixture import DATASET, RECORDS
+from parallax.config.paths import dataset_of, paths_of
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
@@ -56,7 +58,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
     sources = f"{meaning['source']}: {', '.join((*FILES, *BUILT_IN))}, or {CODE_FORM}"
     add("--source", required=True, help=sources)
-    add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
+    places = "files, folders (all files below them) or quoted globs, read in this order; dataset: NAME?config=A&split=B"
+    add("--path", nargs="+", default=[], help=places)
     add("--field", help=as_training("field", meaning["field"]))
     add("--where", default=TRAINING.where, help=as_training("where", meaning["where"]).replace("%", "%%"))
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
@@ -99,8 +102,8 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         check_choice("--source", parsed.source, (*FILES, *BUILT_IN))
     read_by = {
         "path": (parsed.source in FILES, f"--source {parsed.source}"),
-        "field": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
-        "where": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
+        "field": (parsed.source in RECORDS, f"--source {parsed.source}"),
+        "where": (parsed.source in RECORDS, f"--source {parsed.source}"),
         "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
         "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }
@@ -109,14 +112,19 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         if key == "path" and of_code:
             continue
         if value and not needed:
-            raise ConfigError(f"{flag}={value} is not read by {by}")
+            written = " ".join(value) if key == "path" else value
+            raise ConfigError(f"{flag}={written} is not read by {by}")
         if value is None:
             value = getattr(TRAINING, key)
             setattr(parsed, key, value)
-        if needed and not value and key != "where":
+        if needed and not value and key != "where" and (key, parsed.source) != ("field", "arrayrecord"):
             raise ConfigError(f"{by} needs {flag}")
-    for name in ("path", "tokenizer"):
-        source_path(getattr(parsed, name), f"--{name}", pattern=name == "path")
+    source_path(parsed.tokenizer, "--tokenizer")
+    parsed.path = [path for text in parsed.path for path in paths_of("--path", text)]
+    for path in parsed.path:
+        dataset_of("--path", path) if parsed.source == DATASET else source_path(path, "--path", pattern=True)
+    if parsed.where and not parsed.field:
+        raise ConfigError(f"--where {parsed.where} reads fields, and --field= takes each record as text")
     check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
 
 

@@ -18,10 +18,11 @@ from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
+    from parallax.config.paths import paths_of
     from parallax.config.sections import DataConfig
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.data import Reader, open_reader, open_sources
-    from parallax.data.sources import kind_of
+    from parallax.data.sources import kind_of_all
     from parallax.data.tokenizer import Bytes
     from parallax.errors import DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
@@ -153,7 +154,7 @@ def open_text(
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
-        source = kind_of(data, config.field)
+        source = kind_of_all(paths_of("--data", data), config.field)
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, mixture="", phases="", where="", source=source, path=data, cache=cache)
     split = "eval" if data is None else "all"

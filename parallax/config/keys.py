@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any, ClassVar
 
+from parallax.config.paths import paths_of
 from parallax.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
 from parallax.storage.buckets import is_in_bucket, path_of
 from parallax.storage.remote import source_path
@@ -34,6 +35,7 @@ class Key:
     says: str = ""  # the error for a refused value, after KEY=VALUE
     too_large: str = ""  # the same for an integer above `most`
     path: bool = False  # whether it names a file or folder
+    several: bool = False  # whether it may be a list of them: see paths_of
     elsewhere: str = ""  # where else than on this machine that may be: "bucket", or behind a "url" that can be read
     code: tuple[str, ...] = ()  # if it may name code, the arguments with which that is called: see check_call
     by_name: bool = False  # whether it names code for several names
@@ -83,10 +85,11 @@ class Key:
         if self.by_name and settings_by_name(name, value):
             return
         if self.by_name and value.strip():
-            form = BY_NAME_FORM if self.code else SETTINGS_FORM
+            form = BY_NAME_FORM if self.code and not self.path else SETTINGS_FORM
             raise ConfigError(f"{name}={quoted(value)} must be {form}.")
         if self.path:
-            _check_path(name, value, self.elsewhere)
+            for path in paths_of(name, value) if self.several else (value,):
+                _check_path(name, path, self.elsewhere)
         if self.choices and not self.other and value not in self.choices:
             wrong = self.says or f"is unknown; {nearest(value, self.choices)}"
             raise ConfigError(f"{name}={quoted(value)} {wrong}{f', or {CODE_FORM}' if self.code else ''}")

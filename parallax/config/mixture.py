@@ -6,14 +6,16 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from parallax.config.paths import dataset_of
 from parallax.config.where import where_of
-from parallax.errors import LARGEST_INT32, ConfigError, check_choice, nearest, quoted
+from parallax.errors import LARGEST_INT32, ConfigError, check_choice, names_of, nearest, quoted
 from parallax.storage.remote import source_path
-from parallax.user_code import codes_by_name, names_code, settings_by_name
+from parallax.user_code import codes_by_name, settings_by_name
 
 REPEAT, DROP, STOP = ENDS = ("repeat", "drop", "stop")
 FROM_STEP, SHAPE = "from_step", ("seq", "global_batch")
-RECORDS = ("jsonl", "parquet")  # sources whose documents are fields of records
+DATASET = "dataset"  # a source of data sets by name
+RECORDS = ("jsonl", "parquet", "arrayrecord", DATASET)  # sources whose documents are fields of records
 MOST_SOURCES = 1000
 MOST_PERIOD = 100_000  # rows after which a mixture repeats: its table is made when data is opened
 MOST_NUMBER = 2**53  # of a weight or a budget
@@ -50,7 +52,7 @@ class SourceConfig:
             if (written := getattr(self, name)) and kind not in RECORDS:
                 raise ConfigError(
                     f"data.mixture.{self.name}.{name}={quoted(written)} reads fields, and a source {kind!r} has none; "
-                    f"use {' or '.join(RECORDS)}"
+                    f"use {names_of(RECORDS)}"
                 )
 
 
@@ -79,12 +81,17 @@ def sources_of(text: str, key: str = "data.mixture") -> list[SourceConfig]:
     Raises:
         ConfigError: a setting is unknown or out of its range.
     """
-    if codes_by_name(text):
-        raise ConfigError(f"{key}={quoted(text)} names code, which no source of a mixture may be; prepare it first")
-    written = settings_by_name(key, text)
+    written, codes = settings_by_name(key, text), codes_by_name(text)
+    if bare := [name for name in codes if name not in written]:
+        raise ConfigError(
+            f"{key}: {bare[0]} is code alone; write its settings, as {bare[0]}=(source={str(codes[bare[0]])!r})"
+        )
     if len(written) > MOST_SOURCES:
         raise ConfigError(f"{key} has {len(written)} sources; use {MOST_SOURCES} or fewer")
-    return [_source(f"{key}.{name}", name, settings) for name, settings in written.items()]
+    return [
+        _source(f"{key}.{name}", name, settings | ({"source": codes[name]} if name in codes else {}))
+        for name, settings in written.items()
+    ]
 
 
 def _source(key: str, name: str, settings: Mapping[str, Any]) -> SourceConfig:
@@ -114,12 +121,13 @@ def _check_source(key: str, source: SourceConfig, settings: Mapping[str, Any]) -
             f"{key}.{budgets[0]}={settings[budgets[0]]} is a budget, and end='repeat' has none; "
             f"add end='drop', with which the others go on by their weights, or end='stop', with which the run ends"
         )
-    if names_code(source.source):
-        raise ConfigError(f"{key}.source={quoted(source.source)} is code; prepare it first, and name its folder")
     if not (source.path or source.source):
         raise ConfigError(f"{key} has neither path nor source; write {source.name}=(path='folder')")
     if source.where:
         where_of(f"{key}.where", source.where)
+    if source.source == DATASET:
+        for path in source.path:
+            dataset_of(f"{key}.path", path)
     if source.source:
         source.check_fields(source.source)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
-from parallax.config.mixture import RECORDS, Phase, SourceConfig, phases_of, sources_of
+from parallax.config.mixture import DATASET, RECORDS, Phase, SourceConfig, phases_of, sources_of
+from parallax.config.paths import dataset_of, paths_of
 from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.config.where import where_of
 from parallax.errors import (
@@ -22,6 +23,7 @@ from parallax.errors import (
     check_whole,
     divisors,
     listed,
+    names_of,
     nearest,
     quoted,
     words_of,
@@ -42,6 +44,7 @@ BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", *RECORDS)  # sources that read `path` through a tokenizer
 SPECIAL_TOKENS = ("text", "tokens")
 AUTO = "auto"  # a value that is chosen from other settings
+TOKENIZER_ENDINGS = (".json", ".tiktoken", ".model")  # of files with a tokenizer
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # values nearer to 1 are 1 in float32, with which bias correction would divide 0 by 0
 LEAST_FLOAT = 1e-30  # well above float32's least: quotients by it, or by its root, stay finite
@@ -1185,16 +1188,20 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
 
     source: str = key("stdlib", "source of documents", choices=(*BUILT_IN, *FILES, "prepared"), code=("file?",))
     path: str = key(
-        "", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True, elsewhere="url", saved=True
+        "",
+        "file, folder or glob, or a list, as \"['web/*.jsonl', 'more']\"; prepared: a folder; dataset: NAME",
+        path=True,
+        several=True,
+        elsewhere="url",
+        saved=True,
     )
-    field: str = key("text", "jsonl, parquet: the field or column that holds a document", saved=True)
-    where: str = key(
-        "", 'jsonl, parquet: which records are documents, as "score >= 0.5 and year > 2019"; empty: all', saved=True
-    )
+    field: str = key("text", "of records: the field or column that holds a document", saved=True)
+    where: str = key("", 'which records are documents, as "score >= 0.5 and year > 2019"; empty: all', saved=True)
     mixture: str = key(
         "",
         "sources by name instead of one, as \"web=(path='web', weight=7) code=(path='code/*.jsonl', weight=3)\"",
         by_name=True,
+        code=("file?",),
         path=True,
         saved=True,
     )
@@ -1208,7 +1215,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         AUTO,
         "auto: that of the run in train.init_from or of prepared data, else bytes; bpe is trained on the corpus",
         choices=(AUTO, "bytes", "bpe"),
-        other="a tokenizer.json",
+        other="a tokenizer.json, a file of tiktoken or SentencePiece, or tiktoken:NAME",
         path=True,
         elsewhere="url",
         saved=True,
@@ -1249,7 +1256,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         if self.where and self.source not in RECORDS:
             raise ConfigError(
                 f"data.where={quoted(self.where)} reads fields, and data.source={self.source!r} has none; "
-                "use jsonl or parquet"
+                f"use {names_of(RECORDS)}"
             )
         if self.where:
             where_of("data.where", self.where)
@@ -1259,10 +1266,23 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"use {', '.join(FILES)} or prepared"
             )
         if self.source not in BUILT_IN and not self.path and not names_code(self.source):
-            raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob")
-        if self.source in RECORDS and not self.field:
+            raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob, or a name")
+        if self.source == DATASET:
+            for path in self.paths:
+                dataset_of("data.path", path)
+        if self.source == "arrayrecord" and not self.field and self.where:
+            raise ConfigError(
+                f"data.where={quoted(self.where)} reads fields, and data.field='' takes each record as text; name the "
+                "field that holds a document"
+            )
+        if self.source in RECORDS and self.source != "arrayrecord" and not self.field:
             raise ConfigError(
                 f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
+            )
+        if self.source == "prepared" and len(self.paths) > 1:
+            raise ConfigError(
+                f"data.path={quoted(self.path)} has several folders, and data.source='prepared' reads one; give each "
+                "an entry of data.mixture"
             )
         if self.cache and self.source == "prepared":
             raise ConfigError(f"data.cache={quoted(self.cache)} is not used by data.source='prepared'; leave it empty")
@@ -1276,15 +1296,15 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"data.{written}={quoted(getattr(self, written))} is not read with data.mixture; write it in the "
                 f"mixture, as NAME=({written}={getattr(self, written)!r})"
             )
-        if self.tokenizer == "bpe":
-            raise ConfigError(
-                "data.tokenizer='bpe' is trained on a source, and a mixture has several; make it with "
-                "`python -m parallax.data prepare`, and write data.tokenizer='FOLDER/tokenizer.json'"
-            )
         for source in self.parts:
-            if source.source:
+            if source.source and not names_code(source.source):
                 check_choice(f"data.mixture.{source.name}.source", source.source, (*BUILT_IN, *FILES, "prepared"))
         assert self.run_phases
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths and globs of data.path."""
+        return paths_of("data.path", self.path)
 
     @functools.cached_property
     def parts(self) -> list[SourceConfig]:
@@ -1322,10 +1342,12 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
 
 
 def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
-    """Raise ConfigError unless `tokenizer` is a known name or a tokenizer.json; `others` are more names to use."""
-    if tokenizer not in ("bytes", "bpe") and not tokenizer.endswith(".json"):
+    """Raise ConfigError unless `tokenizer` is a known name or a file; `others` are more names to use."""
+    is_file = tokenizer.endswith(TOKENIZER_ENDINGS) or tokenizer.startswith("tiktoken:")
+    if tokenizer not in ("bytes", "bpe") and not is_file:
         raise ConfigError(
-            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
+            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a "
+            "tokenizer.json, of ranks.tiktoken or of a SentencePiece tokenizer.model, or 'tiktoken:cl100k_base'"
         )
     if tokenizer == "bpe" and bpe_vocab < SMALLEST_BPE_VOCAB:
         raise ConfigError(f"data.bpe_vocab={bpe_vocab} {TOO_SMALL.format(SMALLEST_BPE_VOCAB)}")

@@ -14,7 +14,7 @@ from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.display.html import facts_html
 from parallax.errors import LONGEST_PATH, CheckpointError, ConfigError, errors_as, nearest, quoted, shown, tell
 from parallax.storage.files import OBJECT_BYTES, read_object
-from parallax.user_code import UserCode, imported_code, saved_code, settings_by_name, with_settings
+from parallax.user_code import UserCode, imported_code, names_code, saved_code, settings_by_name, with_settings
 
 PRINTED_WIDTH = 100  # columns of printed settings
 FINGERPRINT_DIGITS = 12  # in messages: as many tell two corpora apart
@@ -95,7 +95,9 @@ def read_settings(config: Any, *, code: Mapping[str, Any] = NO_CODE, **changes: 
     for text in said:
         tell(f"warning: {text}", sys.stderr)
     _check_names("", written, SECTIONS)
-    codes = {name: imported_code(name, value, CODE[name]) for name, value in key_values(written, CODE)}
+    # The order of a mixture's sources matters: one without code stays as it is written.
+    named = [pair for pair in key_values(written, CODE) if pair[0] != "data.mixture" or names_code(pair[1])]
+    codes = {name: imported_code(name, value, CODE[name]) for name, value in named}
     settings = Settings(**{name: _read_section(name, keys) for name, keys in _replaced(written, codes).items()})
     return with_code(settings, code) if code else settings
 

@@ -8,19 +8,24 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.config.mixture import STOP, Phase, SourceConfig, parts_of
+from parallax.config.mixture import DATASET, STOP, Phase, SourceConfig, parts_of
+from parallax.config.paths import paths_text
 from parallax.config.sections import FILES, DataConfig
-from parallax.data.reader import Reader, check_room, open_reader
+from parallax.data.prepare import LOCK_FILE, bpe_of
+from parallax.data.reader import Reader, check_room, configured_source, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
-from parallax.data.sources import find_files, kind_of
-from parallax.data.tokenizer import Tokenizer
-from parallax.errors import ConfigError, DataError, errors_as, names_of
+from parallax.data.sources import find_files, kind_of_all
+from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Tokenizer
+from parallax.errors import ConfigError, DataError, errors_as
+from parallax.storage import files
 from parallax.storage.remote import source_path
+from parallax.user_code import UserCode, names_code, refuse_saved
 
 PREPARED = "prepared"
 FOREVER = 1 << 62  # rows of the last phase, whose end is not known
@@ -300,6 +305,8 @@ def open_mixture(config: DataConfig, *, part: OwnPart | None = None, **options: 
 def open_sources(config: DataConfig, *, split: str, **options: Any) -> dict[str, Reader]:
     """A split of each source of a mixture, by name."""
     of_sources = {source.name: _settings_of(config, source, split) for source in config.parts}
+    if (options.get("tokenizer") or config.tokenizer) == Bpe.name:
+        options["tokenizer"] = _bpe_of_all(config, of_sources, options["folder"], options.get("finished", ""))
     readers = {
         source.name: _open_source(of_sources[source.name], source, split=split, **options) for source in config.parts
     }
@@ -314,18 +321,42 @@ def open_sources(config: DataConfig, *, split: str, **options: Any) -> dict[str,
     return readers
 
 
+def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder: Path, finished: str) -> str:
+    """The tokenizer.json of a BPE for all sources, which is trained first if necessary."""
+    if prepared := [name for name, alone in of_sources.items() if alone.source == PREPARED]:
+        raise ConfigError(
+            f"data.tokenizer='bpe' is trained on the text of all sources, and data.mixture.{prepared[0]} is prepared; "
+            "write data.tokenizer='auto', with which its tokenizer reads all"
+        )
+    sources = [configured_source(alone) for alone in of_sources.values()]
+    described = json.dumps([config.bpe_vocab, *(source.description for source in sources)], sort_keys=True)
+    name = f"mixture-bpe-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+    cache = Path(config.cache).expanduser() if config.cache else folder
+    places = [cache, *([Path(finished).expanduser()] if finished else [])]
+    for place in places:
+        if (place / name / TOKENIZER_FILE).exists():
+            return str(place / name / TOKENIZER_FILE)
+    files.make_folder(cache / name)
+    with files.turns(cache / name / LOCK_FILE):
+        if not (cache / name / TOKENIZER_FILE).exists():
+            bpe_of(sources, config.bpe_vocab).save(cache / name)
+    return str(cache / name / TOKENIZER_FILE)
+
+
 def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataConfig:
     """The settings of a source alone; an error if it is missing, before any other source is prepared."""
+    if names_code(source.source) and not isinstance(source.source, UserCode):
+        refuse_saved({"data.mixture": UserCode(config.mixture)})
     kind, field = _kind(config, source), source.field or config.field
     source.check_fields(kind)
     with _naming(source):
-        changes = {"source": kind, "path": source.path[0] if source.path else "", "field": field}
+        changes = {"source": kind, "path": paths_text(source.path), "field": field}
         if kind == PREPARED:
             if len(source.path) > 1:
                 raise ConfigError("prepared data is one folder; give each an entry of its own")
-            Manifest.read(source_path(changes["path"]))
+            Manifest.read(source_path(source.path[0]))
             changes["cache"] = ""
-        elif kind in FILES:
+        elif kind in FILES and kind != DATASET:
             for path in source.path:
                 find_files(path, kind, field)
         if split == "train":
@@ -337,16 +368,12 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
 def _kind(config: DataConfig, source: SourceConfig) -> str:
     """What a source reads, as it is written or as the names of its files say."""
     with _naming(source):
-        field = source.field or config.field
-        kinds = [source.source] if source.source else sorted({kind_of(path, field) for path in source.path})
-        if len(kinds) > 1:
-            raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")
-    return kinds[0]
+        return source.source or kind_of_all(source.path, source.field or config.field)
 
 
 def _open_source(alone: DataConfig, source: SourceConfig, **options: Any) -> Reader:
     with _naming(source):
-        return open_reader(alone, paths=source.path, **options)
+        return open_reader(alone, **options)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ import json
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from parallax.data.sources import Source
 from parallax.data.tokenizer import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
+    Bpe,
     Bytes,
     Tokenizer,
     load_tokenizer,
@@ -152,11 +153,19 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
         return load_tokenizer(request.tokenizer, request.fingerprint)
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
-    source = request.source
-    # Every n-th document, since a corpus may be sorted by subject.
-    every = -(-source.text_bytes // BPE_SAMPLE_BYTES) if source.text_bytes else 1
-    with waiting(f"training a bpe of {request.bpe_vocab:,} entries"):
-        return train_bpe(islice(source.documents(), 0, None, every), vocab=request.bpe_vocab)
+    return bpe_of([request.source], request.bpe_vocab)
+
+
+def bpe_of(sources: Sequence[Source], vocab: int) -> Bpe:
+    """A BPE that is trained on documents of these sources, on as many bytes of each."""
+
+    def sample(source: Source) -> Iterator[str]:
+        # Every n-th document, since a corpus may be sorted by subject.
+        every = -(-source.text_bytes * len(sources) // BPE_SAMPLE_BYTES) if source.text_bytes else 1
+        return islice(source.documents(), 0, None, every)
+
+    with waiting(f"training a bpe of {vocab:,} entries"):
+        return train_bpe(chain.from_iterable(map(sample, sources)), vocab=vocab)
 
 
 def _write_missing(

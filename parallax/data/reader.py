@@ -29,8 +29,8 @@ from parallax.data.shards import (
     text_hash,
 )
 from parallax.data.shuffle import shuffled
-from parallax.data.sources import open_source
-from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.data.sources import Source, open_source
+from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
 from parallax.hardware.devices import usable_cpus
@@ -57,7 +57,6 @@ def open_reader(
     tokenizer: str = "",
     fingerprint: str = "",
     finished: str = "",
-    paths: Sequence[str] = (),
 ) -> "Reader":
     """A reader of the configured source, which is prepared first if necessary.
 
@@ -70,7 +69,6 @@ def open_reader(
         fingerprint: of the tokenizer with which a run began, since an earlier version may have understood its files
             differently; "" for a new run.
         finished: another cache, whose complete data is read where `folder` has none; nothing is written there.
-        paths: several files, folders or globs in place of `config.path`.
     Raises:
         ConfigError: the settings do not fit the data.
         DataError: the data is missing, damaged or too small.
@@ -82,10 +80,8 @@ def open_reader(
         prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
-        about = {"path": paths if len(paths) > 1 else config.path, "field": config.field, "where": config.where}
-        about |= {"synthetic_tokens": config.synthetic_tokens}
         options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
-        source = open_source(config.source, **about)
+        source = configured_source(config)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(named).stem)
@@ -106,6 +102,12 @@ def open_reader(
         )
     options = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
     return Reader(config, prepared, tokenizer=opened, split=split, **options)
+
+
+def configured_source(config: DataConfig) -> Source:
+    """The documents of the configured source, which is not a prepared one."""
+    about = {"path": config.paths, "field": config.field, "where": config.where}
+    return open_source(config.source, synthetic_tokens=config.synthetic_tokens, **about)
 
 
 def _is_complete(folder: Path, request: Request) -> bool:
@@ -129,7 +131,7 @@ def _open_tokenizer(named: str, special_tokens: str, folder: Path) -> Tokenizer:
     if special_tokens != made:
         raise DataError(f"data.special_tokens={special_tokens!r}, but {folder} was prepared with {made!r}; use that")
     agrees = named in (AUTO, tokenizer.name)
-    if named.endswith(".json"):
+    if named not in (AUTO, Bytes.name, Bpe.name):
         agrees = load_tokenizer(named, tokenizer.fingerprint).fingerprint == tokenizer.fingerprint
     if not agrees:
         raise DataError(

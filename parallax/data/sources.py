@@ -1,4 +1,4 @@
-"""Sources of documents: built-in text, counting, or text, JSONL and Parquet files."""
+"""Sources of documents: built-in text, counting, files, or data sets by name."""
 
 import contextlib
 import gzip
@@ -7,20 +7,25 @@ import importlib.resources
 import io
 import logging
 import os
+import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from parallax.config.mixture import DATASET, RECORDS
 from parallax.config.where import where_of
+from parallax.data.array_records import read_array_records
+from parallax.data.hub import NamedDataset
+from parallax.data.records import BOM, texts_of
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
-from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
+from parallax.errors import ConfigError, DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
 from parallax.storage.files import (
     LARGEST_BYTES,
     files_below,
@@ -40,9 +45,13 @@ PARQUET_ROWS = 256  # at once: half a kilobyte of a file may say a text of 26 kB
 COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 PACKED = (".gz", ".zst")  # endings that may follow those of a source, in any case
 # Endings of a source's files below a folder; the source "text" reads all.
-SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet",),
+    "arrayrecord": (".arrayrecord", ".array_record"),
+}
+NUMBER_OF_SHARD = re.compile(r"-\d+-of-\d+$")  # after the ending of a file of several
 PARQUET_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-BOM = "\ufeff"  # a mark of the encoding, which some editors write before a text
 
 _logger = logging.getLogger(__name__)
 
@@ -79,26 +88,37 @@ def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_t
         description = {"kind": kind, "tokens": synthetic_tokens}
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     if names_code(kind):
-        return _users(kind, str(path))
-    settings = {"field": field} if kind in ("jsonl", "parquet") else {}
+        return _users(kind, [path] if isinstance(path, str) and path else path)
+    settings = {"field": field} if kind in RECORDS else {}
     settings |= {"where": where_of("data.where", where).text} if where else {}
-    files, left_out = find_files(path, kind, field) if isinstance(path, str) else _of_several(path, kind, field)
+    paths = [path] if isinstance(path, str) else path
+    if kind == DATASET:
+        return _of_datasets(paths, **settings)
+    files, left_out = _find_all(paths, kind, field)
     return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
 
 
-def _of_several(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
-    """The files of several paths, in the order of these, each file once; and what is left out."""
+def _of_datasets(paths: Sequence[str], *, field: str, where: str = "") -> Source:
+    """The rows of data sets, one after another."""
+    with waiting("finding the files of a data set"):
+        each = [NamedDataset(path) for path in paths]
+    description = {"kind": DATASET, "field": field, "where": where, "of": [dataset.description for dataset in each]}
+    return Source(description, None, lambda: chain.from_iterable(dataset.documents(field, where) for dataset in each))
+
+
+def _find_all(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
+    """The files of paths, in the order of these, each file once; and what is left out."""
     each = [find_files(path, kind, field) for path in paths]
     files = [file for files, _ in each for file in files]
     again = _repeated([*dict.fromkeys(files)])
     return [file for file in dict.fromkeys(files) if file not in again], "\n".join(said for _, said in each if said)
 
 
-def _users(code: str, path: str) -> Source:
-    """A source of a user's own: a function of each file of `path`, or of nothing if there is no path."""
+def _users(code: str, paths: Sequence[str]) -> Source:
+    """A source of a user's own: a function of each file of `paths`, or of nothing if there are none."""
     read = partial(_checked, code, named("data.source", code, {}))
-    if path:
-        files, left_out = find_files(path, code, "")
+    if paths:
+        files, left_out = _find_all(paths, code, "")
         source = replace(_files(code, files, lambda file: read(file=file)), text_bytes=None, left_out=left_out)
     else:
         source = Source({"kind": str(code)}, None, read)
@@ -156,8 +176,9 @@ def find_files(path: str, kind: str, field: str) -> tuple[list[Path], str]:
 
 
 def kind_of(path: str, field: str) -> str:
-    """The source of files, by their names: prepared for a folder with a manifest, jsonl or parquet if one of the files
-    has such an ending, else text. Files that end in .json, which may be anything, count only where they are alone.
+    """The source of files, by their names: prepared for a folder with a manifest, jsonl, parquet or arrayrecord if one
+    of the files has such an ending, else text. Files that end in .json, which may be anything, count only where they
+    are alone.
 
     >>> [kind_of(name, "text") for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
     ['text', 'jsonl', 'parquet']
@@ -172,7 +193,15 @@ def kind_of(path: str, field: str) -> str:
         def fits(kind: str) -> bool:
             return any(not _why_not(file, kind, field) for file in said)
 
-        return next((kind for kind in ("jsonl", "parquet") if _ending(place) in SUFFIXES[kind] or fits(kind)), "text")
+        return next((kind for kind in SUFFIXES if _ending(place) in SUFFIXES[kind] or fits(kind)), "text")
+
+
+def kind_of_all(paths: Sequence[str], field: str) -> str:
+    """The source of the files of several paths; ConfigError if they are of several sources."""
+    kinds = sorted({kind_of(path, field) for path in paths})
+    if len(kinds) > 1:
+        raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")
+    return kinds[0]
 
 
 def _below(folder: Path) -> list[Path]:
@@ -234,7 +263,7 @@ def _is_packed(file: Path) -> bool:
 
 def _ending(file: Path) -> str:
     """The last ending but for that of a packed file."""
-    return (file.with_suffix("") if _is_packed(file) else file).suffix.lower()
+    return NUMBER_OF_SHARD.sub("", (file.with_suffix("") if _is_packed(file) else file).suffix.lower())
 
 
 def _has_lines(file: Path, field: str) -> bool:
@@ -254,7 +283,7 @@ def _say_once(text: str) -> None:
 
 
 def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
-    compressed = kind == "parquet" or any(map(_is_packed, files))
+    compressed = kind in ("parquet", "arrayrecord") or any(map(_is_packed, files))
     text_bytes, sha256 = 0, hashlib.sha256()
     with waiting("reading the files of text") as show:
         for done, file in enumerate(files):
@@ -345,32 +374,22 @@ def read_jsonl(file: Path, *, field: str, where: str = "") -> Iterator[str]:
     Raises:
         DataError: a line is not a JSON object with such a string, or is too long; names file and line.
     """
-    chosen = where_of("data.where", where) if where else None
+    return texts_of(_records(file, field), field, where)
+
+
+def _records(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects in the lines of a file that are not empty, with their places."""
     with _open(file) as opened:
         for number, line in enumerate(iter(partial(opened.readline, LARGEST_BYTES + 1), b""), start=1):
             if len(line) > LARGEST_BYTES:
                 raise DataError(f"{file}:{number} is a line of more than {LARGEST_BYTES:,} bytes; divide its document")
             if line.strip():
-                record = _record(line, field, f"{file}:{number}")
-                if chosen is None or chosen.passes(record, f"{file}:{number}"):
-                    yield _field(record, field, f"{file}:{number}")
+                yield f"{file}:{number}", _record(line, field, f"{file}:{number}")
 
 
 def _record(line: bytes, field: str, where: str) -> dict[str, Any]:
     with errors_as(DataError, f"{where} cannot be read as JSON: ", "", ValueError):
         return object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
-
-
-def _field(record: Mapping[str, Any], field: str, where: str) -> str:
-    if field not in record:
-        raise DataError(f"{where} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
-    text = record[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} (data.field) holds {type(text).__name__}, not a string")
-    check_utf8(DataError, f"{where}: field {field!r}", text)
-    return text.removeprefix(BOM)
 
 
 def read_parquet(file: Path, *, field: str, where: str = "") -> Iterator[str]:
@@ -438,4 +457,4 @@ def counting(tokens: int) -> Iterator[str]:
 
 
 # Functions that yield the documents of a file, by source.
-READERS = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}
+READERS = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrayrecord": read_array_records}

@@ -1,4 +1,5 @@
-"""Special tokens of a tokenizer's files: which one ends a document, and a tokenizer that makes none of text."""
+"""Names in a tokenizer's files, of bytes and of special tokens: which one ends a document, and a tokenizer that makes
+none of text."""
 
 import json
 import secrets
@@ -7,9 +8,24 @@ from typing import Any
 
 from parallax.errors import DataError, quoted
 
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
 END_OF_DOCUMENT = "<|endoftext|>"
 # Other projects' names of the token that ends a document, for tokenizers whose files do not name it.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
+
+
+def _byte_symbols() -> list[str]:
+    """The character of each byte in byte-level BPE: itself if it is printable, otherwise one from U+0100 on.
+
+    The `tokenizers` library, an extra, also has these characters, but without their bytes.
+    """
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
+
+
+BYTE_SYMBOLS = _byte_symbols()
 
 
 def end_name(

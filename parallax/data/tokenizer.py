@@ -1,5 +1,6 @@
-"""Text to token ids and back: plain bytes, or byte-level BPE."""
+"""Text to token ids and back: plain bytes, byte-level BPE, or a published tokenizer."""
 
+import base64
 import hashlib
 import io
 import json
@@ -17,13 +18,22 @@ import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.data.growth import check_growth
-from parallax.data.special_tokens import END_NAMES, END_OF_DOCUMENT, end_name, token_name, without
+from parallax.data.rank_files import ENCODING_PREFIX, is_rank_file, json_of_encoding, json_of_rank_file
+from parallax.data.sentence_pieces import SentencePiece
+from parallax.data.special_tokens import (
+    BYTE_SYMBOLS,
+    END_NAMES,
+    END_OF_DOCUMENT,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    end_name,
+    token_name,
+    without,
+)
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
 from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
 from parallax.storage.remote import source_path
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
 MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
@@ -73,7 +83,7 @@ class Bytes:
 
     def token(self, number: int) -> str:
         """The name of an id in tokenizer.json."""
-        return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
+        return END_OF_DOCUMENT if number == self.end else BYTE_SYMBOLS[number]
 
     def special_id(self, name: str) -> int | None:
         """The id of the special token with this name; None if there is none."""
@@ -103,19 +113,6 @@ class Bytes:
                 "merges": [],
             },
         }
-
-
-def _byte_symbols() -> list[str]:
-    """The character of each byte in byte-level BPE: itself if it is printable, otherwise one from U+0100 on.
-
-    The `tokenizers` library, an extra, also has these characters, but without their bytes.
-    """
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
-
-
-_BYTE_SYMBOLS = _byte_symbols()
 
 
 class Bpe:
@@ -274,7 +271,7 @@ def _from_text(text: str, origin: str) -> Any:
     return inner
 
 
-Tokenizer = Bytes | Bpe
+Tokenizer = Bytes | Bpe | SentencePiece
 
 
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
@@ -326,8 +323,9 @@ def split_long_words(text: str) -> list[str]:
 
 
 def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json, ours or that of the `tokenizers` library, or of a folder with one: as an
-    earlier version understood its files, if it had this fingerprint then.
+    """The tokenizer of a file: a tokenizer.json, ours or that of the `tokenizers` library, ranks of tiktoken, or a
+    model of SentencePiece; of a folder with a tokenizer.json; or of an encoding of tiktoken, as "tiktoken:cl100k_base".
+    It is as an earlier version understood its files, if it had this fingerprint then.
 
     A tokenizer_config.json beside it may say which token ends a document, and whether one begins it; the config.json
     of a published model, which one ends it.
@@ -335,17 +333,27 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     Raises:
         DataError: the file is missing, or a file is damaged.
     """
+    if str(path).startswith(ENCODING_PREFIX):
+        return Bpe(json_of_encoding(str(path)), str(path))
     path = source_path(path, "the tokenizer")
     path = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"tokenizer {str(path)!r} does not exist"
-    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError, missing=missing):
+    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", missing=missing):
         written = read_bytes(path)
-        content = object_of(written)
-    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
-        return Bytes()
     beside = path.with_name(TOKENIZER_CONFIG)
     with errors_as(DataError, f"{beside} cannot be read: ", "", UnicodeDecodeError):
         config = _text(read_bytes(beside)) if beside.exists() else ""
+    if path.suffix in (".tiktoken", ".model"):
+        if is_rank_file(written) or path.suffix == ".tiktoken":
+            text, config = json_of_rank_file(written, config, str(path))
+            return Bpe(text, str(path), config)
+        return SentencePiece(written, str(path), config)
+    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError):
+        content = object_of(written)
+        if content.get("parallax") == SentencePiece.name:
+            return SentencePiece(base64.b64decode(content.get("model", "")), str(path), config)
+    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
+        return Bytes()
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
     tokenizer = Bpe(_text(written), str(path), config, model)
     earlier = tokenizer.earlier if fingerprint else None

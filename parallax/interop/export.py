@@ -33,6 +33,7 @@ from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer,
 from parallax.errors import CheckpointError, ConfigError, first_few, quoted, shown, writing
 from parallax.hardware.devices import start_devices
 from parallax.inference.ends import ends_of_step
+from parallax.inference.run import Run
 from parallax.interop.safetensors import read_model, write_model
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import ShardingPlan
@@ -346,3 +347,21 @@ def new_folder(folder: Path) -> Iterator[Path]:
             unfinished.replace(whole)
     finally:
         files.remove_what_can_be(unfinished)
+
+
+def save_run(workdir: Path | str, run: Run, params: Any) -> None:
+    """Make a run in a new folder whose step 0 has these parameters, as those of a training loop of your own; settings
+    and tokenizer are those of `run`. By one process, which has all of the parameters.
+
+    Raises:
+        CheckpointError: the folder is there already, or a parameter is not finite.
+    """
+    arrays = flatten(params)
+
+    def parts(name: str, here: TensorSource) -> list[tuple[tuple[int, ...], list[np.ndarray]]]:
+        return [(here.index, [np.asarray(arrays[here.name][here.index])])]
+
+    beside = run.tokenizer_file.parent
+    carried = {name: beside / name for name in (TOKENIZER_FILE, *CARRIED_IF_THERE) if (beside / name).is_file()}
+    carried["config.json"] = json_text(run.settings.to_dict())
+    make_run(Path(workdir), run.settings, run.tokenizer, carried, parts)

@@ -14,6 +14,7 @@ import numpy as np
 from parallax.checkpoint.arrays import PIECE_BYTES, flatten
 from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
+from parallax.data.sentence_pieces import SentencePiece
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
@@ -30,6 +31,7 @@ from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
 CONFIG = "config.json"
+PIECES_FILE = "tokenizer.model"  # of SentencePiece
 # Small texts that users expect in such a folder.
 BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
@@ -304,13 +306,18 @@ def to_hf(
                 tensors[name].arrays.append((here.name, index, view))
         write_model(unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes)
         params.check()
-        files.copy_file(source.folder / TOKENIZER_FILE, unfinished / TOKENIZER_FILE)
+        if isinstance(tokenizer, SentencePiece):
+            files.write_file(unfinished / PIECES_FILE, tokenizer.model)
+        else:
+            files.copy_file(source.folder / TOKENIZER_FILE, unfinished / TOKENIZER_FILE)
         for name, text in {CONFIG: json_text(content), **texts}.items():
             files.write_file(unfinished / name, text)
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
     aside = f", since it is not the imported model: {differing}" if differing else ""
     if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not written:
         aside += f"; {NOT_QWENS}"
+    if isinstance(tokenizer, SentencePiece):
+        aside += f"; its tokenizer is {PIECES_FILE}, which sentencepiece reads: there is no {TOKENIZER_FILE} of it"
     merged = ", adapters merged" if model.lora_rank else ""
     return source.number, f"{config.architecture}, {kinds}{merged}{aside}"
 
@@ -439,10 +446,12 @@ def _texts_beside(
 
 
 def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
+    # With tokenizer.json unchanged for every model.
+    reader = {} if isinstance(tokenizer, SentencePiece) else {"tokenizer_class": "PreTrainedTokenizerFast"}
     end = tokenizer.token(tokenizer.end)
     begin = {"bos_token": tokenizer.token(tokenizer.begin[0])} if tokenizer.begin else {}
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json unchanged for every model
+        **reader,
         **begin,
         "eos_token": end,
         "pad_token": end,

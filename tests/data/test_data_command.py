@@ -91,6 +91,7 @@ def test_inspect_names_the_damaged_shard(tmp_path, capsys):
         ("--source moby --path x --tokenizer bytes", 2, "--path=x is not read by --source moby"),
         ("--source moby --tokenizer bpe --bpe-vocab 9", 2, "bpe_vocab=9 is too small"),
         ("--source moby --tokenizer gpt", 2, "tokenizer='gpt' is unknown"),
+        ("--source text --path ['a' --tokenizer bytes", 2, "--path=\"['a'\" is not a list of paths"),
         ("--source text --path nowhere --tokenizer bytes", 5, "path='nowhere': a match of this file"),
         ("--source moby --tokenizer nowhere.json", 5, "tokenizer 'nowhere.json' does not exist"),
     ],
@@ -99,6 +100,16 @@ def test_an_error_is_one_line_and_a_status(arguments, status, message, tmp_path,
     found, error = failure(capsys, "prepare", *arguments.split(), "--out", tmp_path / "out")
     assert found == status
     assert message in error
+
+
+def test_several_paths_are_prepared_as_a_list_of_them(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text {name}")
+    files = [str(tmp_path / f"{name}.txt") for name in "cab"]
+    for out, paths in (("flags", files), ("list", [str(files)])):
+        assert main(["prepare", "--source", "text", "--path", *paths, "--out", str(tmp_path / out)]) == 0
+    assert (tmp_path / "flags" / "00000.ids").read_bytes() == (tmp_path / "list" / "00000.ids").read_bytes()
+    assert Manifest.read(tmp_path / "list").request["source"]["files"] == 3
 
 
 @pytest.mark.parametrize("arguments", [[], ["prepair"], [*MOBY, "x", "--workers", "0"], [*MOBY, "x", "lr=3"]])

@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from parallax.data import sources
+from parallax.config.sections import DataConfig
+from parallax.data import open_reader, sources
 from parallax.data.sources import TEXT_PIECE_BYTES, kind_of, open_source
 from parallax.errors import ConfigError, DataError
 
@@ -50,6 +51,39 @@ def test_a_long_file_is_cut_at_line_ends(tmp_path):
     assert "".join(pieces) == "".join(lines)
     assert len(pieces) == 4
     assert all(piece.endswith("\n") and len(piece.encode()) < TEXT_PIECE_BYTES + 40 for piece in pieces)
+
+
+def test_several_paths_are_read_in_their_order_each_file_once(tmp_path):
+    write(tmp_path, z__jsonl='{"text": "z"}', more_in_b__jsonl='{"text": "b"}', more_in_a__jsonl='{"text": "a"}')
+    paths = [str(tmp_path / "z.jsonl"), str(tmp_path / "more"), str(tmp_path / "*.jsonl")]
+    source = open_source("jsonl", path=paths, field="text", synthetic_tokens=0)
+    assert [*source.documents()] == ["z", "a", "b"] and source.description["files"] == 3
+    with pytest.raises(DataError, match=r"data.path='.*/no\*.jsonl': a match of this file, folder or glob does not"):
+        open_source("jsonl", path=[*paths, str(tmp_path / "no*.jsonl")], field="text", synthetic_tokens=0)
+
+
+def test_a_list_of_paths_has_the_batches_of_the_same_files_in_a_folder(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 40)
+    options = {"folder": tmp_path / "data", "vocab": None, "split": "train"}
+    settings = {"source": "text", "seq": 8, "global_batch": 2, "eval_fraction": 0.0}
+    listed = str([str(tmp_path / "a.txt"), str(tmp_path / "[bc].txt")])
+
+    def fingerprint(path):
+        return open_reader(DataConfig(path=path, **settings), **options).fingerprint
+
+    first = fingerprint(f"{tmp_path}/*.txt")
+    assert fingerprint(listed) == first
+    (tmp_path / "a.txt").rename(tmp_path / "d.txt")  # another order is other data
+    assert fingerprint(f"{tmp_path}/*.txt") != first
+
+
+@pytest.mark.parametrize("written", ["['a', 3]", "['a', 'b'", "['a'] + ['b']", "['']"])
+def test_what_is_no_list_of_paths_is_one_line(written):
+    with pytest.raises(ConfigError, match="is not a list of paths; write it as"):
+        DataConfig(source="text", path=written)
+    with pytest.raises(ConfigError, match="has several folders, and data.source='prepared' reads one"):
+        DataConfig(source="prepared", path="['a', 'b']")
 
 
 @pytest.mark.parametrize("shift", range(4))

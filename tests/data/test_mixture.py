@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
 from support.data_examples import data_config, prepare_texts
 
+from parallax.cli.command import read_line
 from parallax.config.sections import DataConfig
-from parallax.config.settings import default_settings
-from parallax.data import open_mixture, open_reader
+from parallax.config.settings import code_of, default_settings, load_settings, read_settings
+from parallax.data import mixture as mixture_module
+from parallax.data import open_mixture, open_reader, open_sources
 from parallax.errors import ConfigError, DataError
 from parallax.step.resolve import in_largest_batches, likely_entries
 
@@ -353,11 +356,9 @@ def test_a_source_without_a_window_is_refused(folder):
         (dict(mixture="web=(path='a') code=(path='b', weight=0)"), "no phase reads it"),
         (dict(mixture="web=(path='a', weight=0.1234567) code=(path='b')"), "write them with fewer digits"),
         (dict(mixture="seq=(path='a')"), "give the source another name"),
-        (dict(mixture="web=(source='module:documents')"), "is code; prepare it first"),
-        (dict(mixture="web=module:documents"), "names code|must be settings"),
+        (dict(mixture="web=module:documents"), "web is code alone; write its settings, as web=.source='module:docu"),
         (dict(mixture="web=(path='a')", source="text", path="b"), "data.path='b' is not read with data.mixture"),
         (dict(mixture="web=(path='a')", source="moby"), "data.source='moby' is not read with data.mixture"),
-        (dict(mixture="web=(path='a')", tokenizer="bpe"), "a mixture has several"),
         (dict(mixture="web=(path='a')", phases="x=(web=1)"), "data.phases.x has no from_step"),
         (dict(mixture="web=(path='a')", phases="x=(from_step=1)"), "use 2 or more"),
         (dict(mixture="web=(path='a')", phases="x=(from_step=9) y=(from_step=9)"), "use 10 or more"),
@@ -372,3 +373,90 @@ def test_a_source_without_a_window_is_refused(folder):
 def test_a_mixture_that_says_no_mixture_is_refused(written, said):
     with pytest.raises(ConfigError, match=said):
         data_config(**written)
+
+
+# ---- code of a user's own, and a tokenizer for all sources
+
+LINES = """
+from pathlib import Path
+
+
+def read(file: Path = None, *, least: int = 1):
+    lines = file.read_text().splitlines() if file else [f"made {number} of none" for number in range(9)]
+    yield from (line for line in lines if len(line) >= least)
+"""
+OF_CODE = (
+    "web=(source='lines_of_a_mixture:read(least=3)', path='a.txt', weight=3) code=(source='lines_of_a_mixture:read')"
+)
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """A module with a source, beside a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    sys.modules.pop("lines_of_a_mixture", None)
+    (tmp_path / "lines_of_a_mixture.py").write_text(LINES)
+    (tmp_path / "a.txt").write_text("of a file\nno\n" * 20)
+    return tmp_path
+
+
+def test_code_of_a_users_own_is_a_source_of_a_mixture(lines):
+    config = default_settings().to_dict()
+    settings = read_settings(config, data={"mixture": OF_CODE, "seq": SEQ, "global_batch": BATCH})
+    assert str(settings.data.mixture) == OF_CODE and [part.weight for part in settings.data.parts] == [3, 1]
+    assert code_of(settings)["data.mixture"].source
+    mixture = open_mixture(settings.data, folder=lines, vocab=None)
+    assert [reader.documents for reader in mixture.by_name.values()] == [19, 8]  # one of each is held out
+    assert mixture.batch(0)["tokens"].shape == (BATCH, SEQ)
+
+
+def test_a_saved_mixture_imports_no_code(lines):
+    """The folder may come from somebody else."""
+    settings = default_settings().to_dict()
+    settings["data"]["mixture"] = OF_CODE
+    (lines / "config.json").write_text(json.dumps(settings))
+    saved = load_settings(lines)
+    read_settings(read_line(["train.py", f"--config={lines / 'config.json'}"], {}).config)
+    assert saved.data.mixture == OF_CODE and "lines_of_a_mixture" not in sys.modules
+    with pytest.raises(ConfigError, match="data.mixture=.* names code, and the saved config of a run imports none"):
+        open_mixture(saved.data, folder=lines, vocab=None)
+    assert "lines_of_a_mixture" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "lines_of_a_mixture:reads",
+            "data.mixture.web.source='lines_of_a_mixture:reads': lines_of_a_mixture has no",
+        ),
+        ("lines_of_a_mixture:read(most=3)", "data.mixture.web.source: .* has no setting 'most'"),
+        ("no_such_module:read", "data.mixture.web.source='no_such_module:read': there is no module"),
+    ],
+)
+def test_wrong_code_in_a_mixture_is_one_line(source, message, lines):
+    with pytest.raises(ConfigError, match=message):
+        read_settings(default_settings().to_dict(), data={"mixture": f"web=(source='{source}')"})
+
+
+def test_a_bpe_is_trained_on_all_sources_of_a_mixture_once(tmp_path, monkeypatch):
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{name} text of its own, {name} {name}\n" * 400)
+        (tmp_path / name / "b.txt").write_text(f"more {name}\n" * 400)
+    mixture = f"web=(path='{tmp_path / 'web'}') code=(path='{tmp_path / 'code'}', weight=3)"
+    config = data_config(mixture=mixture, tokenizer="bpe", bpe_vocab=300, seq=SEQ, global_batch=BATCH)
+    read = open_mixture(config, folder=tmp_path / "run", vocab=None)
+    texts = [read.tokenizer.encode(f"{name} text of its own") for name in ("web", "code")]
+    assert all(len(ids) < 12 for ids in texts) and read.tokenizer.vocab <= 300
+    monkeypatch.setattr(mixture_module, "bpe_of", None)  # it is there
+    assert open_mixture(config, folder=tmp_path / "run", vocab=None).fingerprint == read.fingerprint
+    held_out = open_sources(config, folder=tmp_path / "other", vocab=None, split="eval", finished=str(tmp_path / "run"))
+    assert held_out["web"].tokenizer.fingerprint == read.tokenizer.fingerprint
+
+
+def test_a_bpe_is_not_trained_on_prepared_shards(folder):
+    config = dataclasses.replace(config_of(folder), tokenizer="bpe")
+    with pytest.raises(ConfigError, match="is trained on the text of all sources, and data.mixture.web is prepared"):
+        open_mixture(config, folder=folder, vocab=None)

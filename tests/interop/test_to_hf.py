@@ -73,6 +73,20 @@ def test_a_run_on_a_bpe_of_its_own_names_the_end_of_that(corpus, tmp_path):
     assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == BPE.end
 
 
+def test_a_run_on_a_model_of_sentencepiece_goes_out_with_it(corpus, tmp_path, capsys):
+    library = pytest.importorskip("sentencepiece", reason="needs sentencepiece, of the extra 'tokenizers'")
+    options = {"model_prefix": str(tmp_path / "tokenizer"), "vocab_size": 40, "hard_vocab_limit": False}
+    library.SentencePieceTrainer.train(sentence_iterator=iter(["It is a truth."] * 9), minloglevel=2, **options)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    own_run(tmp_path / "run", own_settings(corpus), tokenizer)
+    assert exported(tmp_path / "run", tmp_path / "out")["eos_token_id"] == tokenizer.end
+    said = capsys.readouterr()
+    assert "tokenizer is tokenizer.model, which sentencepiece reads: there is no tokenizer.json" in said.out + said.err
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.model
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert content(tmp_path / "out", "tokenizer_config.json")["eos_token"] == "</s>"
+
+
 def test_a_run_that_reads_with_a_published_tokenizer_hands_its_config_on(corpus, tmp_path):
     tokenizer = published(tmp_path / "there", add_bos_token=True, bos_token=BOS, model_max_length=7)
     own_run(tmp_path / "run", own_settings(corpus), tokenizer)

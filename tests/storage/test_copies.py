@@ -124,6 +124,8 @@ def test_a_corpus_behind_a_url_is_read_as_one_of_a_folder(store, tmp_path):
     for url in ("memory://corpus", "memory://corpus/**/*.txt"):
         there = open_reader(config(source="text", path=url), **options)
         assert there.fingerprint == here.fingerprint
+    several = str(["memory://corpus/1.txt", str(tmp_path / "corpus" / "b")])
+    assert open_reader(config(source="text", path=several), **options).fingerprint == here.fingerprint
     names = [str(path) for path in find_files("memory://corpus/*/2.txt", "text", "")[0]]
     assert names == ["memory://corpus/b/2.txt"]
 
