@@ -10,14 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from parallax.config.sections import NAMED_TEMPLATES
 from parallax.data.special_tokens import token_name
-from parallax.data.tokenizer import TOKENIZER_CONFIG
+from parallax.data.tokenizer import TEMPLATE_FILE, TOKENIZER_CONFIG
 from parallax.errors import DataError, check_choice, errors_as, first_line, imported, names_of, quoted
 from parallax.storage.files import object_of, read_bytes
 from parallax.storage.remote import AnyPath, source_path
 
-TEMPLATE_FILE = "chat_template.jinja"  # written beside a tokenizer by `transformers`
-NAMED_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -99,10 +98,21 @@ class ChatTemplate:
         name = name or "default"
         if name not in templates:
             raise DataError(f"{folder} has no chat template {quoted(name)}; it has {names_of(templates)}")
-        made = cls(*templates[name], tokens=tokens_beside(folder), **options)
+        made = cls(*templates[name], tokens=_tokens_in(folder), **options)
         if name == "default" and "tool_use" in templates:
             made._for_tools = cls(*templates["tool_use"], tokens=made.tokens, **options)
         return made
+
+    @staticmethod
+    def tokens_of(tokenizer: Path | str) -> dict[str, str]:
+        """Names of the special tokens of a tokenizer's file or folder, as `bos_token`."""
+        path = source_path(tokenizer, "the tokenizer")
+        return _tokens_in(path if path.is_dir() else path.parent)
+
+    @property
+    def texts(self) -> list[str]:
+        """The template, and another one for conversations with tools if there is one."""
+        return [self.text, *([self._for_tools.text] if self._for_tools else [])]
 
     def render(
         self, messages: Messages, tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
@@ -269,8 +279,7 @@ def _config(file: AnyPath) -> dict[str, Any]:
         return object_of(read_bytes(file), odd_numbers=True)
 
 
-def tokens_beside(folder: AnyPath) -> dict[str, str]:
-    """Names of the special tokens of a tokenizer's folder, as `bos_token`."""
+def _tokens_in(folder: AnyPath) -> dict[str, str]:
     written = _config(folder / "special_tokens_map.json") | _config(folder / TOKENIZER_CONFIG)
     return {name: token for name in TOKEN_NAMES if (token := token_name(written.get(name)))}
 

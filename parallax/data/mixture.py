@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.config.mixture import STOP, Phase, SourceConfig, parts_of
-from parallax.config.sections import FILES, DataConfig
+from parallax.config.mixture import RECORDS, STOP, Phase, SourceConfig, parts_of
+from parallax.config.sections import ANSWERS, AUTO, CHAT, CUT, FILES, TEXT, DataConfig, fields_of_records
 from parallax.data.reader import Reader, check_room, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
@@ -182,7 +182,9 @@ class MixedReader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._readers[0].tokenizer
+        """The tokenizer of all sources, with the chat template of the first that has one."""
+        with_template = (reader.tokenizer for reader in self._readers if reader.tokenizer.template)
+        return next(with_template, self._readers[0].tokenizer)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -327,10 +329,15 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
             changes["cache"] = ""
         elif kind in FILES:
             for path in source.path:
-                find_files(path, kind, field)
+                find_files(path, kind, fields_of_records(source.format or config.format, field)[0])
         if split == "train":
             seqs = [phase.seq for phase in config.run_phases if phase.weights[source.name]]
             changes |= {"global_batch": 1, "seq": min(seqs)}
+        form = TEXT if kind not in RECORDS else source.format or config.format
+        changes |= {"format": form, "chat_template": config.chat_template if form == CHAT else AUTO}
+        changes |= {"special_tokens": DataConfig.special_tokens} if form == CHAT else {}
+        if form == TEXT and kind != PREPARED:
+            changes |= {"loss_on": ANSWERS, "too_long": CUT}
         return dataclasses.replace(config, mixture="", phases="", where=source.where, **changes)
 
 
@@ -338,6 +345,7 @@ def _kind(config: DataConfig, source: SourceConfig) -> str:
     """What a source reads, as it is written or as the names of its files say."""
     with _naming(source):
         field = source.field or config.field
+        field = fields_of_records(source.format or config.format, field)[0]
         kinds = [source.source] if source.source else sorted({kind_of(path, field) for path in source.path})
         if len(kinds) > 1:
             raise ConfigError(f"its paths are of several sources, {names_of(kinds)}; give each an entry of its own")

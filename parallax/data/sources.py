@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from parallax.config.where import where_of
+from parallax.data.conversations import RecordFormat
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
 from parallax.errors import DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
@@ -58,11 +59,21 @@ class Source:
     description: dict
     text_bytes: int | None
     documents: Callable[[], Iterator[str]]
+    form: RecordFormat | None = None  # of records that hold no plain texts
     left_out: str = ""  # how many files are read of a folder, and why not others; "" if all are
 
 
-def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_tokens: int, where: str = "") -> Source:
-    """The documents of a source, see `configs/base.py`; `path` may be several of them.
+def open_source(
+    kind: str,
+    *,
+    path: str | Sequence[str],
+    field: str,
+    synthetic_tokens: int,
+    where: str = "",
+    form: RecordFormat | None = None,
+) -> Source:
+    """The documents of a source, see `configs/base.py`; `path` may be several of them. With `form`, its records hold
+    no plain texts.
 
     Raises:
         DataError: no file matches.
@@ -80,10 +91,15 @@ def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_t
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     if names_code(kind):
         return _users(kind, str(path))
+    chosen = {"where": where_of("data.where", where).text} if where else {}
     settings = {"field": field} if kind in ("jsonl", "parquet") else {}
-    settings |= {"where": where_of("data.where", where).text} if where else {}
+    read = partial(READERS[kind], **settings, **chosen)
+    if form:
+        field, settings = form.fields[0], form.description
+        read = partial(RECORDS_OF[kind], form=form, **chosen)
+    settings |= chosen
     files, left_out = find_files(path, kind, field) if isinstance(path, str) else _of_several(path, kind, field)
-    return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
+    return replace(_files(kind, files, read, **settings), form=form, left_out=left_out)
 
 
 def _of_several(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
@@ -253,7 +269,7 @@ def _say_once(text: str) -> None:
     _logger.warning(text)
 
 
-def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
+def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: Any) -> Source:
     compressed = kind == "parquet" or any(map(_is_packed, files))
     text_bytes, sha256 = 0, hashlib.sha256()
     with waiting("reading the files of text") as show:
@@ -345,6 +361,12 @@ def read_jsonl(file: Path, *, field: str, where: str = "") -> Iterator[str]:
     Raises:
         DataError: a line is not a JSON object with such a string, or is too long; names file and line.
     """
+    for record, place in _records_in(file, field, where):
+        yield _field(record, field, place)
+
+
+def _records_in(file: Path, field: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a file of JSONL that pass `where`, and where each is."""
     chosen = where_of("data.where", where) if where else None
     with _open(file) as opened:
         for number, line in enumerate(iter(partial(opened.readline, LARGEST_BYTES + 1), b""), start=1):
@@ -353,7 +375,7 @@ def read_jsonl(file: Path, *, field: str, where: str = "") -> Iterator[str]:
             if line.strip():
                 record = _record(line, field, f"{file}:{number}")
                 if chosen is None or chosen.passes(record, f"{file}:{number}"):
-                    yield _field(record, field, f"{file}:{number}")
+                    yield record, f"{file}:{number}"
 
 
 def _record(line: bytes, field: str, where: str) -> dict[str, Any]:
@@ -417,6 +439,31 @@ def _compared(batch: Any, names: Sequence[str]) -> Iterable[dict[str, Any]]:
     return batch.select(list(names)).to_pylist() if names else repeat({})
 
 
+def read_jsonl_records(file: Path, *, form: RecordFormat, where: str = "") -> Iterator[str]:
+    """The text of each line's record. DataError names file and line."""
+    for record, place in _records_in(file, form.fields[0], where):
+        yield form.document(record, place)
+
+
+def read_parquet_records(file: Path, *, form: RecordFormat, where: str = "") -> Iterator[str]:
+    """The text of each row. DataError names file and row."""
+    pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
+    chosen = where_of("data.where", where) if where else None
+    try:
+        with parquet.ParquetFile(local_copy(file)) as opened:
+            names = opened.schema_arrow.names
+            wanted = (*form.fields, *(chosen.columns if chosen else ()))
+            if lacking := [name for name in wanted if name not in names]:
+                raise DataError(f"{file} has no column {quoted(lacking[0])}; columns: {names_of(names)}")
+            columns = [name for name in dict.fromkeys((*wanted, *form.columns)) if name in names]
+            rows = (row for batch in opened.iter_batches(PARQUET_ROWS, columns=columns) for row in batch.to_pylist())
+            for number, record in enumerate(rows, start=1):
+                if chosen is None or chosen.passes(record, f"{file}, row {number}"):
+                    yield form.document(record, f"{file}, row {number}")
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+
+
 # ---- counting
 
 
@@ -439,3 +486,4 @@ def counting(tokens: int) -> Iterator[str]:
 
 # Functions that yield the documents of a file, by source.
 READERS = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}
+RECORDS_OF = {"jsonl": read_jsonl_records, "parquet": read_parquet_records}  # of records that hold no plain texts

@@ -1,5 +1,6 @@
 """Text to token ids and back: plain bytes, or byte-level BPE."""
 
+import copy
 import hashlib
 import io
 import json
@@ -24,9 +25,14 @@ from parallax.storage.remote import source_path
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
+TEMPLATE_FILE = "chat_template.jinja"  # as well
 MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+
+
+# Ids of a text, the first letter of each, and the letter after its last.
+EncodedInPlace = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Bytes:
@@ -42,6 +48,7 @@ class Bytes:
     begin = ()  # ids that begin a document and a prompt: a BOS token, or none
     end = 256  # id that ends a document; no text encodes to it
     config = ""  # content of tokenizer_config.json
+    template = ""  # content of chat_template.jinja
     earlier = None  # the tokenizer as earlier versions understood its files, if that is another one
 
     @property
@@ -60,6 +67,10 @@ class Bytes:
         """`encode` each text, on several threads if that helps."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_places(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[EncodedInPlace]:
+        """`encode` each text; for each id also its first letter in the text, and the letter after its last."""
+        return [_bytes_in_place(text) for text in texts]
+
     def spelled(self, text: str) -> Counter[str]:
         """How often a text spells each special token."""
         return Counter()
@@ -71,6 +82,11 @@ class Bytes:
         """
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        """Text of ids, with the names of special tokens."""
+        parts = [bytes([i]) if i < 256 else self.token(i).encode() for i in ids if i < self.vocab]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
     def token(self, number: int) -> str:
         """The name of an id in tokenizer.json."""
         return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
@@ -80,9 +96,10 @@ class Bytes:
         return self.end if name == END_OF_DOCUMENT else None
 
     def save(self, folder: Path) -> None:
-        """Write the files for `load_tokenizer`: tokenizer.json, and tokenizer_config.json if there was one."""
+        """Write the files for `load_tokenizer`: tokenizer.json, and those beside it that there were."""
         make_folder(folder)
         write_whole(folder / TOKENIZER_FILE, json.dumps({"parallax": self.name}))
+        _save_template(self, folder)
 
     def as_bpe(self) -> dict[str, Any]:
         """The same ids in the format of the `tokenizers` library: a byte-level BPE without merges."""
@@ -103,6 +120,17 @@ class Bytes:
                 "merges": [],
             },
         }
+
+
+def _bytes_in_place(text: str) -> EncodedInPlace:
+    lengths = [len(letter.encode("utf-8")) for letter in text]
+    starts = np.repeat(np.arange(len(text)), lengths)
+    return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32), starts, starts + 1
+
+
+def _save_template(tokenizer: "Tokenizer", folder: Path) -> None:
+    if tokenizer.template:
+        write_whole(folder / TEMPLATE_FILE, tokenizer.template)
 
 
 def _byte_symbols() -> list[str]:
@@ -131,6 +159,7 @@ class Bpe:
     """
 
     name = "bpe"
+    template = ""
 
     def __init__(
         self, text: str, origin: str = TOKENIZER_FILE, config: str = "", model: Mapping[str, Any] | None = None
@@ -234,6 +263,15 @@ class Bpe:
             )
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_with_places(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[EncodedInPlace]:
+        inner = self._to_text if special_tokens == "text" else self._to_tokens
+        try:
+            encodings = inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
+        places = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
+        return [(np.array(each.ids, np.int32), *place.T) for each, place in zip(encodings, places)]
+
     def spelled(self, text: str) -> Counter[str]:
         return Counter(self._spelling.findall(text))
 
@@ -245,6 +283,9 @@ class Bpe:
             return self._inner.decode(kept, skip_special_tokens=False)
         edges = (*self.begin, self.end)  # some files do not mark them as special
         return self._inner.decode([i for i in kept if i not in edges], skip_special_tokens=True)
+
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([int(i) for i in ids if i < self.vocab], skip_special_tokens=False)
 
     def token(self, number: int) -> str:
         return self._inner.id_to_token(number)
@@ -258,6 +299,7 @@ class Bpe:
         write_whole(folder / TOKENIZER_FILE, self._text)
         if self.config:
             write_whole(folder / TOKENIZER_CONFIG, self.config)
+        _save_template(self, folder)
 
 
 def _from_text(text: str, origin: str) -> Any:
@@ -275,6 +317,13 @@ def _from_text(text: str, origin: str) -> Any:
 
 
 Tokenizer = Bytes | Bpe
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer, with the chat template that is written beside it."""
+    other = copy.copy(tokenizer)
+    other.template = template
+    return other
 
 
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
@@ -341,15 +390,18 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError, missing=missing):
         written = read_bytes(path)
         content = object_of(written)
+    template = path.with_name(TEMPLATE_FILE)
+    with errors_as(DataError, f"{template} cannot be read: ", "", UnicodeDecodeError):
+        of_chats = read_bytes(template).decode("utf-8") if template.is_file() else ""
     if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
-        return Bytes()
+        return with_template(Bytes(), of_chats)
     beside = path.with_name(TOKENIZER_CONFIG)
     with errors_as(DataError, f"{beside} cannot be read: ", "", UnicodeDecodeError):
         config = _text(read_bytes(beside)) if beside.exists() else ""
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
     tokenizer = Bpe(_text(written), str(path), config, model)
     earlier = tokenizer.earlier if fingerprint else None
-    return earlier if earlier is not None and earlier.fingerprint == fingerprint else tokenizer
+    return with_template(earlier if earlier and earlier.fingerprint == fingerprint else tokenizer, of_chats)
 
 
 def _text(written: bytes) -> str:

@@ -4,6 +4,7 @@ import json
 from datetime import datetime
 
 import pytest
+from support.chat_formats import FORMS
 
 from parallax.data.chat import NAMED_TEMPLATES, ChatTemplate, check_messages, without_tags
 from parallax.errors import ConfigError, DataError
@@ -209,3 +210,16 @@ def test_messages_that_are_wrong_are_refused(messages, error):
 def test_messages_that_are_right():
     check_messages(WITH_TOOLS, "f.jsonl:3")
     check_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]], "f.jsonl:3")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_ten_published_formats_are_rendered_with_and_without_tags(name):
+    form = FORMS[name]
+    marked, plain = (ChatTemplate(text, name, tokens=form.tokens) for text in (form.template, form.published))
+    assert plain.render(form.chat) == marked.render(form.chat) == form.text
+    said = answers(marked, form.chat)
+    assert said[-1] == form.answer and len(said) == 2
+    assert plain.spans(form.chat) == marked.spans(form.chat)
+    assert plain.stops[0] == form.answer.partition("4.")[2].strip()
+    prompt = plain.render(form.chat[:-1], add_generation_prompt=True)
+    assert form.text.startswith(prompt + form.answer)
