@@ -277,6 +277,15 @@ def get_config() -> ConfigDict:
     # "text" | "tokens": what becomes of text that spells a special token, as a rendered chat does: it stays text, or is
     # that token
     config.data.special_tokens = "text"
+    # "text" | "chat" | "completion": jsonl, parquet: what a record is: a text; chat: messages, of which answers are
+    # learned; completion: a prompt and the completion that is learned
+    config.data.format = "text"
+    # "auto" | "chatml" | "gemma" | "llama3" | "zephyr" | a Jinja file: chat: auto: that of the tokenizer's folder
+    config.data.chat_template = "auto"
+    config.data.loss_on = "answers"  # "answers" | "all": chat, completion: which tokens are learned
+    # "cut" | "drop" | "split": chat, completion: of a record with more tokens than a window: its first ones, none, or
+    # parts that each begin with a user's turn
+    config.data.too_long = "cut"
     config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
     # most bytes of copies on this machine of data in a bucket or behind a URL, in ~/.cache/parallax/copies
     config.data.cache_bytes = 100000000000

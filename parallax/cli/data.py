@@ -9,18 +9,34 @@ Train on it with --config.data.source=prepared --config.data.path=shards --confi
 import argparse
 import sys
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
 from parallax.config.mixture import DATASET, RECORDS
 from parallax.config.paths import dataset_of, paths_of
-from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
+from parallax.config.sections import (
+    AUTO,
+    BUILT_IN,
+    CHAT,
+    COMPLETION,
+    FILES,
+    FORMATS,
+    NAMED_TEMPLATES,
+    SPECIAL_TOKENS,
+    TEXT,
+    DataConfig,
+    check_tokenizer,
+)
+from parallax.data.conversations import LEARNED, format_of, plain_ids, special_tokens_of
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
-from parallax.data.shards import Manifest
+from parallax.data.shards import Manifest, Shard
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import Bytes, load_tokenizer
-from parallax.display.progress import print_progress_on
-from parallax.errors import ConfigError, DataError, check_choice, exit_status
+from parallax.display.progress import has_colours, print_progress_on
+from parallax.errors import ConfigError, DataError, check_choice, exit_status, printable
 from parallax.hardware.devices import usable_cpus
 from parallax.storage.remote import source_path
 from parallax.user_code import CODE_FORM, imported_code, names_code
@@ -45,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))
     inspect = add_command(commands, "inspect", "describe a folder of shards, and check every byte of it", __doc__)
     inspect.add_argument("folder", type=source_of, help="the --out of prepare")
+    inspect.add_argument(
+        "--show", type=positive, default=0, help="print so many of the first documents; what is learned is in colour"
+    )
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -65,6 +84,9 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
     add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
     add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
+    add("--format", default=TRAINING.format, choices=FORMATS, help=as_training("format", meaning["format"]))
+    templates = f"{meaning['chat_template']}; {', '.join(NAMED_TEMPLATES)} or a file"
+    add("--chat-template", default=TRAINING.chat_template, help=as_training("chat_template", templates))
     tokens = as_training("special_tokens", meaning["special_tokens"])
     add("--special-tokens", default=TRAINING.special_tokens, choices=SPECIAL_TOKENS, help=tokens)
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
@@ -84,8 +106,10 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 def _prepare(parsed: argparse.Namespace) -> int:
     _fill_in(parsed)
     about = {key: getattr(parsed, key) for key in ("path", "field", "where", "synthetic_tokens")}
-    source = open_source(parsed.source, **about)
-    options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab", "special_tokens")}
+    form = format_of(parsed.format, field=parsed.field, template=parsed.chat_template, tokenizer=parsed.tokenizer)
+    source = open_source(parsed.source, form=form, **about)
+    options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab")}
+    options["special_tokens"] = special_tokens_of(parsed.format, parsed.special_tokens, parsed.tokenizer)
     request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **options)
     if parsed.rebuild:
         remove_prepared(parsed.out)
@@ -100,10 +124,13 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     parsed.source = imported_code("--source", parsed.source)
     if not (of_code := names_code(parsed.source)):
         check_choice("--source", parsed.source, (*FILES, *BUILT_IN))
+    reads_field = parsed.source in RECORDS and parsed.format != COMPLETION
     read_by = {
         "path": (parsed.source in FILES, f"--source {parsed.source}"),
-        "field": (parsed.source in RECORDS, f"--source {parsed.source}"),
+        "field": (reads_field, f"--source {parsed.source}" if parsed.format != COMPLETION else "--format completion"),
         "where": (parsed.source in RECORDS, f"--source {parsed.source}"),
+        "format": (parsed.format == TEXT or parsed.source in RECORDS, f"--source {parsed.source}"),
+        "chat_template": (parsed.format == CHAT or parsed.chat_template == AUTO, f"--format {parsed.format}"),
         "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
         "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }
@@ -139,9 +166,35 @@ def _inspect(parsed: argparse.Namespace) -> int:
             damaged += 1
             print(f"DataError: {error}", file=sys.stderr)
     print(f"checked     {len(manifest.shards)} shards: {damaged or 'none'} damaged")
-    if not damaged and manifest.special_tokens == "text":
+    if not damaged and manifest.special_tokens == "text" and not manifest.is_marked:
         _report_ends(manifest, parsed.folder)
+    if not damaged and parsed.show:
+        _show(manifest, parsed.folder, parsed.show)
     return DataError.exit_status if damaged else 0
+
+
+def _show(manifest: Manifest, folder: Path, documents: int) -> None:
+    """Print the first documents, with what is learned in green, or where there are no colours between ⟦ and ⟧."""
+    tokenizer = load_tokenizer(folder, manifest.tokenizer_fingerprint)
+    texts = (text for shard in manifest.shards for text in _documents_of(shard, manifest, folder))
+    left, right = ("\033[32m", "\033[0m") if has_colours(sys.stdout) else ("⟦", "⟧")
+    for number, stored in enumerate(islice(texts, documents), start=1):
+        ids, learned = plain_ids(stored), (stored & LEARNED) > 0
+        if not manifest.is_marked:
+            learned = np.ones(len(ids), bool)
+        parts = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
+        text, before = "", ""
+        for part in parts:
+            whole = tokenizer.decode_whole(ids[: part[-1] + 1])  # the decoder of a piece alone may drop its space
+            words, before = printable(whole[len(before) :]), whole
+            text += f"{left}{words}{right}" if learned[part[0]] else words
+        print(f"\ndocument {number}: {len(ids):,} tokens, {learned.sum():,} learned\n{text}")
+
+
+def _documents_of(shard: Shard, manifest: Manifest, folder: Path) -> list[np.ndarray]:
+    """The ids of each document of a shard, as stored."""
+    ends = np.cumsum(shard.read_documents(folder)["tokens"].astype(np.int64))
+    return np.split(shard.read_ids(folder, manifest.dtype).astype(np.uint32), ends[:-1])
 
 
 def _report_ends(manifest: Manifest, folder: Path) -> None:
@@ -157,7 +210,11 @@ def _report_ends(manifest: Manifest, folder: Path) -> None:
 
 
 def _describe(manifest: Manifest, folder: Path) -> str:
-    source = ", ".join(f"{name} {value}" for name, value in manifest.request["source"].items())
+    about = {
+        name: " ".join(value) if isinstance(value, list) else value
+        for name, value in manifest.request["source"].items()
+    }
+    source = ", ".join(f"{name} {value}" for name, value in about.items())
     return f"""\
 folder      {folder}
 source      {source}

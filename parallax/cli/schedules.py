@@ -10,13 +10,13 @@
 
 import argparse
 import math
-import os
 import re
 import shutil
 import sys
 from collections.abc import Sequence
 
 from parallax.cli.arguments import Parser, positive, write_output
+from parallax.display.progress import has_colours
 from parallax.display.tables import text_table
 from parallax.display.units import percent
 from parallax.errors import ConfigError, check_local, exit_status
@@ -152,7 +152,7 @@ def _grid(schedule: Schedule) -> str:
 
 
 def _coloured(grid: str) -> str:
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not has_colours(sys.stdout):
         return grid
     return re.sub(r"\d+([FBW])\d+", lambda action: f"\033[{TERMINAL_COLOURS[action[1]]}m{action[0]}\033[0m", grid)
 

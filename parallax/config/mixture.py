@@ -33,6 +33,7 @@ class SourceConfig:
     source: str = ""  # "" follows from the files' names
     path: tuple[str, ...] = ()
     field: str = ""  # "" is data.field
+    format: str = ""  # "" is data.format
     where: str = ""
     weight: float = 1
     tokens: float = 0
@@ -48,7 +49,7 @@ class SourceConfig:
 
     def check_fields(self, kind: str) -> None:
         """ConfigError if it names a field, and a source of this kind has none."""
-        for name in ("field", "where"):
+        for name in ("field", "format", "where"):
             if (written := getattr(self, name)) and kind not in RECORDS:
                 raise ConfigError(
                     f"data.mixture.{self.name}.{name}={quoted(written)} reads fields, and a source {kind!r} has none; "

@@ -43,6 +43,10 @@ SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", *RECORDS)  # sources that read `path` through a tokenizer
 SPECIAL_TOKENS = ("text", "tokens")
+TEXT, CHAT, COMPLETION = FORMATS = ("text", "chat", "completion")  # what a record is
+NAMED_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")  # in parallax/data/templates
+ANSWERS, EVERY_TOKEN = LOSS_ON = ("answers", "all")
+CUT, DROP_LONG, SPLIT = TOO_LONG = ("cut", "drop", "split")
 AUTO = "auto"  # a value that is chosen from other settings
 TOKENIZER_ENDINGS = (".json", ".tiktoken", ".model")  # of files with a tokenizer
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
@@ -1227,6 +1231,30 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         choices=SPECIAL_TOKENS,
         saved=True,
     )
+    format: str = key(
+        TEXT,
+        "jsonl, parquet: what a record is: a text; chat: messages, of which answers are learned; completion: a prompt "
+        "and the completion that is learned",
+        choices=FORMATS,
+        saved=True,
+    )
+    chat_template: str = key(
+        AUTO,
+        "chat: auto: that of the tokenizer's folder",
+        choices=(AUTO, *NAMED_TEMPLATES),
+        other="a Jinja file",
+        path=True,
+        elsewhere="url",
+        saved=True,
+    )
+    loss_on: str = key(ANSWERS, "chat, completion: which tokens are learned", choices=LOSS_ON, saved=True)
+    too_long: str = key(
+        CUT,
+        "chat, completion: of a record with more tokens than a window: its first ones, none, or parts that each begin "
+        "with a user's turn",
+        choices=TOO_LONG,
+        saved=True,
+    )
     cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True, saved=False)
     cache_bytes: int = key(
         LIMIT_BYTES,
@@ -1267,6 +1295,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             )
         if self.source not in BUILT_IN and not self.path and not names_code(self.source):
             raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob, or a name")
+        self._check_format()
         if self.source == DATASET:
             for path in self.paths:
                 dataset_of("data.path", path)
@@ -1275,7 +1304,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 f"data.where={quoted(self.where)} reads fields, and data.field='' takes each record as text; name the "
                 "field that holds a document"
             )
-        if self.source in RECORDS and self.source != "arrayrecord" and not self.field:
+        if self.source in RECORDS and (self.source != "arrayrecord" or self.format == CHAT) and not self.field:
             raise ConfigError(
                 f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
             )
@@ -1288,6 +1317,35 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
             raise ConfigError(f"data.cache={quoted(self.cache)} is not used by data.source='prepared'; leave it empty")
         if self.tokenizer != AUTO:
             check_tokenizer(self.tokenizer, self.bpe_vocab, f"{AUTO!r}, ")
+
+    def _check_format(self) -> None:
+        reads_records = self.mixture or self.source in RECORDS
+        if self.format != TEXT and not reads_records:
+            raise ConfigError(
+                f"data.format={self.format!r} reads records, and data.source={self.source!r} has none; use jsonl or "
+                "parquet. Prepared data knows its format"
+            )
+        if self.format != CHAT and self.chat_template != AUTO and not self.mixture:
+            raise ConfigError(
+                f"data.chat_template={quoted(self.chat_template)} is not read with data.format={self.format!r}; "
+                "use data.format='chat'"
+            )
+        if self.format == COMPLETION and self.field != DataConfig.field:
+            raise ConfigError(
+                f"data.field={quoted(self.field)} is not read with data.format='completion', whose fields are prompt "
+                "and completion"
+            )
+        for name in ("loss_on", "too_long"):
+            is_read = self.format != TEXT or self.mixture or self.source == "prepared"
+            if getattr(self, name) != getattr(DataConfig, name) and not is_read:
+                raise ConfigError(
+                    f"data.{name}={getattr(self, name)!r} is not read with data.format='text'; use chat or completion"
+                )
+        if self.format == CHAT and self.special_tokens != DataConfig.special_tokens:
+            raise ConfigError(
+                f"data.special_tokens={self.special_tokens!r} is not read with data.format='chat', whose template "
+                "writes special tokens"
+            )
 
     def _check_mixture(self) -> None:
         if self.path or self.where or self.source != DataConfig.source:
@@ -1339,6 +1397,17 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     def in_shape(self, shape: tuple[int, int]) -> "DataConfig":
         """The settings of a run whose batches all have this shape, (global_batch, seq)."""
         return replace(self, phases="", mixture="", global_batch=shape[0], seq=shape[1])
+
+
+def fields_of_records(kind: str, field: str) -> tuple[str, ...]:
+    """The fields of records of a format that must be there; `field` is data.field, which names messages too.
+
+    >>> fields_of_records("chat", "text"), fields_of_records("chat", "conversation")
+    (('messages',), ('conversation',))
+    """
+    if kind == COMPLETION:
+        return ("prompt", "completion")
+    return ("messages" if kind == CHAT and field == DataConfig.field else field,)
 
 
 def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:

@@ -2,5 +2,5 @@
 
 from parallax.data.mixture import MixedReader, open_mixture, open_sources
 from parallax.data.prefetch import Prefetcher
-from parallax.data.reader import Reader, open_reader
+from parallax.data.reader import PackedReader, Reader, open_reader
 from parallax.data.windows import as_batch

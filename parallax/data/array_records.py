@@ -2,10 +2,11 @@
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallax.data.records import BOM, texts_of
+from parallax.data.records import BOM, document_of, texts_of
 from parallax.errors import DataError, errors_as, imported
 from parallax.storage.files import local_copy, object_of
 
@@ -22,10 +23,18 @@ def read_array_records(file: Path, *, field: str, where: str = "") -> Iterator[s
         ConfigError: array_record is not installed.
         DataError: the file is damaged, or a record is none of these; names file and record.
     """
-    records = ((f"{file}, record {number}", content) for number, content in enumerate(_contents(file), start=1))
     if field:
-        return texts_of(((place, _record(content, place)) for place, content in records), field, where)
-    return (_text(content, place) for place, content in records)
+        return texts_of(json_or_examples(file), partial(document_of, field=field), where)
+    return (_text(content, place) for place, content in _contents_with_places(file))
+
+
+def json_or_examples(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a file, JSON objects or Examples, with their places."""
+    return ((place, _record(content, place)) for place, content in _contents_with_places(file))
+
+
+def _contents_with_places(file: Path) -> Iterator[tuple[str, bytes]]:
+    return ((f"{file}, record {number}", content) for number, content in enumerate(_contents(file), start=1))
 
 
 def _contents(file: Path) -> Iterator[bytes]:

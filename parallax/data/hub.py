@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from parallax.config.paths import DatasetName, dataset_of
-from parallax.data.records import texts_of
 from parallax.errors import ConfigError, DataError, first_line, imported, names_of, quoted
 from parallax.storage.files import open_copy
 
@@ -63,7 +62,3 @@ class NamedDataset:
             rows = self._builder.as_streaming_dataset(split=self._name.split)
             for number, row in enumerate(rows, start=1):
                 yield f"{self._path}, row {number}", row
-
-    def documents(self, field: str, where: str) -> Iterator[str]:
-        """The strings in a field of its rows; with `where`, of those that pass it."""
-        return texts_of(self.rows(), field, where)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.config.mixture import DATASET, STOP, Phase, SourceConfig, parts_of
+from parallax.config.mixture import DATASET, RECORDS, STOP, Phase, SourceConfig, parts_of
 from parallax.config.paths import paths_text
-from parallax.config.sections import FILES, DataConfig
+from parallax.config.sections import ANSWERS, AUTO, CHAT, CUT, FILES, TEXT, DataConfig, fields_of_records
 from parallax.data.prepare import LOCK_FILE, bpe_of
 from parallax.data.reader import Reader, check_room, configured_source, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
@@ -187,7 +187,9 @@ class MixedReader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._readers[0].tokenizer
+        """The tokenizer of all sources, with the chat template of the first that has one."""
+        with_template = (reader.tokenizer for reader in self._readers if reader.tokenizer.template)
+        return next(with_template, self._readers[0].tokenizer)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -328,7 +330,7 @@ def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder
             f"data.tokenizer='bpe' is trained on the text of all sources, and data.mixture.{prepared[0]} is prepared; "
             "write data.tokenizer='auto', with which its tokenizer reads all"
         )
-    sources = [configured_source(alone) for alone in of_sources.values()]
+    sources = [configured_source(alone, Bpe.name) for alone in of_sources.values()]
     described = json.dumps([config.bpe_vocab, *(source.description for source in sources)], sort_keys=True)
     name = f"mixture-bpe-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     cache = Path(config.cache).expanduser() if config.cache else folder
@@ -358,17 +360,23 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
             changes["cache"] = ""
         elif kind in FILES and kind != DATASET:
             for path in source.path:
-                find_files(path, kind, field)
+                find_files(path, kind, fields_of_records(source.format or config.format, field)[0])
         if split == "train":
             seqs = [phase.seq for phase in config.run_phases if phase.weights[source.name]]
             changes |= {"global_batch": 1, "seq": min(seqs)}
+        form = TEXT if kind not in RECORDS else source.format or config.format
+        changes |= {"format": form, "chat_template": config.chat_template if form == CHAT else AUTO}
+        changes |= {"special_tokens": DataConfig.special_tokens} if form == CHAT else {}
+        if form == TEXT and kind != PREPARED:
+            changes |= {"loss_on": ANSWERS, "too_long": CUT}
         return dataclasses.replace(config, mixture="", phases="", where=source.where, **changes)
 
 
 def _kind(config: DataConfig, source: SourceConfig) -> str:
     """What a source reads, as it is written or as the names of its files say."""
     with _naming(source):
-        return source.source or kind_of_all(source.path, source.field or config.field)
+        field = fields_of_records(source.format or config.format, source.field or config.field)[0]
+        return source.source or kind_of_all(source.path, field)
 
 
 def _open_source(alone: DataConfig, source: SourceConfig, **options: Any) -> Reader:

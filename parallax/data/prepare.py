@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from parallax.config.settings import FINGERPRINT_DIGITS, compare_settings
+from parallax.data.conversations import plain_ids
 from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
 from parallax.data.tokenizer import (
+    TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     Bpe,
@@ -24,6 +26,7 @@ from parallax.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     train_bpe,
+    with_template,
 )
 from parallax.display.progress import waiting
 from parallax.display.units import in_bytes
@@ -55,6 +58,10 @@ class Request:
                 f"data.special_tokens={self.special_tokens!r} has no effect with the tokenizer 'bytes', which has no "
                 "special tokens; use 'text', or another tokenizer"
             )
+
+    def dtype(self, tokenizer: Tokenizer) -> np.dtype:
+        """The dtype of ids on disk."""
+        return smallest_dtype(tokenizer.vocab, self.source.form is not None)
 
     def to_json(self) -> dict:
         """Everything that determines the bytes of the shards, without the location of files."""
@@ -91,7 +98,7 @@ def remove_prepared(folder: Path) -> None:
     Raises:
         DataError: the folder also holds something else.
     """
-    known = (MANIFEST_FILE, JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, LOCK_FILE)
+    known = (MANIFEST_FILE, JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE, LOCK_FILE)
     strange = []
     for file in files.names_in(folder):
         name, _, kind = file.removesuffix(".tmp").partition(".")
@@ -117,13 +124,15 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     if not finished and not records and earlier != begun | wanted:
         # For example with a field that does not exist: nothing in the folder is useful.
         earlier = {}
-        for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
+        for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
+    if form := request.source.form:
+        tokenizer = with_template(tokenizer, form.template.text if form.template else "")
     whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     _check_same_request(whole_request, earlier or whole_request, folder)
     listed = finished.shards if finished else [Shard.parse(record, journal) for record in records]
-    done = {shard.name: shard for shard in listed if _is_complete(shard, folder, smallest_dtype(tokenizer.vocab))}
+    done = {shard.name: shard for shard in listed if _is_complete(shard, folder, request.dtype(tokenizer))}
     if finished and len(done) == len(listed):
         return finished
     # Written again, so that new text does not continue an incomplete line.
@@ -131,7 +140,7 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     files.replace_log(journal, [json.dumps(line).encode() + b"\n" for line in lines])
     tokenizer.save(folder)
     shards, byte_counts, spelled = _write_missing(request, folder, tokenizer, journal, done, workers)
-    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts, spelled)
+    manifest = _manifest(request, tokenizer, folder, shards, byte_counts, spelled)
     manifest.write(folder)
     files.remove(journal, missing_ok=True)
     return manifest
@@ -223,16 +232,17 @@ def _histogram(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _manifest(
-    request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray, spelled: int
+    request: Request, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray, spelled: int
 ) -> Manifest:
     counts = totals(shards)
     if not counts["documents"]:
         raise DataError(f"the corpus is empty: {counts['empty_documents']} documents, none with text; give it some")
     token_counts = np.zeros(tokenizer.vocab, np.int64)
     for shard in shards:
-        token_counts += _histogram(shard.read_ids(folder, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
+        ids = shard.read_ids(folder, request.dtype(tokenizer))
+        token_counts += _histogram(plain_ids(ids) if request.source.form else ids, tokenizer.vocab)
     return Manifest(
-        request=request,
+        request=request.to_json(),
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab=tokenizer.vocab,

@@ -16,7 +16,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from parallax.config.sections import AUTO, DataConfig
+from parallax.config.sections import AUTO, CHAT, DROP_LONG, EVERY_TOKEN, SPLIT, DataConfig
+from parallax.data.conversations import LEARNED, TURN, format_of, plain_ids, special_tokens_of
+from parallax.data.packing import Packing, pack, parts_of_document
 from parallax.data.prepare import Request, prepare
 from parallax.data.shards import (
     DOCUMENT,
@@ -34,6 +36,7 @@ from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Tokenizer, load_
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
 from parallax.hardware.devices import usable_cpus
+from parallax.model.batch import IGNORED
 from parallax.storage.copies import limit_copies
 from parallax.storage.files import is_local, local_copy, open_copy, state_of
 from parallax.storage.remote import AnyPath, source_path
@@ -75,13 +78,15 @@ def open_reader(
     """
     check_choice("split", split, SPLITS)
     named = tokenizer or config.tokenizer
+    special_tokens = config.special_tokens
     limit_copies(config.cache_bytes)
     if config.source == "prepared":
         prepared, left_out = source_path(config.path, "data.path"), ""
     else:
         named = Bytes.name if named == AUTO else named
-        options = {"bpe_vocab": config.bpe_vocab, "special_tokens": config.special_tokens}
-        source = configured_source(config)
+        special_tokens = special_tokens_of(config.format, config.special_tokens, named)
+        options = {"bpe_vocab": config.bpe_vocab, "special_tokens": special_tokens}
+        source = configured_source(config, named)
         left_out, request = source.left_out, Request(source=source, tokenizer=named, fingerprint=fingerprint, **options)
         key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
         name = re.sub(r"\W", "_", Path(named).stem)
@@ -93,7 +98,7 @@ def open_reader(
             prepared = there
         else:
             prepare(request, prepared, workers=usable_cpus())
-    opened = _open_tokenizer(named, config.special_tokens, prepared)
+    opened = _open_tokenizer(named, special_tokens, prepared)
     if vocab is not None and vocab < opened.needed:
         raise ConfigError(
             f"model.vocab={vocab} is less than the {opened.needed} ids of tokenizer "
@@ -101,12 +106,14 @@ def open_reader(
             "use as many or more, or 0 to take them from the tokenizer"
         )
     options = {"rows": rows, "columns": columns, "vocab": vocab, "left_out": left_out}
-    return Reader(config, prepared, tokenizer=opened, split=split, **options)
+    kind = PackedReader if Manifest.read(prepared).is_marked else Reader
+    return kind(config, prepared, tokenizer=opened, split=split, **options)
 
 
-def configured_source(config: DataConfig) -> Source:
-    """The documents of the configured source, which is not a prepared one."""
-    about = {"path": config.paths, "field": config.field, "where": config.where}
+def configured_source(config: DataConfig, tokenizer: str) -> Source:
+    """The documents of the configured source, which is not a prepared one; `tokenizer` may have a chat template."""
+    form = format_of(config.format, field=config.field, template=config.chat_template, tokenizer=tokenizer)
+    about = {"path": config.paths, "field": config.field, "where": config.where, "form": form}
     return open_source(config.source, synthetic_tokens=config.synthetic_tokens, **about)
 
 
@@ -128,7 +135,7 @@ def _open_tokenizer(named: str, special_tokens: str, folder: Path) -> Tokenizer:
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
     made = manifest.special_tokens
-    if special_tokens != made:
+    if special_tokens != made and manifest.record_format != CHAT:
         raise DataError(f"data.special_tokens={special_tokens!r}, but {folder} was prepared with {made!r}; use that")
     agrees = named in (AUTO, tokenizer.name)
     if named not in (AUTO, Bytes.name, Bpe.name):
@@ -203,7 +210,10 @@ class Reader:
         self._stream = TokenStream(folder, manifest, tokens, self._chosen(), vocab)
         if contents and vocab is not None and vocab < manifest.vocab:
             self._stream.check_ids()
-        if split == "train" and self.windows < self._global_batch:
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        if self.split == "train" and self.windows < self._global_batch:
             fewer = f", fewer than data.global_batch={self._global_batch}" if self._global_batch > 1 else ""
             raise DataError(
                 f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}{fewer}; "
@@ -317,12 +327,15 @@ class Reader:
         for ahead in range(step, step + STEPS_AHEAD):
             if len(yielded) == len(self._stream.files):
                 return
-            starts = np.minimum(self._windows_in(ahead, self.rows) * self.seq, self.tokens - 1)
-            for shard in self._stream.shards_of(starts):
+            for shard in self._stream.shards_of(self._places_of(self._windows_in(ahead, self.rows))):
                 if shard not in yielded:
                     yielded.add(shard)
                     yield shard
         yield from (shard for shard in range(len(self._stream.files)) if shard not in yielded)
+
+    def _places_of(self, windows: np.ndarray) -> np.ndarray:
+        """Indices in the stream at which these windows are read."""
+        return np.minimum(windows * self.seq, self.tokens - 1)
 
     def _ends_in(self, starts: np.ndarray, columns: int) -> np.ndarray:
         """Whether each of the tokens from `starts` on is its document's last, [rows, columns]. The table of documents
@@ -439,6 +452,96 @@ def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) 
     return mask if split == "eval" else ~mask
 
 
+class PackedReader(Reader):
+    """Windows of whole documents of which parts are learned.
+
+    A window has as many whole documents as fit, and then padding. Of one that is longer than a window, data.too_long
+    says what is read. Order, epochs and splits are a `Reader`'s.
+    """
+
+    def __init__(self, config: DataConfig, folder: Path, **options: Any):
+        self._too_long, self._loss_on = config.too_long, config.loss_on
+        self._packings: dict[int, Packing] = {}  # by the length of windows; copies share it
+        super().__init__(config, folder, **options)
+
+    def _check_windows(self) -> None:
+        if not self.windows:
+            raise DataError(
+                f"no document of the {self.split} split in {self.folder} has a token to learn in a window of data.seq="
+                f"{self.seq}; use longer windows, or data.too_long='split'"
+            )
+        super()._check_windows()
+
+    @property
+    def windows(self) -> int:
+        return self._packing.windows
+
+    @property
+    def packed(self) -> str:
+        """How full the windows are, and what is done with documents that are longer, in a sentence."""
+        lengths = np.diff(self._ends, prepend=0)
+        long = int((lengths > self.seq + 1).sum())
+        fill = self._packing.lengths.sum() / (self.windows * (self.seq + 1))
+        return (
+            f"{len(lengths):,} documents packed whole, {fill:.1%} of the windows; {long:,} are longer than one, "
+            f"data.too_long={self._too_long!r}"
+        )
+
+    @property
+    def _packing(self) -> Packing:
+        if self.seq not in self._packings:
+            self._packings[self.seq] = self._packed()
+        return self._packings[self.seq]
+
+    def _packed(self) -> Packing:
+        lengths = np.diff(self._ends, prepend=0)
+        starts, room = self._ends - lengths, self.seq + 1
+        fits = lengths <= room
+        rows = [np.stack([starts, lengths, np.arange(len(lengths))])[:, fits].T]
+        for document in np.flatnonzero(~fits) if self._too_long != DROP_LONG else ():
+            rows += self._parts(int(starts[document]), int(lengths[document]), int(document))
+        pieces = np.concatenate(rows).astype(np.int64)
+        return pack(*pieces[np.argsort(pieces[:, 0])].T, room)
+
+    def _parts(self, start: int, length: int, document: int) -> Iterator[np.ndarray]:
+        """The parts of a document that is too long, without those in which nothing is learned."""
+        stored = self._stream.read_stored(np.array([start]), length)[0]
+        turns = np.flatnonzero(stored & TURN).tolist() if self._too_long == SPLIT else []
+        parts = parts_of_document(length, turns, self.seq + 1)
+        for first, count in parts if self._too_long == SPLIT else parts[:1]:
+            if self._loss_on == EVERY_TOKEN or (stored[first + 1 : first + count] & LEARNED).any():
+                yield np.array([[start + first, count, document]])
+
+    def fingerprint_with(self, global_batch: int) -> str:
+        documents = [shard.documents_sha256 for shard in self.manifest.shards]
+        content = [super().fingerprint_with(global_batch), documents, self._too_long, self._loss_on]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def documents_of(self, windows: np.ndarray) -> np.ndarray:
+        chosen = np.flatnonzero(self._chosen())
+        pieces = [self._packing.documents[self._packing.pieces_in(window)] for window in windows.tolist()]
+        return np.unique(chosen[np.concatenate([np.zeros(0, np.int64), *pieces])])
+
+    def _arrays(self, windows: np.ndarray) -> dict[str, np.ndarray]:
+        stored = np.zeros((len(windows), self.seq + 1), np.uint32)
+        ends, counts = np.zeros((len(windows), self.seq), bool), np.zeros(len(windows), np.int64)
+        for row, window in enumerate(windows.tolist()):
+            for piece in self._packing.pieces_in(window):
+                start, length = self._packing.starts[piece], self._packing.lengths[piece]
+                begin, counts[row] = counts[row], counts[row] + length
+                stored[row, begin : counts[row]] = self._stream.read_stored(np.array([start]), int(length))[0]
+                ends[row, counts[row] - 1 : counts[row]] = True
+        arrays = batch_arrays(plain_ids(stored), counts, ends)
+        if self._loss_on != EVERY_TOKEN:
+            arrays["labels"][(stored[:, 1:] & LEARNED) == 0] = IGNORED
+        return {name: array[:, self.columns.start : self.columns.stop] for name, array in arrays.items()}
+
+    def _places_of(self, windows: np.ndarray) -> np.ndarray:
+        packing = self._packing
+        pieces = [packing.pieces_in(window) for window in windows.tolist()]
+        return packing.starts[np.concatenate([packing.order[:0], *pieces])]
+
+
 class TokenStream:
     """The ids of one split's documents, end to end: `stream.read(start, count)` is ids start ... start+count-1.
 
@@ -452,7 +555,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, tokens: np.ndarray, documents: np.ndarray, vocab: int | None):
-        self._dtype, self._known = manifest.dtype, manifest.vocab
+        self._dtype, self._known, self._is_marked = manifest.dtype, manifest.vocab, manifest.is_marked
         self._vocab = self._known if vocab is None else min(vocab, self._known)
         self.files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
         states = [_state(file) if is_local(file) else () for file in files]
@@ -476,11 +579,16 @@ class TokenStream:
         return int(self._starts[-1])
 
     def read(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Ids [len(starts), count], as stored; zeros where a row goes beyond the end.
+        """Ids [len(starts), count]; zeros where a row goes beyond the end.
 
         Raises:
             DataError: a shard was truncated, or holds an id that the tokenizer does not have.
         """
+        rows = self.read_stored(starts, count)
+        return plain_ids(rows) if self._is_marked else rows
+
+    def read_stored(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """The same with marks, where the text has them."""
         rows = np.zeros((len(starts), count), self._dtype)
         for row, start in zip(rows, starts.tolist()):
             position, end = start, min(start + count, len(self))
@@ -489,11 +597,12 @@ class TokenStream:
                 piece = min(left, end - position)
                 self._read_into(row[position - start : position - start + piece], shard, offset)
                 position += piece
-        if rows.size and rows.max() >= self._vocab:
-            row, column = np.argwhere(rows >= self._vocab)[0].tolist()
+        ids = plain_ids(rows) if self._is_marked else rows
+        if ids.size and ids.max() >= self._vocab:
+            row, column = np.argwhere(ids >= self._vocab)[0].tolist()
             shard, offset, _ = self._find(int(starts[row]) + column)
             raise DataError(
-                f"shard {self.files[shard]} holds id {rows[row, column]} at position {offset}, but the tokenizer has "
+                f"shard {self.files[shard]} holds id {ids[row, column]} at position {offset}, but the tokenizer has "
                 f"{self._known} ids and the model's table {self._vocab} of them; prepare the data again if it is none "
                 "of the tokenizer's, or use texts without this token, or a model with more"
             )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from parallax.data.special_tokens import END_NAMES, TOKENIZER_CONFIG, TOKENIZER_FILE, token_name
+from parallax.data.special_tokens import END_NAMES, TOKENIZER_CONFIG, save_files, token_name
 from parallax.errors import DataError, errors_as, first_line, imported, quoted
-from parallax.storage.files import make_folder, object_of, write_whole
+from parallax.storage.files import object_of
 
 
 class SentencePiece:
@@ -30,6 +30,7 @@ class SentencePiece:
     """
 
     name = "sentencepiece"
+    template = ""
     earlier = None
 
     def __init__(self, model: bytes, origin: str, config: str = ""):
@@ -98,6 +99,25 @@ class SentencePiece:
         for number, part in enumerate(self._spelling.split(text)):
             yield from [self._controls[part]] if number % 2 else self._inner.encode(part)
 
+    def encode_with_places(
+        self, texts: Sequence[str], *, special_tokens: str = "text"
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        return [self._in_place(self._spelling.split(text) if special_tokens == "tokens" else [text]) for text in texts]
+
+    def _in_place(self, parts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids and letters of a text in parts, each second of them a control symbol."""
+        rows, start = [], 0
+        for number, part in enumerate(parts):
+            if number % 2:
+                rows.append((self._controls[part], start, start + len(part)))
+            else:
+                made = self._inner.encode(part, return_type="offset_mapping")
+                places = zip(made["ids"], made["offsets"], strict=True)
+                rows += [(id_, start + first, start + after) for id_, (first, after) in places]
+            start += len(part)
+        ids, starts, ends = np.array(rows, np.int64).reshape(-1, 3).T
+        return ids.astype(np.int32), starts, ends
+
     def spelled(self, text: str) -> Counter[str]:
         return Counter(self._spelling.findall(text))
 
@@ -107,7 +127,10 @@ class SentencePiece:
             return self._inner.decode([i for i in known if not self._inner.is_control(i)])
         known = known[len(self.begin) :] if tuple(known[: len(self.begin)]) == self.begin else known
         known = known[:-1] if known[-1:] == [self.end] else known
-        runs = groupby(known, self._inner.is_control)
+        return self.decode_whole(known)
+
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        runs = groupby((int(i) for i in ids if i < self.vocab), self._inner.is_control)
         return "".join(
             "".join(map(self.token, run)) if is_control else self._inner.decode([*run]) for is_control, run in runs
         )
@@ -119,8 +142,5 @@ class SentencePiece:
         return self._controls.get(name)
 
     def save(self, folder: Path) -> None:
-        make_folder(folder)
         content = {"parallax": self.name, "model": base64.b64encode(self._model).decode()}
-        write_whole(folder / TOKENIZER_FILE, json.dumps(content))
-        if self.config:
-            write_whole(folder / TOKENIZER_CONFIG, self.config)
+        save_files(folder, json.dumps(content), self.config, self.template)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from parallax.config.sections import TEXT
+from parallax.data.conversations import MARKED_IDS, Marked, encode_marked, plain_ids
 from parallax.data.tokenizer import Tokenizer, as_document
 from parallax.errors import DataError, errors_as, names_of, quoted
 from parallax.storage.files import LARGEST_BYTES, open_copy, read_object, size_of, write_whole
@@ -50,7 +52,7 @@ class Shard:
         check_file(documents, self.documents * DOCUMENT.itemsize, self.documents_sha256 if contents else None)
 
     def read_ids(self, folder: Path, dtype: np.dtype) -> np.ndarray:
-        """All ids."""
+        """All ids, as stored: with marks if the text has them."""
         return _read(ids_file(folder, self.name), dtype)
 
     def read_documents(self, folder: Path) -> np.ndarray:
@@ -93,8 +95,19 @@ class Manifest:
         return self.request.get("special_tokens", "text")
 
     @property
+    def record_format(self) -> str:
+        """What records were, as data.format."""
+        source = self.request.get("source")
+        return str(source.get("format", TEXT)) if isinstance(source, dict) else TEXT
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether ids have marks of what is learned."""
+        return self.record_format != TEXT
+
+    @property
     def dtype(self) -> np.dtype:
-        return smallest_dtype(self.vocab)
+        return smallest_dtype(self.vocab, self.is_marked)
 
     @property
     def bytes_per_token(self) -> float:
@@ -168,9 +181,9 @@ def documents_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.documents"
 
 
-def smallest_dtype(vocab: int) -> np.dtype:
-    """The dtype of ids on disk: two bytes hold 0 ... 65535."""
-    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
+def smallest_dtype(vocab: int, is_marked: bool = False) -> np.dtype:
+    """The dtype of ids on disk: two bytes hold 0 ... 65535; marks stand above an id."""
+    return MARKED_IDS if is_marked else np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
 
 
 def text_hash(content: bytes) -> int:
@@ -183,20 +196,25 @@ def write_shard(
 ) -> Shard:
     """Tokenise `texts` into the files of one shard; each file appears whole or not at all."""
     filled = [text for text in texts if text]
-    encoded = tokenizer.encode_many(filled, special_tokens=special_tokens)
-    if special_tokens == "text":
+    is_marked = any(isinstance(text, Marked) for text in filled)
+    if is_marked:
+        encoded = documents = encode_marked(tokenizer, filled, special_tokens=special_tokens)
+    else:
+        encoded = tokenizer.encode_many(filled, special_tokens=special_tokens)
+        documents = [as_document(tokenizer, ids) for ids in encoded]
+    if special_tokens == "text" and not is_marked:
         for text, ids in zip(filled, encoded):
             if (ids == tokenizer.end).any():
                 raise DataError(
                     f"the tokenizer makes id {tokenizer.end}, which ends a document, of the text {quoted(text)}; use a "
                     "tokenizer whose end stands for no text"
                 )
-    documents = [as_document(tokenizer, ids) for ids in encoded]
-    ids = np.concatenate([np.zeros(0, np.int32), *documents])
+    ids = np.concatenate([np.zeros(0, MARKED_IDS if is_marked else np.int32), *documents])
+    plain = plain_ids(ids) if is_marked else ids
     # An unsigned dtype would silently change ids that are negative or too large.
-    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab:
+    if plain.size and not 0 <= plain.min() <= plain.max() < tokenizer.vocab:
         raise DataError(
-            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but says that it has {tokenizer.vocab} "
+            f"the tokenizer gives ids from {plain.min()} to {plain.max()}, but says that it has {tokenizer.vocab} "
             f"(0 to {tokenizer.vocab - 1}); use a tokenizer.json whose entries agree with its size"
         )
     contents = [text.encode("utf-8") for text in filled]
@@ -209,7 +227,7 @@ def write_shard(
         empty_documents=len(texts) - len(filled),
         text_bytes=sum(map(len, contents)),
         tokens=len(ids),
-        ids_sha256=_write(ids_file(folder, name), ids.astype(smallest_dtype(tokenizer.vocab))),
+        ids_sha256=_write(ids_file(folder, name), ids.astype(smallest_dtype(tokenizer.vocab, is_marked))),
         documents_sha256=_write(documents_file(folder, name), table),
     )
 

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 
 from parallax.config.mixture import DATASET, RECORDS
 from parallax.config.where import where_of
-from parallax.data.array_records import read_array_records
+from parallax.data.array_records import json_or_examples, read_array_records
+from parallax.data.conversations import RecordFormat
 from parallax.data.hub import NamedDataset
-from parallax.data.records import BOM, texts_of
+from parallax.data.records import BOM, document_of, texts_of
 from parallax.data.shards import MANIFEST_FILE
 from parallax.display.progress import waiting
 from parallax.errors import ConfigError, DataError, check_utf8, errors_as, first_few, imported, names_of, quoted, shown
@@ -67,11 +68,21 @@ class Source:
     description: dict
     text_bytes: int | None
     documents: Callable[[], Iterator[str]]
+    form: RecordFormat | None = None  # of records that hold no plain texts
     left_out: str = ""  # how many files are read of a folder, and why not others; "" if all are
 
 
-def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_tokens: int, where: str = "") -> Source:
-    """The documents of a source, see `configs/base.py`; `path` may be several of them.
+def open_source(
+    kind: str,
+    *,
+    path: str | Sequence[str],
+    field: str,
+    synthetic_tokens: int,
+    where: str = "",
+    form: RecordFormat | None = None,
+) -> Source:
+    """The documents of a source, see `configs/base.py`; `path` may be several of them. With `form`, its records hold
+    no plain texts.
 
     Raises:
         DataError: no file matches.
@@ -89,21 +100,27 @@ def open_source(kind: str, *, path: str | Sequence[str], field: str, synthetic_t
         return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
     if names_code(kind):
         return _users(kind, [path] if isinstance(path, str) and path else path)
-    settings = {"field": field} if kind in RECORDS else {}
+    settings: dict[str, Any] = {"field": field} if kind in RECORDS else {}
+    if form:
+        field, settings = form.fields[0], form.description
     settings |= {"where": where_of("data.where", where).text} if where else {}
     paths = [path] if isinstance(path, str) else path
     if kind == DATASET:
-        return _of_datasets(paths, **settings)
+        return _of_datasets(paths, field, where, form)
     files, left_out = _find_all(paths, kind, field)
-    return replace(_files(kind, files, partial(READERS[kind], **settings), **settings), left_out=left_out)
+    read = partial(read_records, kind, form, where) if form else partial(READERS[kind], **settings)
+    return replace(_files(kind, files, read, **settings), form=form, left_out=left_out)
 
 
-def _of_datasets(paths: Sequence[str], *, field: str, where: str = "") -> Source:
+def _of_datasets(paths: Sequence[str], field: str, where: str, form: RecordFormat | None) -> Source:
     """The rows of data sets, one after another."""
     with waiting("finding the files of a data set"):
         each = [NamedDataset(path) for path in paths]
-    description = {"kind": DATASET, "field": field, "where": where, "of": [dataset.description for dataset in each]}
-    return Source(description, None, lambda: chain.from_iterable(dataset.documents(field, where) for dataset in each))
+    about = form.description if form else {"field": field}
+    description = {"kind": DATASET, **about, "where": where, "of": [dataset.description for dataset in each]}
+    read = form.document if form else partial(document_of, field=field)
+    rows = lambda: chain.from_iterable(dataset.rows() for dataset in each)  # noqa: E731
+    return Source(description, None, lambda: texts_of(rows(), read, where), form=form)
 
 
 def _find_all(paths: Sequence[str], kind: str, field: str) -> tuple[list[Path], str]:
@@ -282,7 +299,7 @@ def _say_once(text: str) -> None:
     _logger.warning(text)
 
 
-def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
+def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: Any) -> Source:
     compressed = kind in ("parquet", "arrayrecord") or any(map(_is_packed, files))
     text_bytes, sha256 = 0, hashlib.sha256()
     with waiting("reading the files of text") as show:
@@ -374,7 +391,7 @@ def read_jsonl(file: Path, *, field: str, where: str = "") -> Iterator[str]:
     Raises:
         DataError: a line is not a JSON object with such a string, or is too long; names file and line.
     """
-    return texts_of(_records(file, field), field, where)
+    return texts_of(_records(file, field), partial(document_of, field=field), where)
 
 
 def _records(file: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -434,6 +451,32 @@ def read_parquet(file: Path, *, field: str, where: str = "") -> Iterator[str]:
 def _compared(batch: Any, names: Sequence[str]) -> Iterable[dict[str, Any]]:
     """The values of these columns in each row of a batch of Arrow."""
     return batch.select(list(names)).to_pylist() if names else repeat({})
+
+
+def _rows(file: Path, form: RecordFormat, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of Parquet, of the columns that are read, with their places."""
+    pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
+    wanted = (*form.fields, *(where_of("data.where", where).columns if where else ()))
+    try:
+        with parquet.ParquetFile(local_copy(file)) as opened:
+            names = opened.schema_arrow.names
+            if lacking := [name for name in wanted if name not in names]:
+                raise DataError(f"{file} has no column {quoted(lacking[0])}; columns: {names_of(names)}")
+            columns = [name for name in dict.fromkeys((*wanted, *form.columns)) if name in names]
+            rows = (row for batch in opened.iter_batches(PARQUET_ROWS, columns=columns) for row in batch.to_pylist())
+            for number, record in enumerate(rows, start=1):
+                yield f"{file}, row {number}", record
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def read_records(kind: str, form: RecordFormat, where: str, file: Path) -> Iterator[str]:
+    """The texts of records that hold no plain texts. DataError names file and record."""
+    if kind == "parquet":
+        records = _rows(file, form, where)
+    else:
+        records = _records(file, form.fields[0]) if kind == "jsonl" else json_or_examples(file)
+    return texts_of(records, form.document, where)
 
 
 # ---- counting

@@ -4,12 +4,15 @@ none of text."""
 import json
 import secrets
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from parallax.errors import DataError, quoted
+from parallax.storage.files import make_folder, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
+TEMPLATE_FILE = "chat_template.jinja"  # as well
 END_OF_DOCUMENT = "<|endoftext|>"
 # Other projects' names of the token that ends a document, for tokenizers whose files do not name it.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
@@ -26,6 +29,14 @@ def _byte_symbols() -> list[str]:
 
 
 BYTE_SYMBOLS = _byte_symbols()
+
+
+def save_files(folder: Path, tokenizer: str, config: str, template: str) -> None:
+    """Write the content of a tokenizer.json, and of those beside it that there are."""
+    make_folder(folder)
+    for name, content in ((TOKENIZER_FILE, tokenizer), (TOKENIZER_CONFIG, config), (TEMPLATE_FILE, template)):
+        if content or name == TOKENIZER_FILE:
+            write_whole(folder / name, content)
 
 
 def end_name(

@@ -1,6 +1,7 @@
 """Text to token ids and back: plain bytes, byte-level BPE, or a published tokenizer."""
 
 import base64
+import copy
 import hashlib
 import io
 import json
@@ -24,19 +25,25 @@ from parallax.data.special_tokens import (
     BYTE_SYMBOLS,
     END_NAMES,
     END_OF_DOCUMENT,
+    TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     end_name,
+    save_files,
     token_name,
     without,
 )
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
-from parallax.storage.files import make_folder, object_if_readable, object_of, read_bytes, write_whole
+from parallax.storage.files import object_if_readable, object_of, read_bytes
 from parallax.storage.remote import source_path
 
 MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+
+
+# Ids of a text, the first letter of each, and the letter after its last.
+EncodedInPlace = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Bytes:
@@ -52,6 +59,7 @@ class Bytes:
     begin = ()  # ids that begin a document and a prompt: a BOS token, or none
     end = 256  # id that ends a document; no text encodes to it
     config = ""  # content of tokenizer_config.json
+    template = ""  # content of chat_template.jinja
     earlier = None  # the tokenizer as earlier versions understood its files, if that is another one
 
     @property
@@ -70,6 +78,10 @@ class Bytes:
         """`encode` each text, on several threads if that helps."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_places(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[EncodedInPlace]:
+        """`encode` each text; for each id also its first letter in the text, and the letter after its last."""
+        return [_bytes_in_place(text) for text in texts]
+
     def spelled(self, text: str) -> Counter[str]:
         """How often a text spells each special token."""
         return Counter()
@@ -81,6 +93,11 @@ class Bytes:
         """
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        """Text of ids, with the names of special tokens."""
+        parts = [bytes([i]) if i < 256 else self.token(i).encode() for i in ids if i < self.vocab]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
     def token(self, number: int) -> str:
         """The name of an id in tokenizer.json."""
         return END_OF_DOCUMENT if number == self.end else BYTE_SYMBOLS[number]
@@ -90,9 +107,8 @@ class Bytes:
         return self.end if name == END_OF_DOCUMENT else None
 
     def save(self, folder: Path) -> None:
-        """Write the files for `load_tokenizer`: tokenizer.json, and tokenizer_config.json if there was one."""
-        make_folder(folder)
-        write_whole(folder / TOKENIZER_FILE, json.dumps({"parallax": self.name}))
+        """Write the files for `load_tokenizer`: tokenizer.json, and those beside it that there were."""
+        save_files(folder, json.dumps({"parallax": self.name}), self.config, self.template)
 
     def as_bpe(self) -> dict[str, Any]:
         """The same ids in the format of the `tokenizers` library: a byte-level BPE without merges."""
@@ -115,6 +131,12 @@ class Bytes:
         }
 
 
+def _bytes_in_place(text: str) -> EncodedInPlace:
+    lengths = [len(letter.encode("utf-8")) for letter in text]
+    starts = np.repeat(np.arange(len(text)), lengths)
+    return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32), starts, starts + 1
+
+
 class Bpe:
     """A tokenizer of the `tokenizers` library: usually byte-level byte-pair encoding.
 
@@ -128,6 +150,7 @@ class Bpe:
     """
 
     name = "bpe"
+    template = ""
 
     def __init__(
         self, text: str, origin: str = TOKENIZER_FILE, config: str = "", model: Mapping[str, Any] | None = None
@@ -231,6 +254,15 @@ class Bpe:
             )
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_with_places(self, texts: Sequence[str], *, special_tokens: str = "text") -> list[EncodedInPlace]:
+        inner = self._to_text if special_tokens == "text" else self._to_tokens
+        try:
+            encodings = inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self._origin} cannot encode a text: {first_line(error)}") from error
+        places = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
+        return [(np.array(each.ids, np.int32), *place.T) for each, place in zip(encodings, places)]
+
     def spelled(self, text: str) -> Counter[str]:
         return Counter(self._spelling.findall(text))
 
@@ -243,6 +275,9 @@ class Bpe:
         edges = (*self.begin, self.end)  # some files do not mark them as special
         return self._inner.decode([i for i in kept if i not in edges], skip_special_tokens=True)
 
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([int(i) for i in ids if i < self.vocab], skip_special_tokens=False)
+
     def token(self, number: int) -> str:
         return self._inner.id_to_token(number)
 
@@ -251,10 +286,7 @@ class Bpe:
         return next((number for number, token in added.items() if token.content == name), None)
 
     def save(self, folder: Path) -> None:
-        make_folder(folder)
-        write_whole(folder / TOKENIZER_FILE, self._text)
-        if self.config:
-            write_whole(folder / TOKENIZER_CONFIG, self.config)
+        save_files(folder, self._text, self.config, self.template)
 
 
 def _from_text(text: str, origin: str) -> Any:
@@ -272,6 +304,13 @@ def _from_text(text: str, origin: str) -> Any:
 
 
 Tokenizer = Bytes | Bpe | SentencePiece
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer, with the chat template that is written beside it."""
+    other = copy.copy(tokenizer)
+    other.template = template
+    return other
 
 
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
@@ -337,6 +376,12 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
         return Bpe(json_of_encoding(str(path)), str(path))
     path = source_path(path, "the tokenizer")
     path = path / TOKENIZER_FILE if path.is_dir() else path
+    tokenizer, template = _of_file(path, fingerprint), path.with_name(TEMPLATE_FILE)
+    with errors_as(DataError, f"{template} cannot be read: ", "", UnicodeDecodeError):
+        return with_template(tokenizer, read_bytes(template).decode("utf-8") if template.is_file() else "")
+
+
+def _of_file(path: Path, fingerprint: str) -> Tokenizer:
     missing = f"tokenizer {str(path)!r} does not exist"
     with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", missing=missing):
         written = read_bytes(path)
@@ -357,7 +402,7 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
     tokenizer = Bpe(_text(written), str(path), config, model)
     earlier = tokenizer.earlier if fingerprint else None
-    return earlier if earlier is not None and earlier.fingerprint == fingerprint else tokenizer
+    return earlier if earlier and earlier.fingerprint == fingerprint else tokenizer
 
 
 def _text(written: bytes) -> str:

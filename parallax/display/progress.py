@@ -262,6 +262,11 @@ def _has_cursor(stream: TextIO | None) -> bool:
         return False
 
 
+def has_colours(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that shows colours, and its user has not switched them off."""
+    return _has_cursor(stream) and not os.environ.get("NO_COLOR")
+
+
 def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or COLUMNS

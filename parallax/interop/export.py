@@ -29,7 +29,7 @@ from parallax.checkpoint.steps import (
 )
 from parallax.config.sections import BLOCKS, EMBEDDING, LossConfig, MeshConfig
 from parallax.config.settings import Settings, code_of, load_saved, read_settings
-from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from parallax.data.tokenizer import TEMPLATE_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, first_few, quoted, shown, writing
 from parallax.hardware.devices import start_devices
 from parallax.inference.ends import ends_of_step
@@ -45,7 +45,7 @@ from parallax.version import code_version
 
 STACKED = f"{BLOCKS}."  # prefix of arrays with a dim for layers; the kind of layer follows if there are several
 CARRIED = ("config.json", TOKENIZER_FILE)
-CARRIED_IF_THERE = (TOKENIZER_CONFIG, GENERATION_CONFIG)
+CARRIED_IF_THERE = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG)
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:

@@ -15,7 +15,7 @@ from parallax.checkpoint.arrays import PIECE_BYTES, flatten
 from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.sentence_pieces import SentencePiece
-from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.data.tokenizer import TEMPLATE_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
@@ -33,7 +33,7 @@ from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 CONFIG = "config.json"
 PIECES_FILE = "tokenizer.model"  # of SentencePiece
 # Small texts that users expect in such a folder.
-BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -95,7 +95,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     if dtype or stored in COMPUTE_DTYPES:
         settings = read_settings(settings, model={"dtype": dtype or stored})
     ends = ends_of_import(content, _generation(record["files"], source / GENERATION_CONFIG))
-    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
+    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
@@ -430,6 +430,8 @@ def _texts_beside(
     texts, end = dict(imported), tokenizer.end
     if tokenizer.name == Bytes.name:
         texts[TOKENIZER_FILE] = json_text(Bytes().as_bpe())
+    if tokenizer.template:
+        texts[TEMPLATE_FILE] = tokenizer.template
     if TOKENIZER_CONFIG not in texts:
         length = content.get("max_position_embeddings", context)
         texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))

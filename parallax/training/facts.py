@@ -29,7 +29,7 @@ from parallax.config.settings import (
     differences,
     key_values,
 )
-from parallax.data import MixedReader, Reader
+from parallax.data import MixedReader, PackedReader, Reader
 from parallax.display.progress import waiting
 from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
@@ -121,6 +121,8 @@ def text_lines(data: Reader, name: str = "") -> Iterator[str]:
     )
     if data.left_out:
         yield data.left_out
+    if isinstance(data, PackedReader):
+        yield data.packed
     if spelled := data.manifest.spelled_tokens:
         yield f"the text spells {spelled:,} special tokens of the tokenizer, which stay text"
 

@@ -41,6 +41,7 @@ def test_every_setting_of_the_base_config_is_read():
     assert {field.name for field in dataclasses.fields(data_config())} == {
         *("source", "path", "field", "tokenizer", "bpe_vocab", "cache", "cache_bytes", "seq"),
         *("global_batch", "eval_fraction", "seed", "special_tokens", "synthetic_tokens", "where", "mixture", "phases"),
+        *("format", "chat_template", "loss_on", "too_long"),
     }
 
 

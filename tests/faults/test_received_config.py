@@ -212,6 +212,7 @@ def test_a_config_that_the_user_wrote_decides_everything(tmp_path, capsys):
 
 FILES = {
     "data__tokenizer": "/their/tokenizer.json",
+    "data__chat_template": "/their/chat.jinja",
     "train__init_from": "/their/run",
     "train__continue_from": "/their/run/checkpoints/4",
     "pipeline__schedule": "their.csv",

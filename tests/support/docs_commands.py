@@ -102,6 +102,12 @@ CHEAPER = {
         "--config.mesh.simulate=1 --config.train.steps=2 --config.train.eval_batches=1 "
         "--config.optimizer.warmup_steps=1"
     ),
+    (
+        of_chats := "python train.py --config=runs/theirs/config.json --workdir=runs/tuned "
+        "--config.train.init_from=runs/theirs --config.data.source=jsonl --config.data.path=chats.jsonl "
+        "--config.data.format=chat --config.data.chat_template=chatml --config.data.seq=256"
+    ): f"{of_chats} --config.mesh.simulate=1 --config.train.steps=2 --config.train.eval_batches=1 "
+    "--config.optimizer.warmup_steps=1",
     "python -m parallax.watch runs/first": "python -m parallax.watch runs/first --once",  # else it shows on
     "python train.py --config=configs/quickstart.py --workdir=runs/first --config.train.profile_steps=50:52": (
         f"{FIRST} --workdir=runs/first --config.train.steps=4 --config.train.profile_steps=3:4"
@@ -218,7 +224,14 @@ COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+"
 # Files that commands read.
 CORPUS = {f"corpus/{name}.txt": f"{name} is a document. " * 40 for name in "abcdefgh"}
 SCHEDULE = {"mine.csv": "0F0,0F1+0B0,,0B1\n,1F0+1B0,1F1+1B1,\n"}
-FILES = CORPUS | SCHEDULE
+CHATS = {
+    "chats.jsonl": "".join(
+        f'{{"messages": [{{"role": "user", "content": "What is {n} + {n}?"}}, '
+        f'{{"role": "assistant", "content": "It is {2 * n}."}}]}}\n'
+        for n in range(99)
+    )
+}
+FILES = CORPUS | SCHEDULE | CHATS
 # Runs that a page takes for granted.
 THEIRS = """python -c '
 import pathlib, sys
@@ -229,6 +242,7 @@ write_folder(pathlib.Path("models/theirs"), config, random_tensors(shapes_of(con
 '"""
 BEFORE = {
     "docs/reliability.md": [f"{FIRST} --workdir=runs/mine"],
+    "docs/chat.md": [THEIRS],
     "docs/convert.md": [THEIRS],
     "docs/watching.md": [
         *(f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")),
