@@ -306,7 +306,12 @@ def get_config() -> ConfigDict:
     config.train.other_data = False  # continue_from: go on with other data than that run's, of the same tokenizer
     config.train.log_every_steps = 10  # steps between console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
-    config.train.eval_batches = 4  # global batches in an evaluation; 0: no evaluation
+    config.train.eval_batches = 4  # global batches in an evaluation; -1: the whole held-out text; 0: no evaluation
+    config.train.tasks = ""  # tasks of lm-evaluation-harness, with commas between them (extra: lm-eval); empty: none
+    # tasks: folder of descriptions in place of the harness's own; they may name code, which is run
+    config.train.tasks_folder = ""
+    config.train.tasks_every_steps = 0  # tasks: steps between them; 0: only at the end
+    config.train.tasks_limit = 0  # tasks: documents of each; 0: all
     config.train.stall_factor = 10.0  # prints all stacks if a step takes this many times the median; 0 is off
     # a process is named as slow if it needs this share of a step's time more than the median process, in data, on the
     # host or in saving

@@ -47,7 +47,7 @@ WORKSHOP = {"inference", "interop", "analysis", "cli", "__init__", "__main__"}
 USES_THE_WORKSHOP = {
     "training/build.py": "whether parameters fit on a device, and whether the sample's prompt can be read",
     "training/facts.py": "what a run is about to say of itself: FLOPs, memory, the speed of light",
-    "training/run.py": "the sample at its end",
+    "training/run.py": "the sample at its end, and tasks of lm-evaluation-harness",
 }
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -44,6 +44,7 @@ RUNS = {
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "llmq.py": r"\| H100:1 \| bf16 \| bfloat16 \| \[1\]\(.*\) \| 100% \| 0\.\d \| [\d,]+ \| \d+% \| - \| - \| - \|",
+    "tasks.py": r"\| sentences \| brier_score \| \d\.\d{6} \| \d\.\d{6} \|",
     "mixture.py": r"worst share 0\.\d{3} rows",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
@@ -80,6 +81,7 @@ NEED_LIBTPU = (
     "updates.py",
 )
 NEED_CUDA = ("gpus.py", "published.py")
+NEED_TRANSFORMERS = {"hf_table.py": ("torch", "transformers"), "tasks.py": ("torch", "transformers", "lm_eval")}
 PROCESSES = ("curves.py", "curves.py --recipes", "options.py --here", "recipes.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
@@ -162,7 +164,7 @@ def test_every_command_has_a_smallest_size(monkeypatch, capsys):
     [
         pytest.param(line, marks=pytest.mark.slow) if line in SECONDS else line
         for line in RUNS
-        if line not in (*NEED_LIBTPU, *NEED_CUDA, *PROCESSES, "hf_table.py")
+        if line not in (*NEED_LIBTPU, *NEED_CUDA, *PROCESSES, *NEED_TRANSFORMERS)
     ],
 )
 def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
@@ -220,11 +222,12 @@ def test_a_benchmark_of_processes_or_of_absent_chips_prints_its_figures(line):
 
 
 @pytest.mark.slow
-def test_the_table_of_transformers_has_figures():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    done = run_apart("hf_table.py --smoke")
-    assert done.returncode == 0 and has_figures("hf_table.py", done.stdout), done.stdout + done.stderr[-3000:]
+@pytest.mark.parametrize("line", NEED_TRANSFORMERS)
+def test_tables_beside_transformers_have_figures(line):
+    for name in NEED_TRANSFORMERS[line]:
+        pytest.importorskip(name, reason=f"{name} is not installed (extra: hf-tests)")
+    done = run_apart(f"{line} --smoke")
+    assert done.returncode == 0 and has_figures(line, done.stdout), done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("arguments", [["--smoke", "memory"], ["memory", "--smoke"]])

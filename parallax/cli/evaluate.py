@@ -3,16 +3,17 @@
     python -m parallax.evaluate --workdir=runs/mine
     python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
 
-Without --data the text is the run's held-out text. The mesh is the run's; flags as --config.mesh.tp=1 change it.
+Without --data the text is the run's held-out text. The mesh is the run's; flags as --config.mesh.tp=1 change it. With
+--tasks the model is judged by tasks of lm-evaluation-harness instead.
 """
 
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallax.display.progress import loading, waiting
 
@@ -24,16 +25,21 @@ with loading(__name__, sys.stderr):
     from parallax.data import Reader, open_reader, open_sources
     from parallax.data.sources import kind_of_all
     from parallax.data.tokenizer import Bytes
-    from parallax.errors import DataError, tell
+    from parallax.display.tables import bars, text_table
+    from parallax.errors import ConfigError, DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
+    from parallax.interop.harness import TaskResults, Tasks
     from parallax.sharding.activations import BATCH_AXES
     from parallax.step.batches import put_on, saved_cache
     from parallax.step.resolve import run_tokenizer
-    from parallax.step.step import make_eval_step
+    from parallax.step.step import make_position_step
     from parallax.storage.run_files import RunFiles
     from parallax.training.evaluation import mean_loss, mean_of
 
-USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
+USAGE = (
+    "python -m parallax.evaluate --workdir=FOLDER [--data=FILES | --tasks=NAMES] [--json] "
+    "[--config.SECTION.KEY=VALUE ...]"
+)
 FLAGS = {
     "workdir": Flag("the folder of the run"),
     "data": Flag(
@@ -41,8 +47,13 @@ FLAGS = {
     ),
     "step": Flag("step of the checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
+    "tasks": Flag("tasks of lm-evaluation-harness, with commas between them (extra: lm-eval)"),
+    "task-folder": Flag("tasks: a folder of descriptions, .yaml, in place of the harness's own; they may name code"),
+    "limit": Flag("tasks: documents of each; default: all", 0),
 }
+OF_TASKS = ("task-folder", "limit")  # do nothing without --tasks
 HELD_OUT = "the run's held-out text"
+CHOOSE = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
 
 
 class Evaluation(NamedTuple):
@@ -64,6 +75,7 @@ class Evaluation(NamedTuple):
     bytes_exact: bool
     seq: int
     sources: dict[str, float]  # of a mixture's held-out text: the loss of each
+    positions: dict[int, float]  # the loss from this position in the window to below the next one
 
     def to_json(self) -> str:
         """The result as JSON; non-finite numbers are null, since JSON does not have them."""
@@ -78,7 +90,16 @@ class Evaluation(NamedTuple):
             f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, {self.bits_per_byte:.4f} bits a byte"
             f"\n{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, in windows of {self.seq:,}"
             + "".join(f"\nloss {loss:.4f} of {name}" for name, loss in self.sources.items())
+            + "".join(f"\n{line}" for line in self._by_position())
         )
+
+    def _by_position(self) -> Iterator[str]:
+        """A table of the loss by position in the window."""
+        lasts = [first - 1 for first in [*self.positions][1:]] + [self.seq - 1]
+        names = [f"{first:,}" if first == last else f"{first:,}-{last:,}" for first, last in zip(self.positions, lasts)]
+        losses = [*self.positions.values()]
+        rows = [[name, f"{loss:.4f}", bar] for name, loss, bar in zip(names, losses, bars(losses))]
+        yield from text_table(["position in the window", "loss", ""], rows, left=1)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,8 +115,43 @@ def act(argv: Sequence[str]) -> None:
     mesh = mesh_config(settings.mesh, written_mesh(argv, settings.mesh))
     settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
     workdir, data = RunFiles(line.values["workdir"]).path, line.values["data"]
-    result = evaluate(workdir, settings, data=data, step=None if step < 0 else step)
+    check_task_flags(line.values)
+    chosen = None if step < 0 else step
+    if line.values["tasks"]:
+        given = dict(folder=line.values["task-folder"] or "", limit=line.values["limit"], step=chosen)
+        results = evaluate_on(workdir, settings, line.values["tasks"], **given)
+        print(json.dumps(results.by_task, indent=2) if line.values["json"] else results)
+        return
+    result = evaluate(workdir, settings, data=data, step=chosen)
     print(result.to_json() if line.values["json"] else result)
+
+
+def check_task_flags(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for flags that do not go together."""
+    if values["tasks"] and values["data"]:
+        raise ConfigError(f"--data={values['data']} is not read with --tasks={values['tasks']}; leave one of them out")
+    without = [f"--{name}={values[name]}" for name in OF_TASKS if values[name] and not values["tasks"]]
+    if without:
+        raise ConfigError(f"{without[0]} does nothing without --tasks; name tasks, or leave it out")
+    if values["limit"] < 0:
+        raise ConfigError(f"--limit={values['limit']} is not a number of documents; use 1 or more, or leave it out")
+
+
+def evaluate_on(
+    workdir: Path,
+    settings: Settings,
+    tasks: str,
+    *,
+    folder: str = "",
+    limit: int = 0,
+    step: int | None = None,
+) -> TaskResults:
+    """The results of a run's step in tasks of lm-evaluation-harness; see `Tasks`. Raises as `evaluate`."""
+    trained = load_trained(workdir, settings, settings.mesh, step, CHOOSE)
+    tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {tasks}", sys.stderr)
+    data, of_model = settings.data, (trained.model, trained.tokenizer, trained.ends)
+    chosen = Tasks(*of_model, tasks, folder=folder, limit=limit, length=data.longest_seq, rows=data.global_batch)
+    return chosen(trained.params)
 
 
 def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
@@ -107,21 +163,21 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         DataError: the text is missing, or has nothing to predict.
     """
     tokenizer = run_tokenizer(settings, workdir)
-    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
-    trained = load_trained(workdir, settings, settings.mesh, step, choose)
+    trained = load_trained(workdir, settings, settings.mesh, step, CHOOSE)
     with waiting("reading the text"):
         readers = open_text(trained, settings.data, data, RunFiles(workdir), tokenizer)
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
     first = next(iter(readers.values()))
     put = put_on(trained.model.batch_sharding, (first.rows.size, first.seq))
-    eval_step = make_eval_step(trained.model)
+    step_of_eval = make_position_step(trained.model)
     with waiting("compiling the evaluation, and evaluating") as show:
         losses = {
-            source: mean_loss(eval_step, trained.params, reader, put, reader.batches, show)
+            source: mean_loss(step_of_eval, trained.params, reader, put, reader.batches, show)
             for source, reader in readers.items()
         }
-    loss, tokens = mean_of(losses.values()), sum(tokens for _, tokens in losses.values())
+    mean = mean_of(losses.values())
+    loss, tokens = mean.loss, mean.tokens
     if not tokens:
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
     sizes = [reader.text_bytes() for reader in readers.values()]
@@ -139,7 +195,8 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         text_bytes=size,
         bytes_exact=all(exact for _, exact in sizes),
         seq=first.seq,
-        sources={source: loss for source, (loss, _) in losses.items() if source},
+        sources={source: each.loss for source, each in losses.items() if source},
+        positions=mean.by_position,
     )
 
 

@@ -38,15 +38,18 @@ from rich.text import Text
 from parallax.analysis.load_picture import load_picture
 from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, run_path, write_output
+from parallax.display.tables import BARS, bars
 from parallax.display.units import decimal, duration, in_bytes, percent
 from parallax.errors import CheckpointError, ConfigError, StoreError, check_choice, check_whole, exit_status, printable
 from parallax.storage import files
 from parallax.storage.run_files import (
     COPIED,
+    EVAL_LOSS_FROM,
     EVAL_LOSS_OF,
     LARGEST_STEP,
     OWN_PARTS,
     PROCESS_STEP_SECS,
+    TRAIN_LOSS_OF,
     RunFiles,
     is_of_save,
     number_of,
@@ -74,6 +77,7 @@ OF_EXPERTS = ("experts/load", "experts/entropy")
 NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *OF_EXPERTS, *(f"perf/{name}" for name in SPEEDS))
 OF_PROCESSES = (*map(process_key, OWN_PARTS), PROCESS_STEP_SECS)
 MOST_PROCESSES = 1 << 16
+POSITION = re.compile(r"\d{1,9}")  # of a token in its window
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -131,6 +135,8 @@ class Metrics:
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
         self.eval_by_source: dict[str, float] = {}
+        self.eval_by_position: dict[int, float] = {}
+        self.train_by_source: dict[str, float] = {}
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.copied: set[int] = set()  # steps whose state was copied to be saved
         self.torn = self.odd = 0
@@ -154,13 +160,22 @@ class Metrics:
             self.eval_steps.append(row["step"])
             self.eval_losses.append(finite["eval/loss"])
             self.eval_by_source = losses_of_sources(row)
+            self.eval_by_position = losses_by_position(row)
+        self.train_by_source |= losses_of_sources(row, TRAIN_LOSS_OF)
         self.recent.append({"step": row["step"], **finite})
 
 
-def losses_of_sources(row: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of a mixture's held-out text in a line of metrics.jsonl, by source."""
-    named = {key.removeprefix(EVAL_LOSS_OF): number_of(row[key]) for key in row if key.startswith(EVAL_LOSS_OF)}
+def losses_of_sources(row: Mapping[str, Any], prefix: str = EVAL_LOSS_OF) -> dict[str, float]:
+    """The losses of a mixture's held-out text in a line of metrics.jsonl, by source; or others with this prefix."""
+    named = {key.removeprefix(prefix): number_of(row[key]) for key in row if key.startswith(prefix)}
     return {one_line(name): loss for name, loss in named.items() if loss is not None and math.isfinite(loss)}
+
+
+def losses_by_position(row: Mapping[str, Any]) -> dict[int, float]:
+    """The losses of the held-out text in a line of metrics.jsonl, by the first position of each group."""
+    named = losses_of_sources(row, EVAL_LOSS_FROM)
+    known = {int(name): loss for name, loss in named.items() if POSITION.fullmatch(name)}
+    return {first: known[first] for first in sorted(known)}
 
 
 def processes_of(row: dict[str, Any]) -> np.ndarray:
@@ -452,7 +467,6 @@ STATE_STYLES = {
     "interrupted": "yellow",
 }
 BAD = "bold red"
-BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 32
 MOST_NAMED = 3  # slow processes
 
@@ -547,6 +561,13 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     if by_source := run.metrics.eval_by_source:
         each = ", ".join(f"{name} {decimal(loss, 4)}" for name, loss in by_source.items())
         add("eval loss of", Text(each))
+    if by_source := run.metrics.train_by_source:
+        each = ", ".join(f"{name} {decimal(loss, 4)}" for name, loss in by_source.items())
+        add("train loss of", Text(each))
+    if by_position := run.metrics.eval_by_position:
+        (first, at_first), *_, (last, at_last) = [*by_position.items()] * 2
+        ends = f"{decimal(at_first, 4)} at {first:,}, {decimal(at_last, 4)} from {last:,} on"
+        add("by position", Text(f"eval loss {bars([*by_position.values()])} {ends}"))
     if run.metrics.torn:
         add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:

@@ -32,7 +32,8 @@ ADDED = {
     "loss": "name balance_coefficient router_z_coefficient table_first",
     "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on frozen",
     "data": "special_tokens where mixture phases cache_bytes format chat_template loss_on too_long",
-    "train": "compile_cache continue_from other_data slow_process_share slow_process_steps",
+    "train": "compile_cache continue_from other_data slow_process_share slow_process_steps tasks tasks_folder "
+    "tasks_every_steps tasks_limit",
     "checkpoint": "keep_every_steps local local_every_steps deadline_secs",
     "sample": "special_tokens",
 }

@@ -102,6 +102,7 @@ SAVED_STEP = re.compile(r"(.+)/checkpoints/([1-9]\d{0,9})/?")
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
 TOO_SMALL = "is too small; use {} or more"
+ALL_BATCHES = -1  # of the held-out text
 AXIS = {"least": 1, "also": INFERRED, "says": "is not a number of devices; use 1 or more, or -1 for all others"}
 
 
@@ -1384,6 +1385,12 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         return [*dict.fromkeys(phase.shape for phase in self.run_phases)]
 
     @property
+    def loss_groups(self) -> int:
+        """Number of sources whose losses are told apart in a step; 0 if there is only one."""
+        sources = len(self.parts)
+        return sources if sources > 1 else 0
+
+    @property
     def longest_seq(self) -> int:
         """Tokens in the longest windows of a run."""
         return max(seq for _, seq in self.shapes)
@@ -1448,7 +1455,24 @@ class TrainConfig(Section, says=TOO_SMALL):
     )
     log_every_steps: int = key(10, "steps between console lines; metrics.jsonl has every step", least=1, saved=True)
     eval_every_steps: int = key(200, "0: only at the end", saved=True)
-    eval_batches: int = key(4, "global batches in an evaluation; 0: no evaluation", saved=True)
+    eval_batches: int = key(
+        4,
+        "global batches in an evaluation; -1: the whole held-out text; 0: no evaluation",
+        also=ALL_BATCHES,
+        says="must be a number of batches, -1 for the whole held-out text, or 0 for no evaluation",
+        saved=True,
+    )
+    tasks: str = key(
+        "", "tasks of lm-evaluation-harness, with commas between them (extra: lm-eval); empty: none", saved=False
+    )
+    tasks_folder: str = key(
+        "",
+        "tasks: folder of descriptions in place of the harness's own; they may name code, which is run",
+        path=True,
+        saved=False,
+    )
+    tasks_every_steps: int = key(0, "tasks: steps between them; 0: only at the end", saved=False)
+    tasks_limit: int = key(0, "tasks: documents of each; 0: all", saved=False)
     stall_factor: float = key(
         10.0,
         "prints all stacks if a step takes this many times the median; 0 is off",
@@ -1482,6 +1506,7 @@ class TrainConfig(Section, says=TOO_SMALL):
 
     def check(self) -> None:
         self._check_source()
+        self._check_tasks()
         if not self.compile_cache:
             raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
         profiled = self.profiled
@@ -1505,6 +1530,14 @@ class TrainConfig(Section, says=TOO_SMALL):
         if self.other_data and not self.continue_from:
             raise ConfigError(
                 "train.other_data=True does nothing without train.continue_from; a run goes on with its own data"
+            )
+
+    def _check_tasks(self) -> None:
+        of_tasks = {name: getattr(self, name) for name in ("tasks_folder", "tasks_every_steps", "tasks_limit")}
+        if without := [name for name, value in of_tasks.items() if value and not self.tasks]:
+            raise ConfigError(
+                f"train.{without[0]}={quoted(of_tasks[without[0]])} does nothing without train.tasks; name tasks, or "
+                "leave it out"
             )
 
     @property

@@ -23,6 +23,7 @@ from parallax.data.shares import RowShares, share_rows
 from parallax.data.sources import find_files, kind_of_all
 from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Tokenizer
 from parallax.errors import ConfigError, DataError, errors_as
+from parallax.model.batch import GROUPS
 from parallax.storage import files
 from parallax.storage.remote import source_path
 from parallax.user_code import UserCode, names_code, refuse_saved
@@ -233,7 +234,8 @@ class MixedReader:
         return sources, numbers
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """This process's rows and columns of the global batch of `step`; see `batch_arrays` for the arrays."""
+        """This process's rows and columns of the global batch of `step`; see `batch_arrays` for the arrays. If there
+        are several sources, `groups` has the number of each row's."""
         chosen, readers = self._readers_by_shape[self.phase(step).shape]
         sources, numbers = self.dealt(self.rows(step)[chosen])
         arrays: dict[str, np.ndarray] = {}
@@ -241,6 +243,8 @@ class MixedReader:
             here = sources == source
             for name, array in readers[source].batch_of_rows(numbers[here]).items():
                 arrays.setdefault(name, np.empty((len(chosen), array.shape[1]), array.dtype))[here] = array
+        if len(self._readers) > 1:
+            arrays[GROUPS] = np.broadcast_to(sources[:, None].astype(np.int32), arrays["tokens"].shape)
         return arrays
 
     def windows_by_source(self, step: int) -> dict[str, tuple[Reader, np.ndarray]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 TEXT_WIDTH = 80  # columns of text
 LEAST_CELL = 8  # characters that a shortened name keeps
+BARS = "▁▂▃▄▅▆▇█"
 LEAST_SHOWN = 0.0005  # share of a step; smaller parts have no line
 
 BarPart = tuple[str, float]  # a colour's class, and a share of the whole bar
@@ -35,6 +36,18 @@ def wrapped(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         long = len(line) > TEXT_WIDTH
         yield from textwrap.wrap(line, TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
+
+
+def bars(values: Sequence[float]) -> str:
+    """A bar for each number, from the smallest to the largest; a space for one that is not finite.
+
+    >>> bars([3.0, 2.0, 1.0])
+    '█▅▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    heights = [round((value - low) / span * (len(BARS) - 1)) if math.isfinite(value) else None for value in values]
+    return "".join(" " if height is None else BARS[height] for height in heights)
 
 
 def text_table(

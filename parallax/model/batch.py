@@ -6,6 +6,7 @@
 | `labels` | the ids to predict, from 0 to model.vocab - 1, or `IGNORED`, which is -1 (PyTorch has -100): such a position counts neither in loss, z-loss and gradients nor in the number of tokens |
 | `segments` | the document's number in the row, 0 or more; a token sees those of its own segment; `as_batch` has 0 in padding |
 | `positions` | of rotary embedding, from 0; `as_batch` counts them from the document's start in the row |
+| `groups` | may be left out: the number, from 0, of the group whose loss is also summed apart, as the sources of a mixture |
 
 Functions that take a batch raise DataError for other names, shapes and dtypes, and for values outside these ranges. Values
 cannot be checked inside a function that JAX traces. There a token out of range has an embedding of NaN, and a label out of
@@ -21,11 +22,15 @@ from parallax.errors import LARGEST_INT32, DataError, nearest
 
 IGNORED = -1  # the label of a position that does not count
 BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
+GROUPS = "groups"
 LARGEST_POSITION = 2**24  # angles are float32, in which larger integers are not exact
 
 
-def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BATCH_ARRAYS) -> dict[str, Any]:
-    """The arrays of these names as int32; DataError if they do not meet the table above.
+def checked(
+    batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BATCH_ARRAYS, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The arrays of these names as int32, and those of the `optional` names that are there; DataError if they do not
+    meet the table above.
 
     >>> checked({"tokens": np.array([[3, 9]])}, 8, names=("tokens",))
     Traceback (most recent call last):
@@ -34,7 +39,7 @@ def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BA
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is a dict of the arrays {', '.join(names)}, not {type(batch).__name__}")
     for name in batch:
-        if name not in names:
+        if name not in (*names, *optional):
             raise DataError(f"unknown array {name!r} in a batch; {nearest(str(name), names)}")
     for name in names:
         if name not in batch:
@@ -47,8 +52,10 @@ def checked(batch: Mapping[str, Any], vocab: int, *, names: tuple[str, ...] = BA
         "labels": (IGNORED, vocab - 1, f"{ids}, or {IGNORED} where there is nothing to predict"),
         "segments": (0, LARGEST_INT32, f"0 to {LARGEST_INT32}"),
         "positions": (0, LARGEST_POSITION, f"0 to {LARGEST_POSITION}"),
+        GROUPS: (0, LARGEST_INT32, f"0 to {LARGEST_INT32}"),
     }
-    arrays = {name: whole_numbers(name, batch[name], *ranges[name]) for name in names}
+    there = [*names, *(name for name in optional if name in batch)]
+    arrays = {name: whole_numbers(name, batch[name], *ranges[name]) for name in there}
     shape = arrays[names[0]].shape
     for name, array in arrays.items():
         if array.shape != shape:

@@ -1,6 +1,7 @@
 """Cross-entropy in float32 over chunks of tokens, with or without a sharded vocab; only one chunk of logits exists."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,13 @@ def cross_entropy(
     return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
 
 
+class TokenGroups(NamedTuple):
+    """Groups of tokens whose losses are also summed apart: that of each token, 0 to `count` - 1."""
+
+    of_N: Array
+    count: int
+
+
 def chunked_loss(
     config: LossConfig,
     table: Layout,
@@ -58,11 +66,17 @@ def chunked_loss(
     *,
     entries: int | None = None,
     logit_form: LogitForm = PLAIN,
+    groups: TokenGroups | None = None,
 ) -> Array:
-    """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
-    losses_of = partial(_summed_losses, config, table, entries, logit_form)
-    chunks = _chunks(config, hidden_ND, labels_N)
-    return lax.scan(lambda _, chunk: (None, losses_of(chunk[1], _products(chunk[0], table_VD))), None, chunks)[1].sum(0)
+    """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only; with groups [2, 1 + groups], those of
+    all tokens first."""
+    losses_of = partial(_summed_losses, config, table, entries, logit_form, groups.count if groups else 0)
+
+    def step(_: None, chunk: tuple) -> tuple[None, Array]:
+        hidden_CD, *of_tokens = chunk
+        return None, losses_of(*of_tokens, _products(hidden_CD, table_VD))
+
+    return lax.scan(step, None, _chunks(config, hidden_ND, labels_N, groups))[1].sum(0)
 
 
 def chunked_loss_and_grads(
@@ -77,9 +91,10 @@ def chunked_loss_and_grads(
     entries: int | None = None,
     trained: bool = True,
     logit_form: LogitForm = PLAIN,
+    groups: TokenGroups | None = None,
 ) -> tuple[Array, Array | None, Array]:
-    """The sums [2], and `weight` times the gradients of both losses with respect to table (float32) and hidden, chunk
-    by chunk.
+    """The sums of `chunked_loss`, and `weight` times the gradients of both losses with respect to table (float32) and
+    hidden, chunk by chunk.
 
     The table's gradient is added to `earlier_VD`, if given, to save the memory of a second table; it is None if the
     table is not `trained`.
@@ -88,14 +103,14 @@ def chunked_loss_and_grads(
     every bound axis: its gradient is this device's share, which the caller sums once. With `config.table_first` it is
     whole before the last chunk's gradient of hidden.
     """
-    losses_of = partial(_summed_losses, config, table, entries, logit_form)
+    losses_of = partial(_summed_losses, config, table, entries, logit_form, groups.count if groups else 0)
     wide = dict(preferred_element_type=jnp.float32)
 
     def step(grad_VD, chunk, table_first=False):
-        hidden_CD, labels_C = chunk
+        hidden_CD, *of_tokens = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
-        loss, pull = jax.vjp(partial(losses_of, labels_C), _products(hidden_CD, table_VD))
-        (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
+        loss, pull = jax.vjp(partial(losses_of, *of_tokens), _products(hidden_CD, table_VD))
+        (grad_CV,) = pull(as_varying(_weights_of(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.
         grad_CV = grad_CV.astype(table_VD.dtype)
         with jax.named_scope(GRADIENTS), jax.named_scope(LOGITS):
@@ -108,7 +123,7 @@ def chunked_loss_and_grads(
         return grad_VD, (loss, *pull_hidden(hidden_grad))
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None and trained else earlier_VD
-    chunks = _chunks(config, hidden_ND, labels_N)
+    chunks = _chunks(config, hidden_ND, labels_N, groups)
     if config.table_first:
         grad_VD, earlier = lax.scan(step, start, jax.tree.map(lambda x: x[:-1], chunks))
         grad_VD, last = step(grad_VD, jax.tree.map(lambda x: x[-1], chunks), table_first=True)
@@ -119,9 +134,17 @@ def chunked_loss_and_grads(
 
 
 def _summed_losses(
-    config: LossConfig, table: Layout, entries: int | None, logit_form: LogitForm, labels_C: Array, products_CV: Array
+    config: LossConfig,
+    table: Layout,
+    entries: int | None,
+    logit_form: LogitForm,
+    groups: int,
+    labels_C: Array,
+    groups_C: Array | None,
+    products_CV: Array,
 ) -> Array:
-    """The sums [2] of both losses, as loss.name says. Raises ConfigError if a user's own are not [2, C]."""
+    """The sums of both losses, as loss.name says: [2], or [2, 1 + groups]. Raises ConfigError if a user's own are not
+    [2, C]."""
     loss = named("loss.name", config.name, {"cross_entropy": cross_entropy})
     of_chunk = dict(logits_CV=logit_form(products_CV), labels_C=labels_C, table=table)
     losses = loss(**of_chunk, z_coefficient=config.z_coefficient, entries=entries)
@@ -131,7 +154,17 @@ def _summed_losses(
             f"loss.name={quoted(config.name)} returns {quoted(losses) if shape is None else f'the shape {shape}'} for "
             f"{len(labels_C)} tokens; return [2, {len(labels_C)}], as cross_entropy: the loss and the z-loss of each."
         )
-    return losses.sum(axis=1)
+    if not groups:
+        return losses.sum(axis=1)
+    is_in_GC = groups_C[None] == jnp.arange(groups)[:, None]
+    of_groups = jnp.where(is_in_GC[None], losses[:, None], 0).sum(axis=2)
+    return jnp.concatenate([losses.sum(axis=1, keepdims=True), of_groups], axis=1)
+
+
+def _weights_of(sums: Array, weight: Array) -> Array:
+    """The weights of sums in the loss whose gradient is taken: those of groups have none."""
+    weights = jnp.full_like(sums, weight)
+    return weights if sums.ndim == 1 else weights.at[:, 1:].set(0)
 
 
 def _products(hidden_CD: Array, table_VD: Array) -> Array:
@@ -139,12 +172,17 @@ def _products(hidden_CD: Array, table_VD: Array) -> Array:
         return jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
 
 
-def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:
-    """Tokens in equal chunks of at most `chunk_tokens`; the last chunk is padded with ignored tokens."""
+def _chunks(
+    config: LossConfig, hidden_ND: Array, labels_N: Array, groups: TokenGroups | None
+) -> tuple[Array, Array, Array | None]:
+    """Tokens with their labels and groups in equal chunks of at most `chunk_tokens`; the last chunk is padded with
+    ignored tokens."""
     tokens = len(labels_N)
     count = -(-tokens // config.chunk_tokens)
     size = -(-tokens // count)
     fill = count * size - tokens
     hidden_ND = jnp.pad(hidden_ND, ((0, fill), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, fill), constant_values=IGNORED)
-    return rearrange(hidden_ND, "(count C) D -> count C D", C=size), rearrange(labels_N, "(count C) -> count C", C=size)
+    groups_N = None if groups is None else jnp.pad(groups.of_N, (0, fill))
+    of_tokens = jax.tree.map(lambda x_N: rearrange(x_N, "(count C) -> count C", C=size), (labels_N, groups_N))
+    return rearrange(hidden_ND, "(count C) D -> count C D", C=size), *of_tokens

@@ -16,9 +16,9 @@ from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
-from parallax.model.batch import BATCH_ARRAYS, IGNORED
+from parallax.model.batch import BATCH_ARRAYS, GROUPS, IGNORED
 from parallax.model.embedding import logits
-from parallax.model.loss import chunked_loss, chunked_loss_and_grads
+from parallax.model.loss import TokenGroups, chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, offset, reduce_scatter, sum_over
@@ -27,6 +27,13 @@ from parallax.sharding.plan import GRADIENTS, ShardingPlan
 from parallax.sharding.zigzag import context_ranks, own_tokens
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
+
+
+class Targets(NamedTuple):
+    """What the head reads of each token: its label, and its group if losses are summed by group."""
+
+    labels: Array
+    groups: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Tokens:
     positions: Array
     rows: Array  # [M, B], indices in the global batch
     key: Array | None  # of this step's dropout
+    groups: Array | None = None  # [M, B, S]
 
     @staticmethod
     def of(
@@ -64,11 +72,22 @@ class Tokens:
         if noise is not None and drops:
             root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
             key = as_varying(jax.random.fold_in(root, noise[1]))
-        return Tokens(*(arrays[name] for name in BATCH_ARRAYS), rows.reshape(microbatches, -1), key)
+        rows = rows.reshape(microbatches, -1)
+        return Tokens(*(arrays[name] for name in BATCH_ARRAYS), rows, key, arrays.get(GROUPS))
 
     def count(self) -> Array:
         """Number of labels in the whole global batch that are not ignored, float32."""
         return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), TOKEN_AXES)
+
+    def counts(self, groups: int) -> Array:
+        """The same of each group, [groups]."""
+        is_in = self.groups[None] == jnp.arange(groups).reshape(-1, 1, 1, 1)
+        counts = jnp.sum(is_in & (self.labels != IGNORED)[None], axis=(1, 2, 3))
+        return sum_over(counts.astype(jnp.float32), TOKEN_AXES)
+
+    @property
+    def targets(self) -> Targets:
+        return Targets(self.labels, self.groups)
 
 
 def _share_of_each(x: Array, count: int) -> Array:
@@ -97,6 +116,7 @@ class EmbedAndHead:
     tokens: Tokens
     last: int
     weight: Array | None  # of a token in the loss whose gradient is taken; a forward pass has none
+    groups: int = 0  # whose losses are also summed apart
 
     def embed(self, ids_BS: Array, rows_B: Array) -> Array:
         return self._embed(self._gathered(EMBEDDING), ids_BS, rows_B)
@@ -108,18 +128,18 @@ class EmbedAndHead:
         (grads,) = pull(dx)
         return {EMBEDDING: self.plan.to_summed(EMBEDDING, grads)}
 
-    def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: Any) -> tuple[Array, Any, Array]:
-        """Cross-entropy and z-loss, [2], summed over this device's tokens, `totals` plus the gradients of the stored
+    def head_loss_and_grads(self, y: Array, targets: Targets, totals: Any) -> tuple[Array, Any, Array]:
+        """The sums of `chunked_loss` over this device's tokens, `totals` plus the gradients of the stored
         parameters, and the gradient with respect to y."""
         weights, head = self._gathered(HEAD), self.parts.head
         home = EMBEDDING if head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        table, labels = as_varying(self._table(weights)), cut(self._cut_of_labels, labels_BS)
-        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self.weight
+        table, (labels, of_groups) = as_varying(self._table(weights)), self._own_targets(targets)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels, self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
-        form = dict(entries=head.entries, logit_form=head.logit_form)
+        form = dict(entries=head.entries, logit_form=head.logit_form, groups=of_groups)
         loss, d_table, d_hidden = chunked_loss_and_grads(
             self.loss, head.form.table, *arrays, earlier, trained=trained, **form
         )
@@ -156,6 +176,11 @@ class EmbedAndHead:
         weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
+    def _own_targets(self, targets: Targets) -> tuple[Array, TokenGroups | None]:
+        """The labels and groups of the tokens of which this device computes logits."""
+        labels, groups = jax.tree.map(lambda x: cut(self._cut_of_labels, x).reshape(-1), targets)
+        return labels, TokenGroups(groups, self.groups) if self.groups else None
+
     @property
     def _cut_of_labels(self) -> str:
         """The move of labels to the tokens of which this device computes logits."""
@@ -166,7 +191,8 @@ class EmbedAndHead:
         return {part: self.plan.zero_grads(part, self.weights[part]) for part in self.weights}
 
     def zero_loss(self) -> Array:
-        return as_varying(jnp.zeros(2, jnp.float32), self.loss_axes)
+        shape = (2, 1 + self.groups) if self.groups else (2,)
+        return as_varying(jnp.zeros(shape, jnp.float32), self.loss_axes)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
@@ -227,10 +253,14 @@ class MicrobatchHead(EmbedAndHead):
         y_of_share = reduce_scatter(f"{whole} -> {share}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
         # Labels are folded in the same way as every tp rank folds its own piece of seq.
         pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
-        labels_BS = lax.dynamic_index_in_dim(self.tokens.labels, microbatch, keepdims=False)
-        folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
-        labels_of_share = cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
-        loss, grads, d_share = self.head_loss_and_grads(y_of_share, labels_of_share, state.grads)
+
+        def of_share(x_MBS: Array) -> Array:
+            x_BS = lax.dynamic_index_in_dim(x_MBS, microbatch, keepdims=False)
+            folded = rearrange(x_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
+            return cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
+
+        targets = jax.tree.map(of_share, self.tokens.targets)
+        loss, grads, d_share = self.head_loss_and_grads(y_of_share, targets, state.grads)
         exits = state.exits
         if exits is not None:
             with jax.named_scope(GRADIENTS):
@@ -262,12 +292,12 @@ class LossOnly(MicrobatchHead):
     def start(self, slots: int) -> EndsState:
         return EndsState(None, None, self.zero_loss(), None)
 
-    def head_loss_and_grads(self, y: Array, labels_BS: Array, totals: None) -> tuple[Array, None, None]:
+    def head_loss_and_grads(self, y: Array, targets: Targets, totals: None) -> tuple[Array, None, None]:
         weights, head = self._gathered(HEAD), self.parts.head
         table, hidden = self._table(weights), self._hidden(weights, y)
-        labels = cut(self._cut_of_labels, labels_BS)
-        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        form = dict(entries=head.entries, logit_form=head.logit_form)
+        labels, of_groups = self._own_targets(targets)
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels
+        form = dict(entries=head.entries, logit_form=head.logit_form, groups=of_groups)
         return chunked_loss(self.loss, head.form.table, *arrays, **form), None, None
 
 
@@ -308,8 +338,8 @@ class BatchedHead(EmbedAndHead):
     def run_head(self, state: EndsState) -> EndsState:
         """The loss of all microbatches and its gradients, after the last F and before the first B."""
         y = self.from_last(state.exits)
-        labels = self._own_rows(self.tokens.labels)
-        loss, grads, dy = self.head_loss_and_grads(y, labels, state.grads)
+        targets = jax.tree.map(self._own_rows, self.tokens.targets)
+        loss, grads, dy = self.head_loss_and_grads(y, targets, state.grads)
         with jax.named_scope(GRADIENTS):
             exits = self._to_first(dy)
         return EndsState(state.entries, exits, state.loss + loss, grads)

@@ -31,10 +31,15 @@ from parallax.sharding.rounding import rounding_key
 from parallax.sharding.slots import zeros
 from parallax.sharding.zigzag import context_ranks, to_order
 
+# Metrics by group: sums [2, groups] of both losses of a token, and [groups] numbers of labels.
+GROUP_LOSSES, GROUP_TOKENS = "group_losses", "group_tokens"
 
-def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None):
+
+def loss_and_grads(
+    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, *, groups: int = 0
+):
     """Metrics, gradients and statistics, see ShardedModel.loss_grads_and_statistics."""
-    pipeline = pipeline_of(model, params, batch, noise, "train")
+    pipeline = pipeline_of(model, params, batch, noise, "train", groups)
     state = first_state(pipeline)
     if not pipeline.carries_residuals:
         state = state._replace(saved=None)
@@ -50,9 +55,11 @@ def loss_and_grads(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], 
     return _metrics(pipeline, ended.loss), *model.plan.store(ended.grads | of_layers)
 
 
-def loss_of_batch(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None) -> dict[str, Array]:
+def loss_of_batch(
+    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: None, *, groups: int = 0
+) -> dict[str, Array]:
     """Metrics of the forward pass, see ShardedModel.loss."""
-    pipeline = pipeline_of(model, params, batch, noise, "loss")
+    pipeline = pipeline_of(model, params, batch, noise, "loss", groups)
     return _metrics(pipeline, run_forward(pipeline).ends.loss)
 
 
@@ -83,8 +90,11 @@ def run_forward(pipeline: Pipeline) -> State:
 # ---- what ticks read, and the state before them
 
 
-def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, use: str) -> Pipeline:
-    """What ticks read to "train", or in a forward pass alone for "loss", "logits" or to "observe"."""
+def pipeline_of(
+    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, use: str, groups: int = 0
+) -> Pipeline:
+    """What ticks read to "train", or in a forward pass alone for "loss", "logits" or to "observe"; losses are also
+    summed by so many groups."""
     schedule, weight = model.schedule, None
     if use != "train":
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
@@ -98,7 +108,8 @@ def pipeline_of(model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noi
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
     ends_form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
-    ends = ends_form(parts, model.loss_config, model.plan, of_ends, tokens, schedule.placement[-1], weight)
+    of_loss = tokens, schedule.placement[-1], weight, groups
+    ends = ends_form(parts, model.loss_config, model.plan, of_ends, *of_loss)
     passes = [SaveAll(block, None, (), None, {}) for block in parts.blocks.values()]
     numbers = [order.own_layers() for order in model.orders.values()]
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
@@ -149,8 +160,11 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
 
 def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:
     count, ends = pipeline.ends.tokens.count(), pipeline.ends
-    loss, z_loss = sum_over(loss_sum, ends.loss_axes) / jnp.maximum(count, 1)
+    sums = sum_over(loss_sum, ends.loss_axes)
+    loss, z_loss = (sums[:, 0] if ends.groups else sums) / jnp.maximum(count, 1)
     metrics = {"loss": loss, "tokens": count}
+    if ends.groups:
+        metrics |= {GROUP_LOSSES: sums[:, 1:], GROUP_TOKENS: ends.tokens.counts(ends.groups)}
     return metrics | {"z_loss": z_loss} if ends.loss.z_coefficient else metrics
 
 

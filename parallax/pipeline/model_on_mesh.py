@@ -17,7 +17,7 @@ from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
-from parallax.model.batch import checked
+from parallax.model.batch import GROUPS, checked
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
@@ -106,7 +106,7 @@ class ModelOnMesh:
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
-        arrays = checked(batch, self.config.vocab)
+        arrays = checked(batch, self.config.vocab, optional=(GROUPS,))
         self.check_batch(*arrays["tokens"].shape)
         return arrays
 

@@ -54,7 +54,9 @@ class ShardedModel(ModelOnMesh):
         """
         return self.loss_grads_and_statistics(params, self.checked(batch), noise)[:2]
 
-    def loss_grads_and_statistics(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
+    def loss_grads_and_statistics(
+        self, params: Any, batch: Mapping[str, Array], noise: Array | None = None, groups: int = 0
+    ):
         """The same for a batch as `checked` returns it, and what the parameters of `plan.statistics` follow from.
 
         They are by name, and sharded like them: the largest magnitudes of 8-bit products, and how many tokens each
@@ -62,14 +64,17 @@ class ShardedModel(ModelOnMesh):
         """
         of_statistics = {name: row.at_rest.spec(self.mesh) for name, row in self.plan.statistics.items()}
         out = P(), self.on_mesh["in_specs"][0], of_statistics
-        local = jax.shard_map(partial(loss_and_grads, self), out_specs=out, **self.on_mesh)
+        local = jax.shard_map(partial(loss_and_grads, self, groups=groups), out_specs=out, **self.on_mesh)
         return local(params, batch, noise)
 
-    def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """The metrics of `loss_and_grad`, forward only and without dropout."""
-        return jax.shard_map(partial(loss_of_batch, self), out_specs=P(), **self.on_mesh)(
-            params, self.checked(batch), None
-        )
+    def loss(self, params: Any, batch: Mapping[str, Array], groups: int = 0) -> dict[str, Array]:
+        """The metrics of `loss_and_grad`, forward only and without dropout.
+
+        With `groups`, the batch's array of this name says to which of them a token belongs, and "group_losses" are the
+        sums [2, groups] of both losses of a token, "group_tokens" the numbers of labels.
+        """
+        local = jax.shard_map(partial(loss_of_batch, self, groups=groups), out_specs=P(), **self.on_mesh)
+        return local(params, self.checked(batch), None)
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
         """Observations of embedding and layers in the forward pass of `loss_and_grad`, see observations.py."""

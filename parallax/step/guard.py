@@ -32,7 +32,8 @@ def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Arra
     if it is finite: the host, which reads metrics one step late and then stops the run, finds the state unchanged. With
     None as the config, non-finite steps are skipped without limit, and spikes are not detected.
     """
-    finite = jnp.isfinite(jnp.stack(list(metrics.values()))).all()
+    of_batch = [value for value in metrics.values() if value.ndim == 0]  # sums by group are parts of them
+    finite = jnp.isfinite(jnp.stack(of_batch)).all()
     passes, moments = finite, state[2:]
     if config is not None:
         passes &= state.in_a_row <= config.max_skipped_steps

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import NO_CODE, Settings, check_settings, with_code
 from parallax.errors import ConfigError
-from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.batch import BATCH_ARRAYS, GROUPS
 from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options, copies_what_branches_return
@@ -144,9 +144,11 @@ class TrainStep:
 
     Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard skipped the step;
     skipped_steps, the number of all skipped steps; in_a_row, the number of consecutive non-finite steps. A model with
-    experts has expert_counts, an array: see `counts_of`. A batch must be as in parallax.model.batch (DataError); `take`
-    does the same without checking its values. `seed` is that of dropout; for `guard` see `judge`. `batch_shape` is
-    (global_batch, seq) of the batches that it is made for, which reports read; None if that is not known.
+    experts has expert_counts, an array: see `counts_of`. With a batch that has groups, as those of a mixture have the
+    sources, there are the arrays group_losses and group_tokens: see ShardedModel.loss. A batch must be as in
+    parallax.model.batch (DataError); `take` does the same without checking its values. `seed` is that of dropout; for
+    `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batches that it is made for, which reports read;
+    None if that is not known. `groups` is the number of groups of its batches.
     """
 
     def __init__(
@@ -156,8 +158,10 @@ class TrainStep:
         seed: int,
         guard: GuardConfig | None = None,
         batch_shape: tuple[int, int] | None = None,
+        groups: int = 0,
     ):
         self.model, self.tx, self.seed, self.guard, self.batch_shape = model, tx, seed, guard, batch_shape
+        self.groups = groups
         self.shardings, whole = state_shardings(model, tx), NamedSharding(model.mesh, P())
         self._jitted = jax.jit(
             self.train_step,
@@ -196,13 +200,15 @@ class TrainStep:
         """The lowered step for batches of this shape."""
         self.model.check_batch(global_batch, seq)
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
-        return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(BATCH_ARRAYS, array))
+        names = (*BATCH_ARRAYS, GROUPS) if self.groups else BATCH_ARRAYS
+        return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(names, array))
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """The function that is jitted."""
         state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
-        metrics, grads, statistics = self.model.loss_grads_and_statistics(state.params, batch, noise)
+        of_groups = {"groups": self.groups} if GROUPS in batch else {}
+        metrics, grads, statistics = self.model.loss_grads_and_statistics(state.params, batch, noise, **of_groups)
         with jax.named_scope(UPDATE):
             metrics |= {"grad_norm": self.grad_norm(grads, statistics)}
             passes, guard = judge(self.guard, state.guard, metrics)
@@ -279,7 +285,39 @@ def _trained(rows: Any, tree: Any) -> Any:
 
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
-    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh, model.config.matmul))
+    return _jitted_on(model, model.loss)
+
+
+def make_group_step(model: ShardedModel, *, groups: int) -> Callable:
+    """The same for batches with so many groups, whose sums are among the metrics: see ShardedModel.loss."""
+    return _jitted_on(model, functools.partial(model.loss, groups=groups))
+
+
+def make_position_step(model: ShardedModel) -> Callable:
+    """The same with the sums by position in the window: the groups are those of `first_positions`."""
+
+    def loss_by_position(params: Any, batch: dict[str, Array]) -> dict[str, Array]:
+        shape = batch["tokens"].shape
+        firsts = jnp.array(first_positions(shape[1]))
+        group_S = jnp.searchsorted(firsts, jnp.arange(shape[1]), side="right") - 1
+        groups = jnp.broadcast_to(group_S.astype(jnp.int32), shape)
+        return model.loss(params, {**batch, GROUPS: groups}, groups=len(firsts))
+
+    return _jitted_on(model, loss_by_position)
+
+
+def first_positions(seq: int) -> list[int]:
+    """The first position of each group of positions in windows of `seq` tokens: 0, and powers of two.
+
+    >>> first_positions(10)
+    [0, 1, 2, 4, 8]
+    """
+    return [0, *(1 << power for power in range((seq - 1).bit_length()))]
+
+
+def _jitted_on(model: ShardedModel, function: Callable) -> Callable:
+    """A function of parameters and a batch, jitted; the batch is checked before."""
+    jitted = jax.jit(function, compiler_options=compiler_options(model.mesh, model.config.matmul))
     return in_32_bits()(lambda params, batch: jitted(params, model.checked(batch)))
 
 
@@ -310,4 +348,5 @@ def step_of(settings: Settings, mesh: Any = None, *, code: Mapping[str, Any] = N
     """
     model, shape = model_of(settings, mesh, code=code), (settings.data.global_batch, settings.data.seq)
     model.check_batch(*shape)
-    return TrainStep(model, optimizer_of(model), settings.train.seed, settings.guard, shape)
+    groups = settings.data.loss_groups
+    return TrainStep(model, optimizer_of(model), settings.train.seed, settings.guard, shape, groups)

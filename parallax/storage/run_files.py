@@ -30,6 +30,12 @@ SAVE_SECS, LAST_SAVE_SECS = "perf/save_secs", "perf/last_save_secs"
 
 # In lines of metrics.jsonl, before the name of a source: the loss of its held-out text.
 EVAL_LOSS_OF = "eval/loss/"
+# The same before a position in the window, 0 or a power of two: the loss from there to below the next one.
+EVAL_LOSS_FROM = "eval/loss_from/"
+# Before the name of a task of lm-evaluation-harness, and that of a metric of it.
+TASK_RESULT = "tasks/"
+# Before the name of a mixture's source: the loss of its rows in a step.
+TRAIN_LOSS_OF = "train/loss/"
 
 # In lines of metrics.jsonl: mean seconds of a step that each process spends for itself, by part; and of the whole step.
 OWN_PARTS = ("data", "host", "copy", "write")

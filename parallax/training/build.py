@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from parallax.analysis.planned.devices import check_fits
 from parallax.checkpoint.steps import complete_steps
+from parallax.config.sections import ALL_BATCHES
 from parallax.config.settings import Settings, code_of, read_settings
 from parallax.data import MixedReader, Reader
 from parallax.data.tokenizer import Tokenizer
@@ -106,7 +107,8 @@ def until_the_end(settings: Settings, data: Reader | MixedReader) -> Settings:
 
 def eval_count(components: RunComponents, reader: Reader) -> int:
     """Number of batches in an evaluation of a source, at most those that hold every window once."""
-    return min(components.settings.train.eval_batches, reader.batches)
+    wanted = components.settings.train.eval_batches
+    return reader.batches if wanted == ALL_BATCHES else min(wanted, reader.batches)
 
 
 def checkpoint_settings(components: RunComponents) -> dict[str, Any]:

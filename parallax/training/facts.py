@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from parallax.analysis.traced.flops import (
     parameters_by_component,
 )
 from parallax.analysis.traced.memory import Memory, memory
-from parallax.config.sections import AUTO, ModelConfig
+from parallax.config.sections import ALL_BATCHES, AUTO, ModelConfig
 from parallax.config.settings import (
     FINGERPRINT_DIGITS,
     NOT_OF_A_MODEL,
@@ -35,7 +35,7 @@ from parallax.display.tables import text_table
 from parallax.display.units import in_bytes
 from parallax.errors import ConfigError
 from parallax.hardware.chips import chip
-from parallax.hardware.devices import unused_accelerators
+from parallax.hardware.devices import device_memory, unused_accelerators
 from parallax.step.step import abstract_state
 from parallax.training.build import RunComponents, eval_count, model_of_shape
 
@@ -52,10 +52,9 @@ class StepCosts(NamedTuple):
     light_secs_per_token: float | None = None
 
 
-def step_costs(components: RunComponents, shape: tuple[int, int] | None = None) -> StepCosts:
-    """The costs of a run's step with batches of this shape, by default the first; the speed of CPUs is measured."""
-    settings = components.settings
-    batch, seq = shape = shape or settings.data.shapes[0]
+def step_costs(components: RunComponents, shape: tuple[int, int]) -> StepCosts:
+    """The costs of a run's step with batches of this shape; the speed of CPUs is measured."""
+    settings, (batch, seq) = components.settings, shape
     model = model_of_shape(components.model, shape)
     with waiting("predicting the memory"):
         needs = memory(model, abstract_state(model, components.tx).opt_state, global_batch=batch, seq=seq)
@@ -68,11 +67,17 @@ def step_costs(components: RunComponents, shape: tuple[int, int] | None = None) 
     return StepCosts(flops, *peak_flops(settings.model.dtype), needs, light)
 
 
-def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: int, source: str = "") -> Iterator[str]:
+def run_facts(
+    components: RunComponents,
+    costs_by_shape: Mapping[tuple[int, int], StepCosts],
+    path: Path,
+    start: int,
+    source: str = "",
+) -> Iterator[str]:
     """What is printed of a run in the folder `path` before its steps from `start` on; `source` is the step of another
-    run from which it goes on."""
+    run from which it goes on. The costs are those of the shapes of batches that are still to come."""
     settings, model, data = components.settings, components.model, components.train_data
-    batch, seq = settings.data.global_batch, settings.data.seq
+    (batch, seq), costs = next(iter(costs_by_shape.items()))
     yield f"run {path}" + (f", going on from {source or f'step {start}'}" if start else "")
     yield ""
     yield "what differs from configs/base.py (all settings are in the folder's config.json):"
@@ -86,6 +91,7 @@ def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: in
     yield ""
     parameters, trained = (parameters_by_component(model.plan.declared, trained=only) for only in (False, True))
     yield from size_tables(settings.model, parameters, costs.memory, sum(trained.values()))
+    yield from memory_lines({shape: each.memory.peak for shape, each in costs_by_shape.items()})
     yield ""
     sizes = ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
     yield f"{jax.device_count()} x {jax.devices()[0].device_kind} as {sizes}; {str(model.schedule).splitlines()[0]}"
@@ -102,8 +108,10 @@ def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: in
         yield from unused_accelerators(jax.default_backend())
     wanted = settings.train.eval_batches
     for name, reader in components.eval_data.items():
-        if (count := eval_count(components, reader)) < wanted:
-            text = f"batches of {name}" if name else "batches"
+        text = f"batches of {name}" if name else "batches"
+        if wanted == ALL_BATCHES:
+            yield f"evaluating on {text}: {reader.batches}, the whole held-out text"
+        elif (count := eval_count(components, reader)) < wanted:
             yield f"evaluating on {text}: {count}, all that are held out; train.eval_batches={wanted} is more"
     if not wanted and settings.checkpoint.keep_best:
         keep = f"checkpoint.keep_best={settings.checkpoint.keep_best}"
@@ -111,6 +119,19 @@ def run_facts(components: RunComponents, costs: StepCosts, path: Path, start: in
     if cache := jax.config.jax_compilation_cache_dir:
         yield f"compiled programs are kept in {cache} (train.compile_cache)"
     yield ""
+
+
+def memory_lines(peaks: Mapping[tuple[int, int], int]) -> Iterator[str]:
+    """The predicted memory of batches of later phases, and a warning about a shape that will not fit."""
+    there = device_memory()
+    for number, ((batch, seq), peak) in enumerate(peaks.items()):
+        if number:
+            yield f"batches of {batch} x {seq}, which come later, need {in_bytes(peak)} on each device"
+        if there is not None and peak > there:
+            yield (
+                f"warning: batches of {batch} x {seq} need {in_bytes(peak)} on each device, as predicted, which has "
+                f"{in_bytes(there)}; make global_batch or seq of their phase smaller, or use more devices"
+            )
 
 
 def text_lines(data: Reader, name: str = "") -> Iterator[str]:

@@ -30,6 +30,7 @@ class Due(NamedTuple):
     """What is done after a step, while no step runs."""
 
     evaluate: bool = False
+    tasks: bool = False
     save: bool = False
     copy: bool = False  # to the hosts' own folders
     profile: bool = False  # a trace begins or ends
@@ -55,6 +56,7 @@ class TrainingLoop:
     corruption_check: SilentCorruptionCheck
     profile: Profile
     copies: LocalCopies | None = None
+    run_tasks: Callable[[Any], dict[str, float]] | None = None  # results, by their names in metrics.jsonl
     eval_loss: float | None = None  # of the latest evaluation
     postponed: Due = NOTHING_DUE  # what waits for a step that is finite
     data_error: DataError | None = None  # of a batch for which this process has asked all processes to stop
@@ -111,8 +113,10 @@ class TrainingLoop:
         # Each checkpoint needs its own evaluation to determine the best ones.
         judge = save and checkpoint.keep_best > 0
         evaluate = last or judge or self.postponed.evaluate or _is_turn(done, train.eval_every_steps)
+        tasks = last or self.postponed.tasks or _is_turn(done, train.tasks_every_steps)
         return Due(
             evaluate=evaluate and self.evaluate is not None and not stop,  # a run that is stopping saves at once
+            tasks=tasks and self.run_tasks is not None and not stop,
             save=save or stop,
             copy=self.copies is not None and _is_turn(done, checkpoint.local_every_steps) and not (save or stop),
             profile=self.profile.begins_after(done) or self.profile.ends_after(done),
@@ -142,6 +146,12 @@ class TrainingLoop:
             else:
                 check_eval_loss(ended.step, self.eval_loss)
                 values[EVAL_SECS] = time.monotonic() - began
+        if due.tasks and self.data_error is None:
+            began = time.monotonic()
+            job.set_phase(f"the tasks after step {ended.step}", compiling=True)  # texts of new lengths
+            with self.reports.times.apart(), waiting("running tasks"):
+                values |= self.run_tasks(state.params)
+            values[EVAL_SECS] = values.get(EVAL_SECS, 0.0) + time.monotonic() - began
         self.reports.report(ended, values)
         if due.copy:
             with self.reports.times.apart():

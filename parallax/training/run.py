@@ -25,18 +25,19 @@ from parallax.hardware.devices import simulate_devices, start_devices
 from parallax.hardware.sensors import local_sensors
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import complete, stays_text
+from parallax.interop.harness import Tasks
 from parallax.processes import job
 from parallax.step.step import (
     TrainState,
     TrainStep,
     abstract_state,
     init_state,
-    make_eval_step,
+    make_position_step,
     state_shardings,
     with_first_scales,
 )
 from parallax.storage.files import check_writable, names_in, write_file
-from parallax.storage.run_files import EVAL_LOSS_OF, GOODPUT, LAST_SAVE_SECS, RunFiles
+from parallax.storage.run_files import EVAL_LOSS_FROM, EVAL_LOSS_OF, GOODPUT, LAST_SAVE_SECS, RunFiles
 from parallax.training.build import (
     RunComponents,
     build,
@@ -195,10 +196,10 @@ def run_to_end(
             folder.write_metadata(mesh=model.axis_sizes, start=start, began=began, **about)
             if job.is_first():
                 components.train_data.tokenizer.save(folder.path)
-        costs = step_costs(components)
+        costs = {shape: step_costs(components, shape) for shape in shapes_after(components, start)}
         logger.say("\n".join(run_facts(components, costs, folder.path, start, source)))
         start_secs = time.time() - began - restore_secs
-        meter = meter_of(components, costs)
+        meter = meter_of(components, *next(iter(costs.items())))
         metrics = RunFiles(settings.train.first_run).metrics if source else None
         dropped = logger.begin(start, metrics, since=earlier[0].step if earlier else start)
         with writing(folder.path):
@@ -211,6 +212,7 @@ def run_to_end(
             settings=settings,
             train_step=lambda state, batch: steps[batch["tokens"].shape].take(state, batch),
             evaluate=evaluation(components),
+            run_tasks=tasks_of(components),
             batches=stack.enter_context(Prefetcher(components.train_data, put, start, reserve=reserve)),
             checkpoints=checkpoints,
             copies=copies,
@@ -222,7 +224,7 @@ def run_to_end(
                 rates=learning_rates(settings.optimizer, settings.train.steps),
                 skips=SkippedSteps(settings, components.train_data, model, put, folder, logger),
                 first=start + 1,
-                works=works_of_phases(components, start),
+                works=works_of_phases(components, costs, start),
                 sensors=local_sensors(),
                 processes=ProcessTimes(
                     settings.train.slow_process_share, settings.train.slow_process_steps, logger.say
@@ -383,22 +385,29 @@ def steps_by_shape(components: RunComponents) -> dict[tuple[int, int], TrainStep
     """The training step for each shape of a run's batches; each is compiled when its first batch comes."""
     tx, settings = components.tx, components.settings
     models = {shape: model_of_shape(components.model, shape) for shape in settings.data.shapes}
-    return {shape: TrainStep(model, tx, settings.train.seed, settings.guard) for shape, model in models.items()}
+    given = tx, settings.train.seed, settings.guard
+    groups = settings.data.loss_groups
+    return {shape: TrainStep(model, *given, groups=groups) for shape, model in models.items()}
 
 
-def works_of_phases(components: RunComponents, start: int) -> dict[int, StepWork]:
-    """What steps compute, by the first step after `start` that has another shape than the one before it."""
+def shapes_after(components: RunComponents, start: int) -> list[tuple[int, int]]:
+    """The shapes of batches after the step `start`, in order, each once."""
+    phases = components.settings.data.run_phases
+    current = components.settings.data.phase(start)
+    return [*dict.fromkeys(phase.shape for phase in phases if phase.first_step >= current.first_step)]
+
+
+def works_of_phases(
+    components: RunComponents, costs: Mapping[tuple[int, int], StepCosts], start: int
+) -> dict[int, StepWork]:
+    """What steps compute, by the first step after `start` + 1 that has another shape than the one before it."""
     phases = components.settings.data.run_phases
     changes = {
         after.first_step + 1: after.shape
         for before, after in zip(phases, phases[1:])
         if after.shape != before.shape and after.first_step > start
     }
-    current = max((phase for phase in phases if phase.first_step <= start), key=lambda phase: phase.first_step)
-    if current.shape != phases[0].shape:
-        changes[start + 1] = current.shape
-    works = {shape: work_of(step_costs(components, shape), shape) for shape in {*changes.values()}}
-    return {step: works[shape] for step, shape in changes.items()}
+    return {step: work_of(costs[shape], shape) for step, shape in changes.items()}
 
 
 def work_of(costs: StepCosts, shape: tuple[int, int]) -> StepWork:
@@ -408,19 +417,19 @@ def work_of(costs: StepCosts, shape: tuple[int, int]) -> StepWork:
     return StepWork(tokens, costs.flops_per_token * tokens, light_secs)
 
 
-def meter_of(components: RunComponents, costs: StepCosts) -> Meter:
-    """The run's meter, whose clock begins now."""
-    tokens, flops, light_secs = work_of(costs, components.settings.data.shapes[0])
+def meter_of(components: RunComponents, shape: tuple[int, int], costs: StepCosts) -> Meter:
+    """The run's meter, whose clock begins now, with batches of this shape."""
+    tokens, flops, light_secs = work_of(costs, shape)
     steps = components.settings.train.steps
     return Meter(steps, tokens, flops, costs.peak_flops, jax.device_count(), light_secs=light_secs)
 
 
 def evaluation(components: RunComponents) -> Callable[[Any], dict[str, float]] | None:
-    """A function that computes the mean loss over the held-out tokens of the first batches from parameters; with a
-    mixture also that of each source, of which it reads as many batches."""
+    """A function that computes the mean loss over the held-out tokens of the first batches from parameters, and that by
+    position in the window; with a mixture also that of each source, of which it reads as many batches."""
     if not components.eval_data:
         return None
-    step, put = make_eval_step(components.model), put_batches(components)
+    step, put = make_position_step(components.model), put_batches(components)
     what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
 
     def evaluate(params: Any) -> dict[str, float]:
@@ -436,8 +445,22 @@ def evaluation(components: RunComponents) -> Callable[[Any], dict[str, float]] |
                 name: mean_loss(step, params, reader, put, eval_count(components, reader), show_and_limit)
                 for name, reader in sources
             }
-        return {"eval/loss": mean_of(losses.values())} | {
-            f"{EVAL_LOSS_OF}{n}": loss for n, (loss, _) in losses.items() if n
+        mean = mean_of(losses.values())
+        values = {"eval/loss": mean.loss} | {
+            f"{EVAL_LOSS_OF}{name}": each.loss for name, each in losses.items() if name
         }
+        return values | {f"{EVAL_LOSS_FROM}{first}": loss for first, loss in mean.by_position.items()}
 
     return evaluate
+
+
+def tasks_of(components: RunComponents) -> Callable[[Any], dict[str, float]] | None:
+    """A function that computes the results of train.tasks from parameters."""
+    train, data = components.settings.train, components.settings.data
+    if not train.tasks:
+        return None
+    tokenizer = components.train_data.tokenizer
+    ends = ends_of(tokenizer, components.settings.model.vocab, components.of_import)
+    options = dict(folder=train.tasks_folder, limit=train.tasks_limit, length=data.longest_seq, rows=data.global_batch)
+    tasks = Tasks(components.model, tokenizer, ends, train.tasks, **options)
+    return lambda params: tasks(params).by_metric

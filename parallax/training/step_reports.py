@@ -15,10 +15,11 @@ from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.display.progress import FIRST_SECS, waiting
 from parallax.hardware.sensors import Sensors
+from parallax.pipeline import GROUP_LOSSES, GROUP_TOKENS
 from parallax.processes import job
 from parallax.step.expert_load import EXPERT_COUNTS, load_values
 from parallax.step.optimizer import learning_rate
-from parallax.storage.run_files import COMPILE_SECS, EVAL_LOSS_OF
+from parallax.storage.run_files import COMPILE_SECS, EVAL_LOSS_OF, TASK_RESULT, TRAIN_LOSS_OF
 from parallax.training.divergence import SkippedSteps
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter, StepWork
@@ -103,9 +104,11 @@ class StepReports:
         with self.times.apart(), waiting(f"taking step {ended.step}", patience_secs=patience_secs):
             metrics = jax.device_get(ended.metrics)
         counts = metrics.pop(EXPERT_COUNTS, None)
+        of_sources = self.losses_of_sources(metrics.pop(GROUP_LOSSES, None), metrics.pop(GROUP_TOKENS, None))
         metrics = {name: float(value) for name, value in metrics.items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}
+        values |= {f"{TRAIN_LOSS_OF}{name}": loss for name, loss in of_sources.items()}
         values["train/learning_rate"] = self.rates(updates)
         values |= self.skips.note(ended.step, metrics)
         if counts is not None:
@@ -116,6 +119,13 @@ class StepReports:
         if first:
             values[COMPILE_SECS] = self.compile_secs
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
+
+    def losses_of_sources(self, sums: np.ndarray | None, tokens: np.ndarray | None) -> dict[str, float]:
+        """The mean loss of a step by source of a mixture, of those that have labels in it."""
+        if sums is None:
+            return {}
+        names = [source.name for source in self.settings.data.parts]
+        return {name: float(nats / count) for name, nats, count in zip(names, sums[0], tokens) if count}
 
     def is_logged(self, step: int) -> bool:
         """Whether a step is printed by its number, whatever the time of steps."""
@@ -134,3 +144,7 @@ class StepReports:
         if "eval/loss" in values:
             of_sources = {key.removeprefix(EVAL_LOSS_OF): values[key] for key in values if key.startswith(EVAL_LOSS_OF)}
             self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"], of_sources))
+        results = {key.removeprefix(TASK_RESULT): values[key] for key in values if key.startswith(TASK_RESULT)}
+        if results:
+            each = "".join(f"  {name} {value:.4f}" for name, value in results.items())
+            self.logger.say(f"step {ended.step}/{self.settings.train.steps}{each}")

@@ -40,7 +40,8 @@ def on(run, **mesh):
 
 
 def directly(run, texts):
-    """Nats, tokens: each document's tokens and end, cut into windows of the stream, scored by the plain logits."""
+    """Nats, tokens, and both by position in the window: each document's tokens and end, cut into windows of the stream,
+    scored by the plain logits."""
     settings = on(run)
     trained = load_trained(run, settings, MeshConfig(**ONE), None, "")
     tokenizer, seq = trained.tokenizer, settings.data.seq
@@ -49,6 +50,7 @@ def directly(run, texts):
         ids = [*tokenizer.encode(text).tolist(), tokenizer.end]
         stream, document = stream + ids, document + [number] * len(ids)
     nats, count, logits = 0.0, 0, jax.jit(trained.model.logits)
+    of_position = np.zeros((2, seq))
     for start in range(0, len(stream) - 1, seq):
         ids, own = np.array(stream[start : start + seq]), np.array(document[start : start + seq])
         pad = seq - len(ids)
@@ -59,9 +61,10 @@ def directly(run, texts):
             following = start + at + 1
             if following < len(stream) and document[following] == document[start + at]:
                 row = scores[at]
-                nats += np.log(np.exp(row - row.max()).sum()) + row.max() - row[stream[following]]
-                count += 1
-    return nats, count
+                loss = np.log(np.exp(row - row.max()).sum()) + row.max() - row[stream[following]]
+                nats, count = nats + loss, count + 1
+                of_position[:, at] += loss, 1
+    return nats, count, of_position
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +81,17 @@ def on_one_device(observed_run, text_file):
 
 
 def test_loss_and_bits_per_byte_are_those_of_a_direct_computation(observed_run, text_file, on_one_device):
-    nats, count = directly(observed_run, text_file[1])
+    nats, count, (nats_S, count_S) = directly(observed_run, text_file[1])
     size = sum(len(text.encode()) for text in text_file[1])
     assert (on_one_device.tokens, on_one_device.text_bytes, on_one_device.documents) == (count, size, 4)
     # Float32 logits on our side: each of about a hundred terms is off by 2^-24 of its size.
     assert on_one_device.loss == pytest.approx(nats / count, rel=1e-6)
     assert on_one_device.perplexity == pytest.approx(math.exp(nats / count), rel=1e-5)
     assert on_one_device.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+    ranges = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 4), 4: slice(4, 8), 8: slice(8, 16), 16: slice(16, 32)}
+    by_position = {first: nats_S[part].sum() / count_S[part].sum() for first, part in ranges.items()}
+    assert on_one_device.positions == pytest.approx(by_position, rel=1e-5)
+    assert f"8-15                    {by_position[8]:.4f}" in str(on_one_device)
 
 
 @pytest.mark.fast(2)
@@ -96,6 +103,7 @@ def test_every_mesh_gives_the_same_loss_and_counts_the_same_tokens(observed_run,
     assert cut.mesh == mesh and cut.tokens == on_one_device.tokens
     assert cut.loss == pytest.approx(on_one_device.loss, abs=1e-6)
     assert cut.bits_per_byte == pytest.approx(on_one_device.bits_per_byte, abs=1e-6)
+    assert cut.positions == pytest.approx(on_one_device.positions, abs=1e-5)
 
 
 def test_the_held_out_part_is_that_of_the_run_and_its_bytes_are_counted(observed_run, capsys):

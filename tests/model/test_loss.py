@@ -15,7 +15,7 @@ from support.traced_equations import equations
 from parallax.config.sections import AXES, LossConfig
 from parallax.errors import ConfigError
 from parallax.model.batch import IGNORED
-from parallax.model.loss import chunked_loss, chunked_loss_and_grads
+from parallax.model.loss import TokenGroups, chunked_loss, chunked_loss_and_grads
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.layout import Layout
 
@@ -221,3 +221,18 @@ def test_the_metrics_hold_cross_entropy_and_z_loss_apart():
     np.testing.assert_allclose(both["loss"], cross_entropy["loss"], rtol=1e-6)
     np.testing.assert_allclose([trained["loss"], trained["z_loss"]], [both["loss"], both["z_loss"]], rtol=1e-6)
     assert float(both["z_loss"]) > 0.1
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+def test_losses_of_groups_are_summed_apart_and_change_neither_loss_nor_gradients(chunk_tokens):
+    table, hidden, labels = arrays()
+    config, layout = LossConfig(z_coefficient=1e-2, chunk_tokens=chunk_tokens), Layout.parse("vocab d_model")
+    of_tokens = jnp.arange(len(labels), dtype=jnp.int32) % 3
+    groups, given = TokenGroups(of_tokens, 4), (config, layout, table, hidden, labels)
+    sums, *grads = chunked_loss_and_grads(*given, jnp.float32(WEIGHT), groups=groups)
+    plain, *plain_grads = chunked_loss_and_grads(*given, jnp.float32(WEIGHT))
+    jax.tree.map(np.testing.assert_array_equal, (sums[:, 0], *grads), (plain, *plain_grads))
+    np.testing.assert_allclose(chunked_loss(*given, groups=groups), sums, rtol=1e-6)
+    for group in range(4):
+        only = jnp.where(of_tokens == group, labels, IGNORED)
+        np.testing.assert_allclose(sums[:, 1 + group], chunked_loss(*given[:4], only), rtol=1e-5)

@@ -155,6 +155,10 @@ PARSED = {
     "python train.py --workdir=runs/mine --config.train.steps=2000 "
     """--config.data.mixture="old=(source='stdlib') new=(path='web', weight=0)" """
     '--config.data.phases="next=(from_step=1001, old=0, new=1)"': CORPORA,
+    'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
+    'pip install -e ".[lm-eval,hf-tests]" -c constraints.txt': NETWORK,
+    "python -m parallax.evaluate --workdir=runs/first --tasks=arc_easy,lambada_openai": NETWORK,
+    "python benchmarks/tasks.py": LONG,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,
     "pip install -e '.[gpu-compiler]' -c constraints.txt": NETWORK,

@@ -106,7 +106,7 @@ SHARED = {
     # The optimizer's state follows from the model, which no other optimizer has.
     (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
     (run, "TrainStep"): functools.cache(run.TrainStep),
-    (run, "make_eval_step"): functools.cache(run.make_eval_step),
+    (run, "make_position_step"): functools.cache(run.make_position_step),
     (facts, "peak_flops"): functools.cache(facts.peak_flops),
 }
 

@@ -23,6 +23,7 @@ from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli import generate, watch
 from parallax.cli import train as command_line
 from parallax.cli.command import load_config, read_line
+from parallax.cli.evaluate import evaluate
 from parallax.cli.watch import WatchedRun, picture
 from parallax.config.settings import load_settings, read_settings
 from parallax.display import progress
@@ -384,6 +385,18 @@ def test_curves_are_written_for_tensorboard(corpus, tmp_path):
 def test_an_evaluation_on_less_than_was_asked_for_is_said(corpus, tmp_path, capsys):
     train(tiny_config(corpus, **{"train.steps": 3, "train.eval_batches": 1000}), tmp_path)
     assert "all that are held out; train.eval_batches=1000 is more" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_all_that_is_held_out_is_that_of_evaluate(corpus, tmp_path, capsys):
+    """Whose last batch has rows without text."""
+    train(tiny_config(corpus, **{"train.steps": 3, "train.eval_batches": -1}), tmp_path)
+    assert "evaluating on batches: 9, the whole held-out text" in capsys.readouterr().out
+    row, result = read_metrics(tmp_path / "metrics.jsonl")[-1], evaluate(tmp_path, load_settings(tmp_path))
+    assert result.tokens % (8 * 32) and row["eval/loss"] == pytest.approx(result.loss, rel=1e-6)
+    assert {int(key.rpartition("/")[2]): row[key] for key in row if "loss_from" in key} == pytest.approx(
+        result.positions, rel=1e-6
+    )
 
 
 def test_a_finished_run_writes_a_sample(corpus, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from support.run_examples import losses, stop_at, tiny_config
 from support.tiny_model import mesh_of
@@ -13,8 +14,11 @@ from parallax.cli.watch import main as watch
 from parallax.config.settings import load_settings, read_settings
 from parallax.errors import CheckpointError, ConfigError
 from parallax.inference.run import load
+from parallax.model.batch import IGNORED
 from parallax.pipeline import ShardedModel
-from parallax.storage.run_files import read_metrics
+from parallax.step.batches import open_split
+from parallax.storage.run_files import RunFiles, read_metrics
+from parallax.training import facts
 from parallax.training.build import model_of_shape
 from parallax.training.folder import RunFolder
 from parallax.training.run import train
@@ -55,11 +59,23 @@ def test_losses_of_sources_are_recorded_and_each_source_is_in_the_log(whole):
     assert [*about["sources"]] == ["text", "count"]
 
 
+def test_the_loss_of_a_step_is_the_mean_of_its_sources(whole):
+    reader = open_split(load_settings(whole), RunFiles(whole), "train")
+    for row in read_metrics(whole / "metrics.jsonl"):
+        batch = reader.batch(row["step"] - 1)
+        counts = [((batch["labels"] != IGNORED) & (batch["groups"] == number)).sum() for number in range(2)]
+        each = [row["train/loss/text"], row["train/loss/count"]]
+        assert row["train/loss"] == pytest.approx(np.average(each, weights=counts), rel=1e-6)
+
+
 def test_watch_and_evaluate_tell_sources_apart(whole, capsys):
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "eval/loss" in row]
     assert watch([str(whole), "--once"]) == 0
     loss = {name: rows[-1][f"eval/loss/{name}"] for name in ("text", "count")}
-    assert f"eval loss of  text {loss['text']:.4f}, count {loss['count']:.4f}" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"eval loss of text {loss['text']:.4f}, count {loss['count']:.4f}" in shown
+    assert f"train loss of text {rows[-1]['train/loss/text']:.4f}, count {rows[-1]['train/loss/count']:.4f}" in shown
+    assert f"{rows[-1]['eval/loss_from/0']:.4f} at 0, {rows[-1]['eval/loss_from/16']:.4f} from 16 on" in shown
 
 
 @pytest.mark.slow
@@ -103,6 +119,17 @@ def test_each_shape_of_batches_chooses_its_kernel(corpus):
     assert model.config.kernel == "xla" and model_of_shape(model, (8, 64)).settings.model.kernel == "auto"
 
 
+def test_the_memory_of_later_shapes_is_said_and_one_that_will_not_fit_is_warned_of(monkeypatch):
+    monkeypatch.setattr(facts, "device_memory", lambda: 2**30)
+    assert [*facts.memory_lines({(8, 32): 2**29})] == []
+    assert [*facts.memory_lines({(8, 32): 2**29, (4, 64): 2**29, (8, 64): 2**31})] == [
+        "batches of 4 x 64, which come later, need 512.0 MiB on each device",
+        "batches of 8 x 64, which come later, need 2.0 GiB on each device",
+        "warning: batches of 8 x 64 need 2.0 GiB on each device, as predicted, which has 1.0 GiB; make global_batch or "
+        "seq of their phase smaller, or use more devices",
+    ]
+
+
 @pytest.mark.slow
 def test_a_run_of_one_source_goes_on_with_a_mixture(corpus, tmp_path):
     assert train(tiny_config(corpus), tmp_path).reason == "finished"
@@ -131,6 +158,9 @@ def test_phases_of_other_shapes_are_resumed_bitwise_on_every_mesh(corpus, tmp_pa
         train(mixed(corpus, phases), tmp_path / "run")
     assert train(mixed(corpus, phases), tmp_path / "run").reason == "finished"
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    rows = [row for row in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "train/loss" in row]
+    assert all({"train/loss/text", "train/loss/count"} <= {*row} for row in rows)  # in phases of each shape
+    assert "batches of 16 x 64, which come later, need" in (tmp_path / "whole" / "log.txt").read_text()
     replayed = "\n".join(replay(read_settings(mixed(corpus, phases)), RunFolder(tmp_path / "whole"), 6))
     assert replayed.count(": the same") == 2, replayed
     assert params_of_last(tmp_path / "run") == params_of_last(tmp_path / "whole")
