@@ -32,6 +32,7 @@ from parallax.sharding.collectives import (
     all_gather,
     as_varying,
     bound_axis_sizes,
+    is_bound,
     max_over,
     offset,
     permute,
@@ -67,10 +68,21 @@ class CacheForm(NamedTuple):
 
 
 class Caches(struct.PyTreeNode):
-    """The caches of a stage's layers, by their form."""
+    """The caches of a stage's layers: for each place the entries of every form that a rank has there.
 
-    of_form: dict[CacheForm, dict[str, Array]]  # [layers, B, slots, ...] of each name
+    Layers have arrays of their own, so that a token is written in place.
+    """
+
+    of_places: list[dict[CacheForm, dict[str, Array]]]  # [B, slots, ...] of each name
     slots: int = struct.field(pytree_node=False)  # of a row
+
+
+class Layer(NamedTuple):
+    """A layer in a place of a rank: its index in the stack of its kind there, and the form of its cache."""
+
+    kind: str
+    index: int
+    form: CacheForm
 
 
 class Decoder:
@@ -105,6 +117,8 @@ class Decoder:
         of the global batch.
         """
         local = partial(self._write, pick=pick, tokens=tokens, ends=ends)
+        if self.mesh.size == 1:
+            return local(params, prompts, key)  # no axis is bound, so nothing is sent, and nothing waits
         specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
         rows = Layout.parse(ROWS).spec(self.mesh)
         in_specs = (specs, Prompts(rows, rows), P())
@@ -114,70 +128,57 @@ class Decoder:
     # ---- what runs on each device
 
     def _write(self, params, prompts, key, *, pick, tokens, ends):
-        weights, (batch, prompt) = self.weights(params), prompts.ids_BS.shape
-        rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
+        weights = self.weights(params)
+        choose = partial(self._following, weights, key, pick)
+        start = self._first(choose, prompts, tokens, ends)
+        return self._further(choose, start, tokens, ends).ids_BN
 
-        def following(ids_BS, caches, cursor):
-            """The ids after the new ones, the same on all tp and pp ranks."""
-            x, caches = self.advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
-            positions_B = cursor + ids_BS.shape[1] - 1 - prompts.empty_B
+    def _first(self, choose, prompts, tokens, ends):
+        """The state after the prompts, with the first of `tokens` ids."""
+        batch, prompt = prompts.ids_BS.shape
+        first_B, caches = choose(prompts, self.caches(batch, prompt + tokens), 0)
+        ids_BN = as_varying(jnp.zeros((batch, tokens), jnp.int32), BATCH_AXES)
+        return _append(DecodeState(ids_BN, prompts.empty_B, caches, jnp.int32(0), True), first_B, ends)
 
-            def choose() -> Array:
-                return _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))
-
-            return self.on_every_stage(choose), caches
+    def _further(self, choose, state, until, ends):
+        """The state with `until` ids, or fewer if all rows have ended."""
+        prompt = state.caches.slots - state.ids_BN.shape[1]
 
         def step(state):
             ids_B = lax.dynamic_index_in_dim(state.ids_BN, state.count - 1, axis=1, keepdims=False)
-            next_B, caches = following(ids_B[:, None], state.caches, prompt + state.count - 1)
+            new = Prompts(ids_B[:, None], state.empty_B)
+            next_B, caches = choose(new, state.caches, prompt + state.count - 1)
             # A row that has ended repeats its end.
             return _append(state._replace(caches=caches), jnp.where(_are_in(ends, ids_B), ids_B, next_B), ends)
 
-        first_B, caches = following(prompts.ids_BS, self.caches(batch, prompt + tokens), 0)
-        ids_BN = as_varying(jnp.zeros((batch, tokens), jnp.int32), BATCH_AXES)
-        start = DecodeState(ids_BN, caches, jnp.int32(0), True)
-
         def is_running(state: DecodeState) -> Array:
-            return (state.count < tokens) & state.running
+            return (state.count < until) & state.running
 
-        return lax.while_loop(is_running, step, _append(start, first_B, ends)).ids_BN
+        return lax.while_loop(is_running, step, state)
+
+    def _following(self, weights, key, pick, new, caches, cursor):
+        """The ids after new ones, the same on all tp and pp ranks, and the caches with the new ones."""
+        batch, length = new.ids_BS.shape
+        rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
+        x, caches = self.advance(weights, caches, new, cursor)
+        positions_B = cursor + length - 1 - new.empty_B
+
+        def choose() -> Array:
+            return _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))
+
+        return self.on_every_stage(choose), caches
 
     def advance(self, weights: Any, caches: Caches, new: Prompts, cursor: Array | int) -> tuple[Array, Caches]:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
         context = self._context(new, cursor, caches.slots)
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
-        # A padding layer has zero weights and adds nothing to the residual stream.
-        def layer(kind, weights, x, context, cache):
-            x, cache = self.parts.blocks[kind].apply({"params": weights}, x, context, cache, method="decode")
-            return as_varying(x), jax.tree.map(as_varying, cache)
-
-        def layer_of_form(kind, weights, carry, context, place):
-            x, caches = carry
-
-            def with_cache(form, x, caches):
-                entries = caches.of_form[form]
-                cache = jax.tree.map(lambda of_all: of_all[place[1]], entries)
-                x, cache = layer(kind, weights, x, context, cache)
-                write = partial(lax.dynamic_update_index_in_dim, index=place[1], axis=0)
-                return x, caches.replace(of_form=caches.of_form | {form: jax.tree.map(write, entries, cache)})
-
-            forms = [*caches.of_form]
-            like = [form for form in forms if form.kind == self.cached_as[kind]]
-            first = forms.index(like[0])
-            which = place[0] - first if first else place[0]
-            return lax.switch(which, [partial(with_cache, form) for form in like], x, caches), place
-
         def through(x, caches):
-            numbers = self.arrangement.own_layers() if self.model.settings_of_layers.differ else None
-            scan = partial(self.parts.scan, blocks=weights[BLOCKS], context=context, numbers=numbers)
-            scan = partial(scan, kinds=self.arrangement.own_kinds())
-            if len(caches.of_form) > 1:  # a loop has slices of one form
-                places = as_varying(jnp.asarray(self._places(caches.slots))[lax.axis_index("pp")])
-                return scan(layer_of_form, (x, caches), others=places)[0]
-            ((form, entries),) = caches.of_form.items()
-            x, entries = scan(layer, x, others=entries)
-            return x, caches.replace(of_form={form: entries})
+            of_places = []
+            for place, cache in enumerate(caches.of_places):
+                x, cache = self._layer(weights[BLOCKS], place, x, cache, context, caches.slots)
+                of_places.append(cache)
+            return x, caches.replace(of_places=of_places)
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -190,6 +191,28 @@ class Decoder:
 
         carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
         return carry
+
+    def _layer(
+        self, blocks: Any, place: int, x: Array, cache: dict, context: Context, slots: int
+    ) -> tuple[Array, dict]:
+        """What the layer in a place makes of new tokens. A place without a layer leaves x as it is."""
+        of_ranks = self.layers_in_places(slots)[place]
+        if self.model.settings_of_layers.differ:
+            numbers = self.arrangement.own_layers() if len(of_ranks) > 1 else np.arange(self.model.layers)
+            context = context.of_layer(self.model, numbers[place])
+
+        def run(layer: Layer, x: Array, cache: dict) -> tuple[Array, dict]:
+            weights, here = blocks[layer.kind][layer.index], context.of_kind(self.model, layer.kind)
+            block = self.parts.blocks[layer.kind]
+            x, entries = block.apply({"params": weights}, x, here, cache[layer.form], method="decode")
+            return as_varying(x), cache | {layer.form: jax.tree.map(as_varying, entries)}
+
+        layers = list(dict.fromkeys(of_ranks))
+        runs = [partial(run, layer) if layer else lambda *same: same for layer in layers]
+        if len(runs) == 1:
+            return runs[0](x, cache)
+        which = jnp.asarray([layers.index(layer) for layer in of_ranks])[lax.axis_index("pp")]
+        return lax.switch(which, runs, x, cache)
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
         """Context in which new tokens attend to slots up to theirs, and prompts to themselves alone. Empty slots are a
@@ -209,19 +232,29 @@ class Decoder:
         bound = bound_axis_sizes()
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
 
-        def entries(layers: int, form: CacheForm) -> dict[str, Array]:
+        def entries(form: CacheForm) -> dict[str, Array]:
             block, sizes = self.parts.blocks[form.kind], self.model.of_block(form.kind).sizes
             sizes = {**sizes, "batch": rows, "kv_seq": form.length}
             layouts = block.apply({}, method="cache_layouts")
             shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
-            return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
+            return {name: as_varying(jnp.zeros(shape, self.model.dtype)) for name, shape in shapes.items()}
 
-        places = self._places(slots)
-        counts = {
-            form: int(1 + places[places[..., 0] == number, 1].max())
-            for number, form in enumerate(sorted({*self.forms(slots)}))
-        }
-        return Caches({form: entries(layers, form) for form, layers in counts.items()}, slots)
+        of_places = [
+            {layer.form: entries(layer.form) for layer in of_ranks if layer}
+            for of_ranks in self.layers_in_places(slots)
+        ]
+        return Caches(of_places, slots)
+
+    def layers_in_places(self, slots: int) -> list[list[Layer | None]]:
+        """For each place of a stage the layer of each rank, with a cache for rows of `slots` tokens."""
+        forms, kinds = self.forms(slots), self.model.layer_kinds
+        _, indices = self.arrangement.kinds_in_places
+
+        def layer(number: int, index: int) -> Layer | None:
+            return None if number < 0 else Layer(kinds[number], int(index), forms[number])
+
+        pairs = zip(self.arrangement.numbers.T, indices.T, strict=True)
+        return [[layer(*pair) for pair in zip(*of_place, strict=True)] for of_place in pairs]
 
     def forms(self, slots: int) -> list[CacheForm]:
         """The form of each layer's cache for rows of `slots` tokens."""
@@ -234,16 +267,6 @@ class Decoder:
         first: dict[tuple, str] = {}
         return {kind: first.setdefault(block.shapes_of_heads, kind) for kind, block in self.model.blocks.items()}
 
-    def _places(self, slots: int) -> np.ndarray:
-        """int32 `[rank, place, 2]`: the number of its cache's form for each place of a stage, and its number among the
-        places of the rank with this form. A place without a layer is like the model's last one."""
-        of_each = self.forms(slots)
-        forms = sorted({*of_each})
-        of_layers = np.array([forms.index(form) for form in of_each])
-        of_places = of_layers[self.arrangement.numbers]
-        before = [[int((rank[:place] == number).sum()) for place, number in enumerate(rank)] for rank in of_places]
-        return np.stack([of_places, np.array(before)], axis=-1).astype(np.int32)
-
     def head(self, weights: Any, x: Array) -> Array:
         """Logits [B, S, V] in float32, sharded over the vocab."""
         table = weights[EMBEDDING if self.model.tied else HEAD]["table"]
@@ -253,7 +276,8 @@ class Decoder:
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] of the last token, with the whole vocab."""
-        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self.head(weights, x[:, -1:]))[:, 0]
+        logits_B1V = self.head(weights, x[:, -1:])
+        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", logits_B1V)[:, 0]
 
     def on_every_stage(self, make: Callable[[], Array]) -> Array:
         """The result of `make`, which runs only on the first stage, sent to all stages."""
@@ -265,8 +289,8 @@ class Decoder:
         return sum_over(on_first, ["pp"])
 
     def weights(self, params: Any) -> Any:
-        """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
-        sent."""
+        """Parameters in the layouts of decoding, layers apart, kernels cast to the compute dtype or rounded to 8 bits
+        before they are sent."""
 
         def moved(row: ParameterPlan, stored: Layout, wanted: Layout, weight: Array) -> Array:
             # Tables are sharded over pp, too; layers stay on their ranks.
@@ -290,14 +314,23 @@ class Decoder:
             return layout.without("pp").with_cut("layers", ("pp",))
 
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
-        return jax.tree.map(moved, self.rows, layouts, self.wanted, {**params, BLOCKS: staged})
+        weights = jax.tree.map(moved, self.rows, layouts, self.wanted, {**params, BLOCKS: staged})
+        stacks = zip(self.parts.blocks, self.parts.by_kind(weights[BLOCKS]), strict=True)
+        return weights | {BLOCKS: {kind: _apart(stack) for kind, stack in stacks}}
+
+
+def _apart(stack: Any) -> list[Any]:
+    """The layers of a stack. A slice in the loop of tokens would be a copy for each of them."""
+    layers = len(jax.tree.leaves(stack)[0])
+    return [jax.tree.map(lambda weight: weight[layer], stack) for layer in range(layers)]  # noqa: B023
 
 
 class DecodeState(NamedTuple):
     """The state carried from token to token."""
 
     ids_BN: Array
-    caches: Any
+    empty_B: Array  # empty slots at the start of each row
+    caches: Caches
     count: Array  # ids written
     running: Array | bool  # whether any row of the global batch has not ended
 
@@ -314,4 +347,6 @@ def _are_in(ends: tuple[int, ...], ids_B: Array) -> Array:
 
 def _once(ids_B: Array) -> Array:
     """Ids, which are the same on all tp ranks, as a value that does not vary over tp."""
+    if not is_bound("tp"):
+        return ids_B
     return sum_over(jnp.where(lax.axis_index("tp") == 0, ids_B, 0), ["tp"])

@@ -1,7 +1,7 @@
 """Softmax attention, and grouped-query attention (Ainslie et al. 2023), with MHA and MQA as its two extremes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from parallax.model.logits import soft_capped
 from parallax.model.mask import Mask
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
-from parallax.sharding.activations import SEQ, activation
+from parallax.sharding.activations import ROWS, SEQ, activation
 from parallax.sharding.collectives import cut, offset, reshard
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
@@ -52,13 +52,6 @@ def attend(
     Scores have a soft cap, `cap * tanh(score / cap)`, if it is not 0 (Gemma 2, section 2). With `sinks` [H] the
     softmax of each head counts one more logit, which has no value (gpt-oss; Xiao et al. 2023, section 3).
     """
-    if mask.cursor is not None and (cap or sinks is not None):
-        weights_BHST = attention_weights(q_BSHJ, k_BTGJ, mask, scale=scale, cap=cap, sinks=sinks)
-        weights = rearrange(weights_BHST.astype(v_BTGK.dtype), "B (G M) S T -> B G M S T", G=v_BTGK.shape[2])
-        return rearrange(jnp.einsum("BGMST,BTGK->BSGMK", weights, v_BTGK), "B S G M K -> B S (G M) K")
-    if mask.cursor is not None:  # new tokens after others in the cache
-        by_jax = partial(jax.nn.dot_product_attention, mask=mask.dense(q_BSHJ.shape[1]), scale=scale)
-        return _padded(by_jax, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
         return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
     has_neither = kernel in ("cudnn", "triton")
@@ -68,6 +61,27 @@ def attend(
     if kernel == "cudnn":
         return _padded(partial(cudnn_attention, mask=mask, scale=scale), q_BSHJ, k_BTGJ, v_BTGK)
     return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
+
+
+def attend_to_cache(
+    pairs: Sequence[tuple[Array, Array]],
+    v_BGTK: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
+    """`attend` from new tokens to those of a cache, in which heads come before tokens. `pairs` are parts of queries
+    [B, S, H, J] and of keys [B, G, T, J], whose scores are added."""
+    heads = v_BGTK.shape[1]
+    scores = [
+        jnp.einsum("BSGMJ,BGTJ->BGMST", _in_groups(q_BSHJ, heads), k_BGTJ, preferred_element_type=jnp.float32)
+        for q_BSHJ, k_BGTJ in pairs
+    ]
+    weights_BHST = _weights_of(sum(scores), mask, scale=scale, cap=cap, sinks=sinks)
+    weights = rearrange(weights_BHST.astype(v_BGTK.dtype), "B (G M) S T -> B G M S T", G=heads)
+    return rearrange(jnp.einsum("BGMST,BGTK->BSGMK", weights, v_BGTK), "B S G M K -> B S (G M) K")
 
 
 def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) -> Array:
@@ -126,10 +140,18 @@ def attention_weights(
 ) -> Array:
     """Attention weights as in `attend`: float32 [B, H, S, T]; each query's row adds up to 1, or less with `sinks`. No
     communication."""
-    q_BSGMJ = rearrange(q_BSHJ, "B S (G M) J -> B S G M J", G=k_BTGJ.shape[2])
-    scores = scale * jnp.einsum("BSGMJ,BTGJ->BGMST", q_BSGMJ, k_BTGJ, preferred_element_type=jnp.float32)
-    scores_BHST = soft_capped(rearrange(scores, "B G M S T -> B (G M) S T"), cap)
-    scores_BHST = jnp.where(mask.dense(q_BSHJ.shape[1]), scores_BHST, -jnp.inf)
+    q_BSGMJ = _in_groups(q_BSHJ, k_BTGJ.shape[2])
+    scores = jnp.einsum("BSGMJ,BTGJ->BGMST", q_BSGMJ, k_BTGJ, preferred_element_type=jnp.float32)
+    return _weights_of(scores, mask, scale=scale, cap=cap, sinks=sinks)
+
+
+def _in_groups(q_BSHJ: Array, heads: int) -> Array:
+    return rearrange(q_BSHJ, "B S (G M) J -> B S G M J", G=heads)
+
+
+def _weights_of(scores_BGMST: Array, mask: Mask, *, scale: float, cap: float, sinks: Array | None) -> Array:
+    scores_BHST = soft_capped(rearrange(scale * scores_BGMST, "B G M S T -> B (G M) S T"), cap)
+    scores_BHST = jnp.where(mask.dense(scores_BHST.shape[2]), scores_BHST, -jnp.inf)
     if sinks is None:
         return jax.nn.softmax(scores_BHST, axis=-1)
     total_BHS1 = jnp.logaddexp(jax.nn.logsumexp(scores_BHST, axis=-1, keepdims=True), sinks[None, :, None, None])
@@ -144,22 +166,23 @@ def sow_intermediates(layer: nn.Module, mask: Mask, q: Array, k: Array, *, cache
         layer.sow(INTERMEDIATES, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
-def update_kv_cache(cache_BT: Array, new_BS: Array, mask: Mask) -> Array:
-    """Write the entries of new tokens into the cache, from slot `mask.cursor` on, by default from the first. If it has
-    fewer slots than there are tokens, it is a ring: a token is in the slot of its place modulo the slots."""
-    first, slots = 0 if mask.cursor is None else mask.cursor, cache_BT.shape[1]
-    new_BS = new_BS.astype(cache_BT.dtype)
+def update_kv_cache(cache: Array, new: Array, mask: Mask) -> Array:
+    """Write the entries of new tokens into the cache, [..., tokens, width] both, from slot `mask.cursor` on, by default
+    from the first. If it has fewer slots than there are tokens, it is a ring: a token is in the slot of its place
+    modulo the slots."""
+    first, slots = 0 if mask.cursor is None else mask.cursor, cache.shape[-2]
+    new = new.astype(cache.dtype)
     if slots >= mask.segments_BN.shape[1]:
-        return lax.dynamic_update_slice_in_dim(cache_BT, new_BS, first, axis=1)
-    last_S = first + jnp.arange(new_BS.shape[1])[-slots:]
-    return cache_BT.at[:, last_S % slots].set(new_BS[:, -slots:], unique_indices=True)
+        return lax.dynamic_update_slice_in_dim(cache, new, first, axis=-2)
+    last_S = first + jnp.arange(new.shape[-2])[-slots:]
+    return cache.at[..., last_S % slots, :].set(new[..., -slots:, :], unique_indices=True)
 
 
 def through_cache(
     cache: dict[str, Array], new: dict[str, Array], mask: Mask
 ) -> tuple[dict[str, Array], Mask, dict[str, Array]]:
-    """The entries that new tokens attend to, their mask, and the cache with the new tokens. Without a cursor the cache
-    is empty, and the new tokens attend to each other.
+    """The entries [..., tokens, width] that new tokens attend to, their mask, and the cache with the new tokens.
+    Without a cursor the cache is empty, and the new tokens attend to each other.
 
     A ring has a layer's window of tokens. A new token takes the slot of one that it does not see; of several, each may
     see what the next overwrites, so they attend to the ring as it was, and to each other.
@@ -167,13 +190,13 @@ def through_cache(
     written = {name: update_kv_cache(cache[name], entries, mask) for name, entries in new.items()}
     if mask.cursor is None:
         return new, mask, written
-    slots, tokens = (next(iter(entries.values())).shape[1] for entries in (cache, new))
+    slots, tokens = (next(iter(entries.values())).shape[-2] for entries in (cache, new))
     if slots >= mask.segments_BN.shape[1]:
         return written, mask, written
     if tokens == 1:
         return written, mask.replace(key_places=_places_in_ring(slots, mask.cursor + 1)), written
     places_T = jnp.append(_places_in_ring(slots, mask.cursor), mask.cursor + jnp.arange(tokens))
-    both = {name: jnp.concatenate([cache[name], new[name].astype(cache[name].dtype)], axis=1) for name in new}
+    both = {name: jnp.concatenate([cache[name], new[name].astype(cache[name].dtype)], axis=-2) for name in new}
     return both, mask.replace(key_places=places_T), written
 
 
@@ -281,12 +304,17 @@ class GQA(nn.Module):
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens to what `through_cache` says; also returns the cache with them."""
         q, k, v = self._project(x, context)
-        kv, mask, cache = through_cache(cache, {"k": k, "v": v}, context.mask)
-        return self.out(self._attend(q, kv["k"], kv["v"], mask)), cache
+        heads_first = {name: entries.swapaxes(1, 2) for name, entries in (("k", k), ("v", v))}
+        kv, mask, cache = through_cache(cache, heads_first, context.mask)
+        if mask.cursor is None:
+            return self.out(self._attend(q, k, v, mask)), cache
+        k, v = (self._read_by_these_queries(kv[name], q.shape[2], dim=1) for name in ("k", "v"))
+        return self.out(attend_to_cache([(q, k)], v, mask, **self._scores)), cache
 
     def cache_layouts(self) -> dict[str, str]:
-        """Layouts of the entries that one layer caches; `kv_seq` is the cache's length."""
-        return dict.fromkeys(("k", "v"), activation(f"{self.kv} d_head", seq="kv_seq"))
+        """Layouts of the entries that one layer caches; `kv_seq` is the cache's length. Heads come first, so that a
+        head's product reads what lies together."""
+        return dict.fromkeys(("k", "v"), f"{ROWS} {self.kv} kv_seq d_head")
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
@@ -300,8 +328,6 @@ class GQA(nn.Module):
 
     def _attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
         k, v = (self._read_by_these_queries(heads, q.shape[2]) for heads in (k, v))
-        if mask.cursor is not None:
-            return attend(q, k, v, mask, kernel=self.kernel, **self._scores)
         form = self.family.context
         return attend_over_context(form, q, k, v, mask, keys=SEQ, kernel=self.kernel, **self._scores)
 
@@ -314,14 +340,14 @@ class GQA(nn.Module):
     def _scale(self) -> float:
         return self.temperature * self.sizes["d_head"] ** -0.5
 
-    def _read_by_these_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
+    def _read_by_these_queries(self, kv: Array, local_heads: int, *, dim: int = 2) -> Array:
         """The key or value heads that this rank's query heads read: all of them if they are sharded like queries."""
         group = self.sizes["heads"] // self.sizes["kv_heads"]
         wanted = max(local_heads // group, 1)
-        if wanted == kv_BTGK.shape[2]:
-            return kv_BTGK
+        if wanted == kv.shape[dim]:
+            return kv
         first = offset(Layout.parse(activation("heads/tp d_head")), "heads", local_heads) // group
-        return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
+        return lax.dynamic_slice_in_dim(kv, first, wanted, axis=dim)
 
 
 def as_it_is(x: Array, *others: Any) -> Array:

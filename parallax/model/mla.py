@@ -15,7 +15,15 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from parallax.config.sections import ATTENTION, COMPUTE, FIXED, ModelConfig
-from parallax.model.attention import Sinks, attend, attend_over_context, no_sinks, sow_intermediates, through_cache
+from parallax.model.attention import (
+    Sinks,
+    attend,
+    attend_over_context,
+    attend_to_cache,
+    no_sinks,
+    sow_intermediates,
+    through_cache,
+)
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
@@ -114,11 +122,14 @@ class MLA(nn.Module):
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         new, mask, cache = through_cache(cache, {"latent": latent, "k_rope": k_rope}, context.mask)
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
-        absorbed = self.up_k.absorb_query(q_head)
-        q = jnp.concatenate([absorbed, q_rope], axis=-1)
-        latent = self.up_k.as_rounded(new["latent"])
-        k = jnp.concatenate([latent, new["k_rope"]], axis=-1)[:, :, None]
-        seen = attend(q, k, latent[:, :, None], mask, kernel=self.kernel, **self._scores)
+        q_latent, latent = self.up_k.absorb_query(q_head), self.up_k.as_rounded(new["latent"])
+        if mask.cursor is None:
+            q = jnp.concatenate([q_latent, q_rope], axis=-1)
+            k = jnp.concatenate([latent, new["k_rope"]], axis=-1)[:, :, None]
+            seen = attend(q, k, latent[:, :, None], mask, kernel=self.kernel, **self._scores)
+        else:
+            latent, k_rope = latent[:, None], new["k_rope"][:, None]
+            seen = attend_to_cache([(q_latent, latent), (q_rope, k_rope)], latent, mask, **self._scores)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:

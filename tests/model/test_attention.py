@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support.sharded_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, windows
 from support.tiny_model import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
 
-from parallax.model.attention import attend
+from parallax.model.attention import attend_to_cache
 from parallax.model.context import Context
 from parallax.model.families import FAMILIES
 from parallax.model.mask import Mask
@@ -87,11 +87,12 @@ def test_rows_do_not_see_each_other(name):
     np.testing.assert_allclose(turned[::-1], run(params, *arrays), rtol=1e-5, atol=1e-5)
 
 
-def test_a_narrow_value_head_is_padded_and_cut_back():
+def test_a_cache_may_have_narrower_values_and_keys_in_two_parts():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, 3, width)), jnp.float32) for width in (6, 6, 4))
     mask = Mask(jnp.ones((2, 5), int), cursor=0)
-    narrow = attend(q, k, v, mask, scale=0.5, kernel="xla")
+    pairs = [(q[..., part], k[..., part].swapaxes(1, 2)) for part in (slice(0, 4), slice(4, 6))]
+    narrow = attend_to_cache(pairs, v.swapaxes(1, 2), mask, scale=0.5)
     scores = 0.5 * jnp.einsum("BSHJ,BTHJ->BHST", q, k)
     weights = jax.nn.softmax(jnp.where(np.tri(5, dtype=bool), scores, -jnp.inf), axis=-1)
     np.testing.assert_allclose(narrow, jnp.einsum("BHST,BTHK->BSHK", weights, v), rtol=1e-5, atol=1e-6)
