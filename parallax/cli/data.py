@@ -2,17 +2,20 @@
 
     python -m parallax.data prepare --source text --path corpus --tokenizer bpe --bpe-vocab 8192 --out shards
     python -m parallax.data inspect shards
+    python -m parallax.data conversations --out conversations.jsonl
 
 Train on it with --config.data.source=prepared --config.data.path=shards --config.data.tokenizer=bpe.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
+from parallax.cli.arguments import Parser, add_command, local_path, positive, run_path, source_of, write_output
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
+from parallax.data.conversations import conversations
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
@@ -39,11 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.data", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | conversations")
     _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))
     inspect = add_command(commands, "inspect", "describe a folder of shards, and check every byte of it", __doc__)
     inspect.add_argument("folder", type=source_of, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
+    text = "write conversations about Python's standard library, from its documentation strings, as JSONL"
+    made = add_command(commands, "conversations", text, __doc__)
+    made.add_argument("--out", required=True, type=local_path, help="the file")
+    made.add_argument("--held-out", action="store_true", help="ask in the words that are left out otherwise")
+    made.set_defaults(run=_conversations)
     return parser
 
 
@@ -87,6 +95,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
     if parsed.rebuild:
         remove_prepared(parsed.out)
     print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
+    return 0
+
+
+def _conversations(parsed: argparse.Namespace) -> int:
+    lines = [json.dumps(conversation) for conversation in conversations(held_out=parsed.held_out)]
+    write_output("out", parsed.out, "\n".join(lines) + "\n")
+    print(f"{len(lines)} conversations in {parsed.out}")
     return 0
 
 
