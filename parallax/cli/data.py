@@ -15,10 +15,10 @@ from pathlib import Path
 
 from parallax.cli.arguments import Parser, add_command, local_path, positive, run_path, source_of, write_output
 from parallax.config.sections import AUTO, BUILT_IN, FILES, SPECIAL_TOKENS, DataConfig, check_tokenizer
-from parallax.data.conversations import conversations
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
+from parallax.data.stdlib_chats import conversations
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.display.progress import print_progress_on
 from parallax.errors import ConfigError, DataError, check_choice, exit_status

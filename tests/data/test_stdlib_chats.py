@@ -5,7 +5,7 @@ import json
 import pytest
 
 from parallax.cli import data
-from parallax.data.conversations import HOW, WHAT, conversations
+from parallax.data.stdlib_chats import HOW, WHAT, conversations
 
 MODULE = '''
 """A module."""
