@@ -25,6 +25,8 @@ def get_config() -> ConfigDict:
     config.model.vocab = 0  # number of entries; 0: the tokenizer's, rounded up to a multiple of 128
     config.model.vocab_multiple = 1  # rows of tables are padded to a multiple of this, as 128; padding has no logits
     config.model.layers = 4  # number of blocks of attention and MLP
+    # layers, in a config whose width, rate, batch and steps follow from them, as text_to_chat_x8; 0: in others
+    config.model.depth = 0
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the MLP
     config.model.mlp = "gated"  # "gated" | "plain" | code: the MLP of dense layers: with a gate, or plain

@@ -30,7 +30,7 @@ from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
-from parallax.errors import CheckpointError, ConfigError, ParallaxError, nearest, quoted, shown, tell
+from parallax.errors import CheckpointError, ConfigError, ParallaxError, errors_as, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
 from parallax.storage.buckets import is_in_bucket
 from parallax.storage.files import is_local
@@ -149,7 +149,10 @@ def read_line(
                 config_dict[section][key] = with_settings(f"{section}.{key}", kinds, {kind: {setting: value}})
                 continue
             config_dict.update({section: {key: _literal(value) if name in RENAMED else value}})
-    sections, said = renamed(config_dict.to_dict(), chosen=overrides)
+    wrong = f"--config={shown(values.config)}: what follows from other values cannot be computed with those written: "
+    with errors_as(ConfigError, wrong, "", ArithmeticError, TypeError):
+        plain = config_dict.to_dict()
+    sections, said = renamed(plain, chosen=overrides)
     if is_saved(values.config):
         tell_saved(source_path(values.config), sections, left_out, [name for name in reads if name not in overrides])
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]

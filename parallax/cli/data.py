@@ -2,11 +2,13 @@
 
     python -m parallax.data prepare --source text --path corpus --tokenizer bpe --bpe-vocab 8192 --out shards
     python -m parallax.data inspect shards
+    python -m parallax.data conversations --out conversations.jsonl
 
 Train on it with --config.data.source=prepared --config.data.path=shards --config.data.tokenizer=bpe.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from itertools import islice
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
+from parallax.cli.arguments import Parser, add_command, local_path, positive, run_path, source_of, write_output
 from parallax.config.mixture import DATASET, RECORDS
 from parallax.config.paths import dataset_of, paths_of
 from parallax.config.sections import (
@@ -34,6 +36,7 @@ from parallax.data.conversations import LEARNED, format_of, plain_ids, special_t
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest, Shard
 from parallax.data.sources import open_source
+from parallax.data.stdlib_chats import conversations
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.display.progress import has_colours, print_progress_on
 from parallax.errors import ConfigError, DataError, check_choice, exit_status, printable
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.data", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | conversations")
     _add_prepare(add_command(commands, "prepare", "tokenise documents into shards; run it again to resume", __doc__))
     inspect = add_command(commands, "inspect", "describe a folder of shards, and check every byte of it", __doc__)
     inspect.add_argument("folder", type=source_of, help="the --out of prepare")
@@ -65,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
         "--show", type=positive, default=0, help="print so many of the first documents; what is learned is in colour"
     )
     inspect.set_defaults(run=_inspect)
+    text = "write conversations about Python's standard library, from its documentation strings, as JSONL"
+    made = add_command(commands, "conversations", text, __doc__)
+    made.add_argument("--out", required=True, type=local_path, help="the file")
+    made.add_argument("--held-out", action="store_true", help="ask in the words that are left out otherwise")
+    made.set_defaults(run=_conversations)
     return parser
 
 
@@ -114,6 +122,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
     if parsed.rebuild:
         remove_prepared(parsed.out)
     print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
+    return 0
+
+
+def _conversations(parsed: argparse.Namespace) -> int:
+    lines = [json.dumps(conversation) for conversation in conversations(held_out=parsed.held_out)]
+    write_output("out", parsed.out, "\n".join(lines) + "\n")
+    print(f"{len(lines)} conversations in {parsed.out}")
     return 0
 
 

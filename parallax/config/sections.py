@@ -146,6 +146,9 @@ class ModelConfig(Section, most=2**24, saved=True):
         1, "rows of tables are padded to a multiple of this, as 128; padding has no logits", least=1
     )
     layers: int = key(4, "number of blocks of attention and MLP", least=1, most=2**14)
+    depth: int = key(
+        0, "layers, in a config whose width, rate, batch and steps follow from them, as text_to_chat_x8; 0: in others"
+    )
     d_model: int = key(256, "width of the residual stream", least=1)
     d_ff: int = key(704, "width of the MLP", least=1)
     mlp: str = key("gated", "the MLP of dense layers: with a gate, or plain", choices=("gated", "plain"), code=MLP_ARGS)
@@ -354,6 +357,11 @@ class ModelConfig(Section, most=2**24, saved=True):
     )
 
     def check(self) -> None:
+        if self.depth not in (0, self.layers):
+            raise ConfigError(
+                f"model.depth={self.depth} is not model.layers={self.layers}: nothing follows from it here, as in "
+                "configs/text_to_chat_x8.py; change model.layers"
+            )
         self._check_kinds()
         self._check_matmul()
         self._check_matmul_scales()

@@ -16,8 +16,10 @@ from parallax.analysis.planned.topology import read_topology
 from parallax.analysis.traced.flops import flops_per_token, parameters_by_component
 from parallax.analysis.traced.memory import memory, predicted_memory
 from parallax.analysis.traced.trace import abstract_mesh
+from parallax.cli.command import read_command
 from parallax.config.settings import read_settings
 from parallax.display.units import in_bytes
+from parallax.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.step.optimizer import make_optimizer
 from parallax.step.resolve import resolve
@@ -87,6 +89,7 @@ GPUS = {
     "gpu_80gb": (["H100:1"], 1.2),
     "gpu_80gb_x8": (["H100:8", "A100:8", "H100:2x8", "H100:4x8"], 6.74),
     "gpu_80gb_16x8": (["H100:16x8"], 70.6),
+    "text_to_chat_x8": (["H100:8"], 0.57),
 }
 
 
@@ -138,6 +141,33 @@ def test_a_config_of_the_users_own_may_lie_anywhere(tmp_path):
     # Found and read, from another folder: the error is the one that we put into it.
     assert ended.stderr.startswith("ConfigError: mesh.tp=0 is not a number of devices")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and not ended.stdout
+
+
+@pytest.mark.parametrize("depth", [4, 20, 26])
+def test_one_dial_sizes_a_recipe(depth):
+    arguments = ["train.py", f"--config={ROOT / 'configs' / 'text_to_chat_x8.py'}", f"--config.model.depth={depth}"]
+    settings, _ = read_command(arguments, {})
+    model, data, steps = settings.model, settings.data, settings.train.steps
+    assert (model.layers, model.d_model, model.heads) == (depth, 64 * depth, depth // 2)
+    assert 0 <= model.d_ff - 8 * model.d_model / 3 < 128 and model.d_ff % 128 == 0
+    parameters = depth * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff)
+    tokens = data.seq * data.global_batch
+    assert steps * tokens == pytest.approx(20 * parameters, rel=0.01)
+    operations = 6 * parameters * 20 * parameters
+    assert settings.optimizer.learning_rate == pytest.approx(0.3118 * operations**-0.125)
+    assert 0 < tokens - 0.2920 * operations**0.3271 <= data.seq * data.global_batch / settings.pipeline.microbatches
+
+
+@pytest.mark.parametrize(
+    ("config", "depth", "said"),
+    [
+        ("text_to_chat_x8", 0, r"--config=text_to_chat_x8: .* cannot be computed with those written: "),
+        ("quickstart", 8, r"model\.depth=8 is not model\.layers=4: nothing follows from it here"),
+    ],
+)
+def test_a_dial_that_nothing_follows_is_refused(config, depth, said):
+    with pytest.raises(ConfigError, match=said):
+        read_command(["train.py", f"--config={config}", f"--config.model.depth={depth}"], {})
 
 
 def test_the_benchmark_is_the_agreed_work():
