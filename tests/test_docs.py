@@ -335,7 +335,8 @@ def test_files_and_keys_that_a_page_names_are_there(page):
         text = re.sub(r"(?m)^(\|[^|]*\|).*$", r"\1", text)
     assert not {path for path in PATH.findall(text) if not (ROOT / path).exists()}, name_of(page)
     keys = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__dataclass_fields__}
-    assert not set(KEY.findall(text)) - keys - {"model.loss_and_grad", "model.safetensors"}, name_of(page)
+    others = {"model.loss_and_grad", "model.logits", "model.safetensors"}
+    assert not set(KEY.findall(text)) - keys - others, name_of(page)
 
 
 @each_page

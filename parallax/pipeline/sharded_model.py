@@ -84,7 +84,7 @@ class ShardedModel(ModelOnMesh):
     def logits(
         self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:
-        """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; forward only.
+        """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; jax.grad goes through it.
 
         Logits of the vocab's padding are included and are -inf. Without `segments` each row is one document; without
         `positions` they count from 0 in each row.

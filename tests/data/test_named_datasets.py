@@ -1,11 +1,8 @@
 """Data sets by name, through the `datasets` library, offline: from folders of files."""
 
 import json
-import os
 
 import pytest
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
 
 from parallax.cli.data import main
 from parallax.config.sections import DataConfig
@@ -16,6 +13,13 @@ from parallax.data.sources import open_source
 from parallax.errors import ConfigError, DataError
 
 pytest.importorskip("datasets", reason="needs datasets, of the extra 'datasets'")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """As HF_HUB_OFFLINE=1, which is read when the libraries are imported."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

@@ -222,7 +222,9 @@ PLATFORMS = sorted(ROOT.glob("docs/platforms/*.md"))
 PARSED |= {command: POD for page in PLATFORMS for command in commands(page)}
 PARSED |= {command: NETWORK for command in commands(ROOT / "docs" / "buckets.md")}
 # What compiles, or traces for seconds: run with the slow tests.
-SLOW = re.compile(r"train\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/")
+SLOW = re.compile(
+    r"train\.py|dpo\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/"
+)
 # A command that is in no block, and that nobody would run here.
 COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+")
 # Files that commands read.
