@@ -1,6 +1,7 @@
 """Arrays of a checkpoint by name, read and written on the host piece by piece."""
 
 import collections
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -172,8 +173,9 @@ class ArrayWriter:
     """
 
     def __init__(self, folder: Path, name: str, about: Any, context: tensorstore.Context, *, stacked: int = 1):
-        self._folder = PlainPath(folder)
-        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked), context=context)
+        self._folder, self._path = PlainPath(folder), folder / name
+        with self._writing():
+            self._array = open_new_array(self._folder, name, about, _chunk(about, stacked), context=context)
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
@@ -181,9 +183,17 @@ class ArrayWriter:
         """Fill the array, or the part that `index` selects, with pieces of rows, in order."""
         row = 0
         for piece in pieces:
-            self._array[(*index, slice(row, row + len(piece)))].write(piece).result()
+            with self._writing():
+                self._array[(*index, slice(row, row + len(piece)))].write(piece).result()
             self._running.add(piece)
             row += len(piece)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:  # tensorstore raises it for any problem with its files
+            raise CheckpointError(f"{self._path} cannot be written: {first_line(error)}") from error
 
     def described(self) -> dict[str, Any]:
         """Shape, dtype and fingerprint for a manifest."""

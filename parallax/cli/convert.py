@@ -8,7 +8,7 @@
     python -m parallax.convert to-peft runs/tuned adapters/ours
     python -m parallax.convert from-peft adapters/theirs runs/theirs --workdir runs/tuned
 
-train.init_from and `python -m parallax.generate` accept an imported run.
+train.init_from and `python -m parallax.generate` accept an imported run. Each folder may be in a bucket.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.arguments import Parser, add_command, local_path, positive, run_path, source_of
+    from parallax.cli.arguments import Parser, add_command, positive, run_path, source_of
     from parallax.cli.command import HELP, config_keys, key_default, read_line, run_quietly
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
@@ -129,14 +129,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _out_of_run(add_command(acts, "export", "write a checkpoint's parameters as safetensors files", __doc__))
     back = add_command(acts, "import", "make a run folder from the output of export", __doc__)
     back.add_argument("source", type=source_of, help="a folder with safetensors files, config.json and tokenizer.json")
-    back.add_argument("workdir", type=local_path, help="a new folder")
+    back.add_argument("workdir", type=run_path, help="a new folder")
     about_theirs = "make a run folder from a Hugging Face folder; --config and --config.KEY as in train.py"
     theirs = add_command(acts, "from-hf", about_theirs, __doc__)
     theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
     theirs.add_argument(
         "source", type=source_of, help="a folder with config.json, safetensors files and tokenizer.json"
     )
-    theirs.add_argument("--workdir", type=local_path, required=True, help="a new folder")
+    theirs.add_argument("--workdir", type=run_path, required=True, help="a new folder")
     ours = add_command(acts, "to-hf", "write a checkpoint as a Hugging Face folder", __doc__)
     _out_of_run(ours)
     ours.add_argument(
@@ -148,7 +148,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     adapters = add_command(acts, "from-peft", "make a run folder from another and a folder of peft", __doc__)
     adapters.add_argument("source", type=source_of, help="a folder with adapter_config.json and its safetensors file")
     adapters.add_argument("base", type=run_path, help="the run with the weights to which they belong")
-    adapters.add_argument("--workdir", type=local_path, required=True, help="a new folder")
+    adapters.add_argument("--workdir", type=run_path, required=True, help="a new folder")
     flags, rest = parser.parse_known_args(arguments)
     if rest and flags.act != "from-hf":
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}")
@@ -164,7 +164,7 @@ def _out_of_run(parser: argparse.ArgumentParser) -> None:
 
 def _of_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workdir", type=run_path, help="the folder of the run")
-    parser.add_argument("out", type=local_path, help="a new folder")
+    parser.add_argument("out", type=run_path, help="a new folder")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
 
 

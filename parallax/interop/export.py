@@ -34,12 +34,13 @@ from parallax.errors import CheckpointError, ConfigError, first_few, quoted, sho
 from parallax.hardware.devices import start_devices
 from parallax.inference.ends import ends_of_step
 from parallax.inference.run import Run
-from parallax.interop.safetensors import read_model, write_model
+from parallax.interop.safetensors import INDEX, read_model, write_model
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import ShardingPlan
 from parallax.step.resolve import for_inference, tokenizer_of_step
 from parallax.step.step import model_of
 from parallax.storage import files
+from parallax.storage.buckets import path_of
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 from parallax.version import code_version
 
@@ -63,12 +64,13 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     with new_folder(out) as unfinished:
         params = SavedParams(source)
         plain = plain_names(params.stored, kinds)
-        write_model(unfinished, plain, lambda name: params.pieces(*plain[name][:2]), shard_bytes=shard_bytes)
+        index = write_model(unfinished, plain, lambda name: params.pieces(*plain[name][:2]), shard_bytes=shard_bytes)
         params.check()
         for name in (*CARRIED, *CARRIED_IF_THERE):
             if name in source.files:
                 files.copy_file(source.folder / name, unfinished / name)
         _write_as_today(source, settings.model.vocab, unfinished)
+        files.write_whole(unfinished / INDEX, index)
     return source.number
 
 
@@ -335,18 +337,21 @@ def plan_of(settings: Settings) -> ShardingPlan:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when it is complete, and is removed after an error."""
+    """A folder to write into, which gets its name when it is complete, and is removed after an error. In a bucket it
+    has its name from the start, and counts with the object that is written last."""
     if folder.exists() and (not folder.is_dir() or files.names_in(folder)):
         raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
     whole = folder.resolve()
-    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a unique name
+    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}") if files.is_local(whole) else whole
     files.check_writable(unfinished)
     try:
         with writing(folder, "free some space, or choose another folder"):
             yield unfinished
-            unfinished.replace(whole)
-    finally:
+            if unfinished != whole:
+                unfinished.replace(whole)
+    except BaseException:
         files.remove_what_can_be(unfinished)
+        raise
 
 
 def save_run(workdir: Path | str, run: Run, params: Any) -> None:
@@ -364,4 +369,4 @@ def save_run(workdir: Path | str, run: Run, params: Any) -> None:
     beside = run.tokenizer_file.parent
     carried = {name: beside / name for name in (TOKENIZER_FILE, *CARRIED_IF_THERE) if (beside / name).is_file()}
     carried["config.json"] = json_text(run.settings.to_dict())
-    make_run(Path(workdir), run.settings, run.tokenizer, carried, parts)
+    make_run(path_of(workdir), run.settings, run.tokenizer, carried, parts)

@@ -25,7 +25,7 @@ from parallax.interop.hf_config import HfConfig
 from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.merged import MergedParams
 from parallax.interop.mxfp4 import with_exponents
-from parallax.interop.safetensors import in_pieces, read_model, write_model
+from parallax.interop.safetensors import INDEX, in_pieces, read_model, write_model
 from parallax.sharding.parameter import Role
 from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
@@ -304,7 +304,9 @@ def to_hf(
             for index, name in view.tensors(here):
                 tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype or record["dtypes"][name]], []))
                 tensors[name].arrays.append((here.name, index, view))
-        write_model(unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes)
+        index = write_model(
+            unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes
+        )
         params.check()
         if isinstance(tokenizer, SentencePiece):
             files.write_file(unfinished / PIECES_FILE, tokenizer.model)
@@ -312,6 +314,7 @@ def to_hf(
             files.copy_file(source.folder / TOKENIZER_FILE, unfinished / TOKENIZER_FILE)
         for name, text in {CONFIG: json_text(content), **texts}.items():
             files.write_file(unfinished / name, text)
+        files.write_whole(unfinished / INDEX, index)
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
     aside = f", since it is not the imported model: {differing}" if differing else ""
     if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not written:

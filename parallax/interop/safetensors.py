@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
 from parallax.errors import CheckpointError, errors_as, quoted, shown
-from parallax.storage.files import LARGEST_BYTES, local_copy, new_file, object_of, open_copy, read_object, write_whole
+from parallax.storage.files import LARGEST_BYTES, local_copy, new_file, object_of, open_copy, read_object
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -175,8 +175,9 @@ def _reading(path: Path, *others: type[Exception]) -> AbstractContextManager[Non
 
 def write_model(
     folder: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]], *, shard_bytes: int
-) -> None:
-    """Write tensors in order into files of at most `shard_bytes`, except for larger tensors; the index comes last."""
+) -> str:
+    """Write tensors in order into files of at most `shard_bytes`, except for larger tensors; returns the text of INDEX,
+    to be written after all other files."""
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     for name, group in zip(names, groups):
@@ -185,7 +186,7 @@ def write_model(
         "metadata": {"total_size": sum(map(nbytes, tensors.values()))},
         "weight_map": {tensor: name for name, group in zip(names, groups) for tensor in group},
     }
-    write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    return json.dumps(index, indent=1) + "\n"
 
 
 def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from parallax.config.sections import CheckpointConfig
 from parallax.errors import CheckpointError
 from parallax.interop.safetensors import (
     DTYPE_NAMES,
+    INDEX,
     read_header,
     read_model,
     write_model,
@@ -101,7 +102,8 @@ def test_imported_weights_are_not_taken_for_a_run(corpus, exported, tmp_path):
 def test_shards_hold_at_most_their_size_and_the_index_leads_to_each(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=(size, 4)).astype(np.float32) for name, size in zip("abcde", (4, 4, 9, 1, 2))}
-    write_model(tmp_path, tensors, lambda name: [tensors[name][:1], tensors[name][1:]], shard_bytes=128)
+    index = write_model(tmp_path, tensors, lambda name: [tensors[name][:1], tensors[name][1:]], shard_bytes=128)
+    (tmp_path / INDEX).write_text(index)
     names = [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == names
     found = read_model(tmp_path)
@@ -352,7 +354,7 @@ def test_30_000_names_and_a_name_of_5_000_letters_are_read_at_once(tmp_path):
     names = [*(f"n{n}" for n in range(30_000)), LONG]
     tensors = dict.fromkeys(names, np.zeros(1, np.uint8))
     began = time.monotonic()
-    write_model(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=10_000)
+    (tmp_path / INDEX).write_text(write_model(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=10_000))
     assert len(read_model(tmp_path)) == 30_001
     assert time.monotonic() - began < 5
 
@@ -361,7 +363,7 @@ def test_tensors_of_no_use_are_named_in_one_short_line(exported, tmp_path, capsy
     (path,) = exported.glob("*.safetensors")
     names = [LONG, "two\nlines", *(f"n{n}" for n in range(30_000))]
     tensors = dict.fromkeys(names, np.zeros(1, np.uint8))
-    write_model(exported, tensors, lambda name: [tensors[name]], shard_bytes=1 << 20)
+    (exported / INDEX).write_text(write_model(exported, tensors, lambda name: [tensors[name]], shard_bytes=1 << 20))
     assert main(["import", str(exported), str(tmp_path / "imported")]) == 3
     error = capsys.readouterr().err
     assert "is unexpected" in error and len(error.splitlines()) == 1 and len(error) < 2000

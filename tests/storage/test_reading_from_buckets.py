@@ -14,7 +14,7 @@ from parallax.config.settings import default_settings
 from parallax.data import open_reader, prepare
 from parallax.data.shards import Manifest
 from parallax.errors import CheckpointError, ConfigError, DataError, StoreError
-from parallax.interop.safetensors import read_model, write_model
+from parallax.interop.safetensors import INDEX, read_model, write_model
 from parallax.storage import buckets, copies, files
 from parallax.storage.copies import copies_folder
 
@@ -217,7 +217,7 @@ def test_the_tensors_of_a_model_in_a_bucket_are_those_of_its_files(bucket, tmp_p
     import numpy as np
 
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}
-    write_model(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=24)
+    (tmp_path / INDEX).write_text(write_model(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=24))
     for path in tmp_path.glob("*.safetensors*"):
         files.write_whole(bucket / path.name, path.read_bytes())
     there = read_model(bucket)
