@@ -168,7 +168,7 @@ class ArrayWriter:
 
     def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
         self._folder = PlainPath(folder)
-        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked))
+        self._array = open_new_array(self._folder, name, about, _chunk(about, stacked)).result()
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
@@ -222,14 +222,14 @@ def open_new_array(
     *,
     context: tensorstore.Context | None = None,
     transaction: tensorstore.Transaction | None = None,
-) -> tensorstore.TensorStore:
-    """An array to be written, whose chunks have this shape. Those of one transaction need one context: with another,
-    each would write the database by itself, and again whenever one of the others has."""
+) -> tensorstore.Future:
+    """An array to be written, which is being opened; its chunks have this shape. Those of one transaction need one
+    context: with another, each would write the database by itself, and again whenever one of the others has."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
     spec["kvstore"]["target_data_file_size"] = STORED_BYTES
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape}
-    return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
+    return tensorstore.open(spec, **options, context=context, transaction=transaction)
 
 
 def open_database(folder: Path, context: tensorstore.Context) -> KvStore:

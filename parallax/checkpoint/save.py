@@ -62,7 +62,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
             self._manager = LocalSaver(self._plain.path, options=options)
         else:
-            self._manager = ObjectSaver(self._folder, self._write_manifest)
+            self._manager = ObjectSaver(self._folder, self._end_in_bucket)
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -109,14 +109,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         step = self._in_flight["step"]
         with self._saving(step):
             self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                if step not in steps.complete_steps(self._folder):
-                    raise CheckpointError("it ended without an error, and without a checkpoint")
-                steps.remove_notes(self._folder, step)
-                files.sync(self._folder)
+            ends_here = jax.process_index() == 0 and files.is_local(self._folder)
+            if ends_here:
+                self._confirm()
         self._in_flight = {}
         self._last_secs = secs = time.monotonic() - self._began
-        if jax.process_index() == 0:
+        if ends_here:
             self._remove_replaced()  # before anything is written, since the save may have filled the disk
         self._on_disk(step, secs)
 
@@ -135,6 +133,23 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             check_written(unfinished, self._in_flight["arrays"])
             self._carry(unfinished)
             steps.write_manifest(unfinished, self._in_flight, known)
+
+    def _end_in_bucket(self, known: Mapping[str, Any]) -> None:
+        """Do the rest of a save, in process 0 and in the thread that saves: steps do not wait for its requests."""
+        self._write_manifest(known)
+        self._confirm()
+        try:
+            self._remove_replaced()
+        except (OSError, CheckpointError) as error:  # the step counts; the next save looks again
+            self._say(f"cannot look at older checkpoints: {first_line(error)}; they stay in {self._folder}")
+
+    def _confirm(self) -> None:
+        """Check that the step in flight is there, and remove what only says that it is not."""
+        step = self._in_flight["step"]
+        if step not in steps.complete_steps(self._folder):
+            raise CheckpointError("it ended without an error, and without a checkpoint")
+        steps.remove_notes(self._folder, step)
+        files.sync(self._folder)
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best, nor kept for good."""

@@ -129,10 +129,13 @@ def unstopped(corpus, tmp_path_factory):
 def test_half_and_twice_the_hosts_go_on_with_the_same_data_and_optimizer(corpus, place, unstopped, before, after):
     """What is loaded has the fingerprints of what was saved: else the command ends with 3. Losses may differ by the
     order in which sums between processes are added up."""
-    with job_in(place, corpus, fault=("die", "0", "7"), processes=before, **{"checkpoint.every_steps": 2}) as job:
-        assert job.end()[0] == 128 + signal.SIGKILL
+    keys = {"checkpoint.every_steps": 2}
+    with job_in(place, corpus, fault=("slow-host", 0, 700), processes=before, **keys) as job:
+        job.wait_for("step 2 is on disk")
+        os.kill(job.pids[0], signal.SIGKILL)
+        assert job.end()[0] == 128 + signal.SIGKILL, job.text
     done = steps.latest_step(place / "checkpoints")
-    with job_in(place, corpus, processes=after, **{"checkpoint.every_steps": 0}) as job:
+    with job_in(place, corpus, processes=after, **keys) as job:
         status, text = job.end()
     assert status == 0 and 2 <= done < 8 and f"going on from step {done}" in text, text
     assert losses(place) == pytest.approx(unstopped, rel=1e-6)
