@@ -124,7 +124,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         running = time.monotonic() - self._began if self._in_flight else self._last_secs
         return self._last_secs + max(self._last_secs - running, 0.0)
 
-    def _write_manifest(self, known: Mapping[str, Any] = steps.NOTHING) -> None:
+    def _write_manifest(self, known: Mapping[str, Any] | None = None) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together. In
         # a bucket the manifest makes them so.
         if jax.process_index() == 0:

@@ -17,7 +17,7 @@ from parallax.training.run import train
 PLACES = ("disk", "bucket")
 MESH = {"mesh.pp": 1, "mesh.dp": 4, "mesh.tp": 1, "mesh.simulate": 4, "pipeline.microbatches": 1, "model.dropout": 0.0}
 MESH |= {"data.global_batch": 12, "train.eval_batches": 0, "checkpoint.keep_best": 0}
-THREE = MESH | {"mesh.dp": 6, "mesh.simulate": 6}
+THREE = MESH | {"mesh.dp": 2, "mesh.replica": 3, "mesh.simulate": 6}
 
 
 @pytest.fixture(params=PLACES)
@@ -29,7 +29,7 @@ def place(request, tmp_path):
 def job_in(place, corpus, *changes, fault=(), processes=2, mesh=MESH, **keys):
     """A job of so many processes; `fault` as `faulty_train.py` has it."""
     command = [*((FAULTY, *map(str, fault)) if fault else ("train.py",)), *flags_of(corpus, **mesh, **keys), *changes]
-    return launched(*command, f"--workdir={place}", processes=processes, devices=mesh["mesh.dp"] // processes)
+    return launched(*command, f"--workdir={place}", processes=processes, devices=mesh["mesh.simulate"] // processes)
 
 
 # ---- beside the steps
