@@ -227,7 +227,8 @@ def print_meanwhile(
     alone, call, each = (statistics.median(secs or [0.0]) for secs in (plain, saves, meanwhile))
     print(f"{jax.process_count()} processes, a state of {size / 1e9:.2f} GB, steps of {alone:.3f} s")
     print(f"call of save     {call:6.3f} s = {call / alone:.2f} steps")
-    print(f"steps meanwhile  {each:6.3f} s = {each / alone:.2f} steps, {len(meanwhile) / len(saves):.1f} a save")
+    followed = max(len(saves) - 1, 1)  # after the last save there are no more steps
+    print(f"steps meanwhile  {each:6.3f} s = {each / alone:.2f} steps, {len(meanwhile) / followed:.1f} a save")
     print(f"lost to a save   {lost:6.3f} s = {lost / alone:.2f} steps")
 
 

@@ -175,7 +175,7 @@ class ArrayWriter:
     def __init__(self, folder: Path, name: str, about: Any, context: tensorstore.Context, *, stacked: int = 1):
         self._folder, self._path = PlainPath(folder), folder / name
         with self._writing():
-            self._array = open_new_array(self._folder, name, about, _chunk(about, stacked), context=context)
+            self._array = open_new_array(self._folder, name, about, _chunk(about, stacked), context=context).result()
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
@@ -237,14 +237,14 @@ def open_new_array(
     *,
     context: tensorstore.Context,
     transaction: tensorstore.Transaction | None = None,
-) -> tensorstore.TensorStore:
-    """An array to be written, whose chunks have this shape, in a database that `store_manifest` completes. Those of one
-    database need one context: with another, each would write the database by itself."""
+) -> tensorstore.Future:
+    """An array to be written, which is being opened; its chunks have this shape. It is in a database that
+    `store_manifest` completes. Those of one database need one context: with another, each would write it by itself."""
     metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": [max(size, 1) for size in chunk], "order": "C"}
     spec = _zarr(folder, name) | {"metadata": metadata}
     spec["kvstore"] |= {"manifest": NEW_MANIFEST, "target_data_file_size": STORED_BYTES}
     options = {"create": True, "dtype": about.dtype.name, "shape": about.shape}
-    return tensorstore.open(spec, **options, context=context, transaction=transaction).result()
+    return tensorstore.open(spec, **options, context=context, transaction=transaction)
 
 
 def open_database(folder: Path, context: tensorstore.Context) -> KvStore:

@@ -50,8 +50,8 @@ class ObjectSaver:
     """What a `CheckpointWriter` needs of orbax's CheckpointManager, for a folder in a bucket.
 
     Args:
-        finish: writes, in process 0, the manifest of a step whose arrays are stored; it is the last object. It is given
-            sizes and checksums of what all processes have stored, by name, which each has read back itself.
+        finish: writes, in process 0, the manifest of a step whose arrays are stored, and removes what it replaces. It
+            is given sizes and checksums of what the processes have stored, by name, which each has read back itself.
     """
 
     def __init__(self, folder: Path, finish: Callable[[Mapping[str, Any]], None]):
@@ -145,9 +145,11 @@ def write_tree(folder: Path, arrays: Mapping[str, HostCopy]) -> None:
     """Write arrays by name, all of them or none."""
     plain = files.PlainPath(folder)  # until all is written
     context, transaction = new_cache(), tensorstore.Transaction(atomic=True)
-    for name, (about, chunk, shards) in arrays.items():
-        array = open_new_array(plain, name, about, chunk, context=context, transaction=transaction)
-        for index, shard in shards:
+    together = {"context": context, "transaction": transaction}
+    opening = {name: open_new_array(plain, name, copy.about, copy.chunk, **together) for name, copy in arrays.items()}
+    for name, copy in arrays.items():
+        array = opening[name].result()
+        for index, shard in copy.shards:
             array[index].write(shard).result()
     transaction.commit_async().result()
     store_manifest(folder, context)

@@ -62,7 +62,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             options = ocp.CheckpointManagerOptions(async_options=in_background, lightweight_initialize=True)
             self._manager = LocalSaver(self._plain.path, options=options)
         else:
-            self._manager = ObjectSaver(self._folder, self._write_manifest)
+            self._manager = ObjectSaver(self._folder, self._end_in_bucket)
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -109,14 +109,12 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         step = self._in_flight["step"]
         with self._saving(step):
             self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                if step not in steps.complete_steps(self._folder):
-                    raise CheckpointError("it ended without an error, and without a checkpoint")
-                steps.remove_notes(self._folder, step)
-                files.sync(self._folder)
+            ends_here = jax.process_index() == 0 and files.is_local(self._folder)
+            if ends_here:
+                self._confirm()
         self._in_flight = {}
         self._last_secs = secs = time.monotonic() - self._began
-        if jax.process_index() == 0:
+        if ends_here:
             self._remove_replaced()  # before anything is written, since the save may have filled the disk
         self._on_disk(step, secs)
 
@@ -126,7 +124,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         running = time.monotonic() - self._began if self._in_flight else self._last_secs
         return self._last_secs + max(self._last_secs - running, 0.0)
 
-    def _write_manifest(self, known: Mapping[str, Any] = steps.NOTHING) -> None:
+    def _write_manifest(self, known: Mapping[str, Any] | None = None) -> None:
         # Into the unfinished folder, which orbax then renames, so that manifest and arrays become visible together. In
         # a bucket the manifest makes them so.
         if jax.process_index() == 0:
@@ -136,6 +134,23 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._carry(unfinished)
             files.try_writing(unfinished)  # the manifest has what is listed
             steps.write_manifest(unfinished, self._in_flight, known)
+
+    def _end_in_bucket(self, known: Mapping[str, Any]) -> None:
+        """Do the rest of a save, in process 0 and in the thread that saves: steps do not wait for its requests."""
+        self._write_manifest(known)
+        self._confirm()
+        try:
+            self._remove_replaced()
+        except (OSError, CheckpointError) as error:  # the step counts; the next save looks again
+            self._say(f"cannot look at older checkpoints: {first_line(error)}; they stay in {self._folder}")
+
+    def _confirm(self) -> None:
+        """Check that the step in flight is there, and remove what only says that it is not."""
+        step = self._in_flight["step"]
+        if step not in steps.complete_steps(self._folder):
+            raise CheckpointError("it ended without an error, and without a checkpoint")
+        steps.remove_notes(self._folder, step)
+        files.sync(self._folder)
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best, nor kept for good."""

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from parallax.display.units import in_bytes
@@ -30,7 +29,6 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # orbax's names of unfinished folders
 BLOCK_BYTES = 1 << 22
 FILES_ABREAST = 4  # that are read for their checksums
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
 NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
@@ -103,10 +101,11 @@ def latest_step(folder: Path) -> int | None:
 # ---- manifests
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any], known: Mapping[str, dict[str, int]] = NOTHING) -> None:
+def write_manifest(folder: Path, content: Mapping[str, Any], known: Mapping[str, Any] | None = None) -> None:
     """Write the manifest of a step's folder, with a list of its files and `content`, after all other files; `known` has
     sizes and checksums of some."""
     names = {path.relative_to(folder).as_posix() for path in files.files_below(folder)}
+    known = known or {}
     sums = {**known, **sizes_and_checksums(folder, sorted(names - {*UNLISTED, *known}))}
     # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))

@@ -9,11 +9,13 @@ import time
 
 import numpy as np
 import pytest
+from support.faulty_store import SECRET
 from support.process_examples import LONGEST_SECS, ROOT, Started, launched
 from support.run_examples import as_flags, tiny_config
 
 from parallax.checkpoint import steps
 from parallax.errors import CheckpointError
+from parallax.storage import files
 from parallax.storage.buckets import BucketPath
 from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
@@ -75,7 +77,10 @@ def losses(folder) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row}
 
 
-def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(bucket, corpus, whole_run, shared_programs, monkeypatch):
+def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(
+    bucket, corpus, whole_run, shared_programs, monkeypatch, capfd
+):
+    """And nothing that it has written or printed has a credential in it."""
     config = tiny_config(corpus, **{"checkpoint.every_steps": 2})
     write_manifest = steps.write_manifest
 
@@ -91,6 +96,8 @@ def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(bucket, corpus, whol
     assert steps.unfinished_saves(bucket / "checkpoints") and newest(bucket / "checkpoints") == 2
     assert train(config, str(bucket)).reason == "finished"
     assert losses(bucket) == losses(whole_run) and newest(bucket / "checkpoints") == 8
+    assert not [path for path in files.files_below(bucket) if SECRET.encode() in files.read_bytes(path)]
+    assert SECRET not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

@@ -139,6 +139,39 @@ def test_steps_are_saved_restored_and_removed(bucket):
     assert_is_saved(restored.trees)
 
 
+def test_what_a_save_replaces_is_removed_beside_the_steps(store, bucket):
+    removed, gone_on, on_disk = threading.Event(), threading.Event(), []
+
+    def hold(request):
+        if request.method == "DELETE" and "/run/1/" in f"/{request.key}":
+            removed.set()
+            assert gone_on.wait(20)
+
+    config = CheckpointConfig(keep_last=1)
+    with CheckpointWriter(bucket, config, settings={}, on_disk=lambda step, secs: on_disk.append(step)) as writer:
+        writer.save(1, TREES)
+        writer.wait()
+        with store.having(hold):
+            writer.save(2, TREES)
+            assert removed.wait(20)
+            writer.check()  # as after each step
+            assert on_disk == [1]
+            gone_on.set()
+            writer.wait()
+    assert on_disk == [1, 2] and steps.complete_steps(bucket) == {2}
+
+
+def test_one_list_says_what_a_step_has(store, bucket):
+    save(bucket, 1)
+    sums, lists = steps.read_manifest(bucket, 1)["files"], []
+    with store.having(lambda request: lists.append(request) if request.is_list else None):
+        assert steps.wrong_files(bucket / "1", sums, contents=False) == []
+    assert len(lists) == 1 < len(sums)
+    files.remove(bucket / "1" / "rest" / "manifest.ocdbt")
+    wrong = steps.wrong_files(bucket / "1", sums, contents=False)
+    assert wrong == ["its file rest/manifest.ocdbt is missing"]
+
+
 def test_steps_copied_to_a_disk_are_those_of_a_run_there(bucket, tmp_path):
     save(bucket, 1)
     for path in files.files_below(bucket):

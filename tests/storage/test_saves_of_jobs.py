@@ -17,7 +17,7 @@ from parallax.training.run import train
 PLACES = ("disk", "bucket")
 MESH = {"mesh.pp": 1, "mesh.dp": 4, "mesh.tp": 1, "mesh.simulate": 4, "pipeline.microbatches": 1, "model.dropout": 0.0}
 MESH |= {"data.global_batch": 12, "train.eval_batches": 0, "checkpoint.keep_best": 0}
-THREE = MESH | {"mesh.dp": 6, "mesh.simulate": 6}
+THREE = MESH | {"mesh.dp": 2, "mesh.replica": 3, "mesh.simulate": 6}
 
 
 @pytest.fixture(params=PLACES)
@@ -29,7 +29,7 @@ def place(request, tmp_path):
 def job_in(place, corpus, *changes, fault=(), processes=2, mesh=MESH, **keys):
     """A job of so many processes; `fault` as `faulty_train.py` has it."""
     command = [*((FAULTY, *map(str, fault)) if fault else ("train.py",)), *flags_of(corpus, **mesh, **keys), *changes]
-    return launched(*command, f"--workdir={place}", processes=processes, devices=mesh["mesh.dp"] // processes)
+    return launched(*command, f"--workdir={place}", processes=processes, devices=mesh["mesh.simulate"] // processes)
 
 
 # ---- beside the steps
@@ -129,10 +129,13 @@ def unstopped(corpus, tmp_path_factory):
 def test_half_and_twice_the_hosts_go_on_with_the_same_data_and_optimizer(corpus, place, unstopped, before, after):
     """What is loaded has the fingerprints of what was saved: else the command ends with 3. Losses may differ by the
     order in which sums between processes are added up."""
-    with job_in(place, corpus, fault=("die", "0", "7"), processes=before, **{"checkpoint.every_steps": 2}) as job:
-        assert job.end()[0] == 128 + signal.SIGKILL
+    keys = {"checkpoint.every_steps": 2}
+    with job_in(place, corpus, fault=("slow-host", 0, 700), processes=before, **keys) as job:
+        job.wait_for("step 2 is on disk")
+        os.kill(job.pids[0], signal.SIGKILL)
+        assert job.end()[0] == 128 + signal.SIGKILL, job.text
     done = steps.latest_step(place / "checkpoints")
-    with job_in(place, corpus, processes=after, **{"checkpoint.every_steps": 0}) as job:
+    with job_in(place, corpus, processes=after, **keys) as job:
         status, text = job.end()
     assert status == 0 and 2 <= done < 8 and f"going on from step {done}" in text, text
     assert losses(place) == pytest.approx(unstopped, rel=1e-6)

@@ -55,6 +55,7 @@ TINY = (
 BYTES = "--config.data.source=moby --config.data.tokenizer=bytes"
 FIRST = f"python train.py --config=configs/quickstart.py {TINY} {BYTES}"
 RUN = "python train.py --config=configs/tiny_gqa.py"
+MEANWHILE = "python -m parallax.launch --processes 3 --devices-per-process 1 -- benchmarks/checkpoints.py --meanwhile"
 
 # What takes more than seconds, and what is run in its place: the same program and flags, with less to do.
 CHEAPER = {
@@ -108,6 +109,7 @@ CHEAPER = {
         "--config.data.format=chat --config.data.chat_template=chatml --config.data.seq=256"
     ): f"{of_chats} --config.mesh.simulate=1 --config.train.steps=2 --config.train.eval_batches=1 "
     "--config.optimizer.warmup_steps=1",
+    f"{MEANWHILE} --steps 60 --every 20 --arrays 4": f"{MEANWHILE} --smoke",
     "python -m parallax.watch runs/first": "python -m parallax.watch runs/first --once",  # else it shows on
     "python train.py --config=configs/quickstart.py --workdir=runs/first --config.train.profile_steps=50:52": (
         f"{FIRST} --workdir=runs/first --config.train.steps=4 --config.train.profile_steps=3:4"
