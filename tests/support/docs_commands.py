@@ -143,7 +143,6 @@ PARSED = {
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
     'pip install -e ".[lm-eval,hf-tests]" -c constraints.txt': NETWORK,
-    "python -m parallax.evaluate --workdir=runs/first --tasks=arc_easy,lambada_openai": NETWORK,
     "python benchmarks/tasks.py": LONG,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,
