@@ -11,7 +11,7 @@ import numpy as np
 
 from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.display.tables import text_table
-from parallax.errors import ConfigError, DataError, nearest, quoted
+from parallax.errors import ConfigError, DataError, how_to_install, nearest, quoted
 from parallax.inference.score import Continuation, Scorer, greedy_until
 from parallax.pipeline import ShardedModel
 from parallax.storage.run_files import TASK_RESULT
@@ -74,7 +74,7 @@ class Tasks:
         rows: int = 8,
     ):
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("tasks need the package lm_eval; pip install 'parallax-mesh[lm-eval]', or leave them out")
+            raise ConfigError(f"tasks need the package lm_eval, which is not installed: {how_to_install('lm-eval')}")
         self.names, self.limit = [name.strip() for name in names.split(",")], limit
         self._manager = _task_manager(folder)
         for name in self.names:

@@ -184,5 +184,6 @@ def _chunks(
     hidden_ND = jnp.pad(hidden_ND, ((0, fill), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, fill), constant_values=IGNORED)
     groups_N = None if groups is None else jnp.pad(groups.of_N, (0, fill))
+    hidden_chunks = rearrange(hidden_ND, "(count C) D -> count C D", C=size)
     of_tokens = jax.tree.map(lambda x_N: rearrange(x_N, "(count C) -> count C", C=size), (labels_N, groups_N))
-    return rearrange(hidden_ND, "(count C) D -> count C D", C=size), *of_tokens
+    return hidden_chunks, *of_tokens

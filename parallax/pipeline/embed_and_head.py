@@ -29,13 +29,6 @@ from parallax.sharding.zigzag import context_ranks, own_tokens
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
 
-class Targets(NamedTuple):
-    """What the head reads of each token: its label, and its group if losses are summed by group."""
-
-    labels: Array
-    groups: Array | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """One device's part of a batch, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks. Tokens of
@@ -86,8 +79,9 @@ class Tokens:
         return sum_over(counts.astype(jnp.float32), TOKEN_AXES)
 
     @property
-    def targets(self) -> Targets:
-        return Targets(self.labels, self.groups)
+    def targets(self) -> dict[str, Array]:
+        """What the head reads of tokens: their labels, and their groups if losses are summed by group."""
+        return {"labels": self.labels} | ({} if self.groups is None else {GROUPS: self.groups})
 
 
 def _share_of_each(x: Array, count: int) -> Array:
@@ -128,18 +122,18 @@ class EmbedAndHead:
         (grads,) = pull(dx)
         return {EMBEDDING: self.plan.to_summed(EMBEDDING, grads)}
 
-    def head_loss_and_grads(self, y: Array, targets: Targets, totals: Any) -> tuple[Array, Any, Array]:
+    def head_loss_and_grads(self, y: Array, targets: Mapping[str, Array], totals: Any) -> tuple[Array, Any, Array]:
         """The sums of `chunked_loss` over this device's tokens, `totals` plus the gradients of the stored
         parameters, and the gradient with respect to y."""
         weights, head = self._gathered(HEAD), self.parts.head
         home = EMBEDDING if head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        table, (labels, of_groups) = as_varying(self._table(weights)), self._own_targets(targets)
-        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels, self.weight
+        table, labels = as_varying(self._table(weights)), cut(self._cut_of_labels, targets["labels"])
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self.weight
         row = self.plan.rows[home]["table"]
         in_place, trained = row.summed == row.compute, row.spec.is_trained  # in place: nothing needs to be scattered
         earlier = totals[home]["table"] if in_place and trained else None
-        form = dict(entries=head.entries, logit_form=head.logit_form, groups=of_groups)
+        form = dict(entries=head.entries, logit_form=head.logit_form, groups=self._own_groups(targets))
         loss, d_table, d_hidden = chunked_loss_and_grads(
             self.loss, head.form.table, *arrays, earlier, trained=trained, **form
         )
@@ -176,10 +170,11 @@ class EmbedAndHead:
         weights = self._gathered(EMBEDDING) if self.parts.head.tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
-    def _own_targets(self, targets: Targets) -> tuple[Array, TokenGroups | None]:
-        """The labels and groups of the tokens of which this device computes logits."""
-        labels, groups = jax.tree.map(lambda x: cut(self._cut_of_labels, x).reshape(-1), targets)
-        return labels, TokenGroups(groups, self.groups) if self.groups else None
+    def _own_groups(self, targets: Mapping[str, Array]) -> TokenGroups | None:
+        """The groups of the tokens of which this device computes logits."""
+        if not self.groups:
+            return None
+        return TokenGroups(cut(self._cut_of_labels, targets[GROUPS]).reshape(-1), self.groups)
 
     @property
     def _cut_of_labels(self) -> str:
@@ -253,13 +248,11 @@ class MicrobatchHead(EmbedAndHead):
         y_of_share = reduce_scatter(f"{whole} -> {share}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
         # Labels are folded in the same way as every tp rank folds its own piece of seq.
         pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
-
-        def of_share(x_MBS: Array) -> Array:
+        targets = {}
+        for name, x_MBS in self.tokens.targets.items():
             x_BS = lax.dynamic_index_in_dim(x_MBS, microbatch, keepdims=False)
             folded = rearrange(x_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
-            return cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
-
-        targets = jax.tree.map(of_share, self.tokens.targets)
+            targets[name] = cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
         loss, grads, d_share = self.head_loss_and_grads(y_of_share, targets, state.grads)
         exits = state.exits
         if exits is not None:
@@ -292,12 +285,12 @@ class LossOnly(MicrobatchHead):
     def start(self, slots: int) -> EndsState:
         return EndsState(None, None, self.zero_loss(), None)
 
-    def head_loss_and_grads(self, y: Array, targets: Targets, totals: None) -> tuple[Array, None, None]:
+    def head_loss_and_grads(self, y: Array, targets: Mapping[str, Array], totals: None) -> tuple[Array, None, None]:
         weights, head = self._gathered(HEAD), self.parts.head
         table, hidden = self._table(weights), self._hidden(weights, y)
-        labels, of_groups = self._own_targets(targets)
-        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels
-        form = dict(entries=head.entries, logit_form=head.logit_form, groups=of_groups)
+        labels = cut(self._cut_of_labels, targets["labels"])
+        arrays = table, hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        form = dict(entries=head.entries, logit_form=head.logit_form, groups=self._own_groups(targets))
         return chunked_loss(self.loss, head.form.table, *arrays, **form), None, None
 
 

@@ -1,5 +1,6 @@
 """lm-evaluation-harness gives a run the numbers that its own backend gives the exported model."""
 
+import importlib.util
 import json
 import re
 
@@ -8,6 +9,8 @@ from support.run_examples import tiny_config
 
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main
+from parallax.config.settings import read_settings
+from parallax.errors import ConfigError
 from parallax.inference.run import load
 from parallax.interop.harness import TaskResults, harness_model
 from parallax.storage.run_files import read_metrics
@@ -66,6 +69,18 @@ def test_results_are_a_table():
 def test_flags_of_tasks_that_do_not_fit_are_refused(observed_run, capsys, flags, words):
     assert main(["evaluate", f"--workdir={observed_run}", *flags]) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_the_harness_a_line_says_how_to_get_it(observed_run, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["evaluate", f"--workdir={observed_run}", "--tasks=arc_easy"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tasks need the package lm_eval, which is not installed: pip install -e '.[lm-eval]'" in said
+
+
+def test_settings_of_tasks_do_nothing_without_tasks(corpus):
+    with pytest.raises(ConfigError, match="train.tasks_limit=3 does nothing without train.tasks; name tasks, or leave"):
+        read_settings(tiny_config(corpus, **{"train.tasks_limit": 3}))
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from support.process_examples import flags_of, launched
 from parallax.storage.run_files import read_metrics
 
 # The last batch is filled up for three ranks, too.
-MESH = {"mesh.pp": 1, "mesh.dp": 6, "mesh.tp": 1, "mesh.simulate": 6, "pipeline.microbatches": 1}
-RUN = {"data.global_batch": 6, "train.steps": 2, "train.eval_batches": -1, "model.dropout": 0.0}
+MESH = {"mesh.pp": 1, "mesh.replica": 3, "mesh.dp": 2, "mesh.tp": 1, "mesh.simulate": 6, "pipeline.microbatches": 1}
+RUN = {"data.global_batch": 6, "train.steps": 3, "train.eval_batches": -1, "model.dropout": 0.0}
 
 
 @pytest.mark.slow

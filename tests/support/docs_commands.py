@@ -159,7 +159,6 @@ PARSED = {
     '--config.data.phases="next=(from_step=1001, old=0, new=1)"': CORPORA,
     'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
     'pip install -e ".[lm-eval,hf-tests]" -c constraints.txt': NETWORK,
-    "python -m parallax.evaluate --workdir=runs/first --tasks=arc_easy,lambada_openai": NETWORK,
     "python benchmarks/tasks.py": LONG,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,
