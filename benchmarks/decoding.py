@@ -49,6 +49,7 @@ def main() -> None:
     smallest = {"layers": 1, "width": 32, "tokens": 4, "repetitions": 1, "rows": [2]}
     parser = Arguments(description=__doc__, smallest=smallest)
     parser.add_argument("--ours", action="store_true", help="without transformers")
+    parser.add_argument("--attention", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--rows", type=whole_number, nargs="+", default=[1, 32], help="prompts in a batch")
     parser.add_argument("--layers", type=whole_number, default=8)
     parser.add_argument("--width", type=whole_number, default=256, help="d_model")
@@ -59,7 +60,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     print(f"| {' | '.join(HEAD)} |")
     print(f"|{'---|' * len(HEAD)}")
-    for attention in FAMILIES:
+    for attention in args.attention:
         ours, theirs = pair(attention, args)
         for rows in args.rows:
             print(measured(attention, rows, ours, theirs, args), flush=True)

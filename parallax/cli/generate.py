@@ -37,9 +37,10 @@ with loading(__name__, sys.stderr):
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
+    from parallax.storage.files import write_file
 
 OF_OTHER_FORMS = ("--chat", "--system", "--template", "--prompts", "--out", "--rows")
-ROWS = 32  # of a batch from a file
+ROWS_OF_A_BATCH = 32  # of a batch from a file
 # Flags from keys of the config's sections.
 SAMPLE_FIELDS = [field for field in dataclasses.fields(SampleConfig) if field.name != "prompt"]
 MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name in MESH_KEYS]
@@ -139,9 +140,11 @@ def _answer(conversation: Conversation, message: str) -> None:
 def complete_file(flags: argparse.Namespace) -> None:
     """Write each prompt of a file with what is generated after it, as JSON lines."""
     prompts = read_prompts(Path(flags.prompts))
-    rows = ROWS if flags.rows is None else flags.rows
+    rows = ROWS_OF_A_BATCH if flags.rows is None else flags.rows
     if rows < 1:
         raise ConfigError(f"--rows={flags.rows} must be 1 or more")
+    if flags.out:
+        _write("", flags.out)  # what cannot be written is said at once
     trained, sample = _load(flags, *settings_of(flags))
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
     rest = dict(rows=rows, template=lambda: template_of(trained, flags.template), stop=flags.stop)
@@ -161,7 +164,7 @@ def _write(text: str, out: str) -> None:
         print(text, end="")
         return
     with writing(Path(out), "choose another file with --out"):
-        Path(out).write_text(text, encoding="utf-8")
+        write_file(Path(out), text)
 
 
 def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
@@ -188,7 +191,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", default="", help="file of prompts: a text in each line, or .jsonl")
     parser.add_argument("--out", default="", help="with --prompts: file for the results; default: stdout")
     parser.add_argument(
-        "--rows", type=int, help=f"with --prompts: how many are generated from together; default: {ROWS}"
+        "--rows", type=int, help=f"with --prompts: how many are generated from together; default: {ROWS_OF_A_BATCH}"
     )
     stop = "text before which generation ends, besides the model's own ends; may be given several times"
     parser.add_argument("--stop", action="append", default=[], help=stop)

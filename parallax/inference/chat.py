@@ -44,7 +44,6 @@ class Conversation:
             ContextIsFull: there is no room for an answer; the message is not added.
             DataError: the template refuses the messages.
         """
-        check_text("the message", text)
         asked = [*self.messages, {"role": "user", "content": text}]
         pieces = []
         for piece in answer_text(self.run, self.prompt(asked), self.sample, self.stops, context=self.context):
@@ -65,6 +64,7 @@ class Conversation:
 def ids_of_messages(run: Run, template: ChatTemplate, messages: Sequence[dict]) -> list[int]:
     """The ids of messages, up to where the assistant answers."""
     text = template.render(messages, add_generation_prompt=True)
+    check_text("the messages", text)
     return run.tokenizer.encode(text, special_tokens="tokens").tolist()
 
 

@@ -130,6 +130,7 @@ CHEAPER = {
 NETWORK = "needs the network"
 POD = "needs a pod, or a scheduler"
 SETUP = "makes an environment, or does in it what other commands here do"
+OTHERS = "goes on from a run of another page"
 LONG = "measures for minutes, or compiles a model of billions of parameters"
 # Not run, and why. Programs of the project read these lines, and stop where they have; the rest is parsed by bash.
 PARSED = {
@@ -150,6 +151,8 @@ PARSED = {
     "python -m parallax.report --config=configs/gpu_80gb_x8.py --topology=H100:1x8": LONG,
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --config.model.layers=4 "
     "--config.model.vocab=4096 --config.pipeline.remat=layer --config.fsdp.bucket=layer": LONG,
+    "python -m parallax.generate --workdir=runs/first --chat --template=chatml": OTHERS,
+    "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl": OTHERS,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,
@@ -196,6 +199,7 @@ PARSED = {
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",
+            "decoding.py --repetitions 3 --tokens 48",
         )
     },
 }
