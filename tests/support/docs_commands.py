@@ -71,6 +71,12 @@ CHEAPER = {
     'python -m parallax.generate --workdir=runs/first --prompt="def "': (
         'python -m parallax.generate --workdir=runs/first --prompt="def " --tokens=4'
     ),
+    "python -m parallax.generate --workdir=runs/first --chat --template=chatml": (
+        "echo Hello | python -m parallax.generate --workdir=runs/first --chat --template=chatml --tokens=4"
+    ),
+    "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl": (
+        "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl --rows=2"
+    ),
     f"{RUN} --config.model.layers=8 --config.optimizer.learning_rate=1e-3": (
         f"{RUN} --config.mesh.simulate=1 {TINY} --config.model.layers=8 --config.optimizer.learning_rate=1e-3"
     ),
@@ -130,7 +136,6 @@ CHEAPER = {
 NETWORK = "needs the network"
 POD = "needs a pod, or a scheduler"
 SETUP = "makes an environment, or does in it what other commands here do"
-OTHERS = "goes on from a run of another page"
 LONG = "measures for minutes, or compiles a model of billions of parameters"
 # Not run, and why. Programs of the project read these lines, and stop where they have; the rest is parsed by bash.
 PARSED = {
@@ -151,8 +156,6 @@ PARSED = {
     "python -m parallax.report --config=configs/gpu_80gb_x8.py --topology=H100:1x8": LONG,
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --config.model.layers=4 "
     "--config.model.vocab=4096 --config.pipeline.remat=layer --config.fsdp.bucket=layer": LONG,
-    "python -m parallax.generate --workdir=runs/first --chat --template=chatml": OTHERS,
-    "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl": OTHERS,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,
@@ -214,7 +217,8 @@ COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+"
 # Files that commands read.
 CORPUS = {f"corpus/{name}.txt": f"{name} is a document. " * 40 for name in "abcdefgh"}
 SCHEDULE = {"mine.csv": "0F0,0F1+0B0,,0B1\n,1F0+1B0,1F1+1B1,\n"}
-FILES = CORPUS | SCHEDULE
+QUESTIONS = {"questions.jsonl": '{"prompt": "Call me"}\n{"prompt": "It is"}\n'}
+FILES = CORPUS | SCHEDULE | QUESTIONS
 # Runs that a page takes for granted.
 THEIRS = """python -c '
 import pathlib, sys
@@ -226,6 +230,7 @@ write_folder(pathlib.Path("models/theirs"), config, random_tensors(shapes_of(con
 BEFORE = {
     "docs/reliability.md": [f"{FIRST} --workdir=runs/mine"],
     "docs/convert.md": [THEIRS],
+    "docs/serving.md": [f"{FIRST} --workdir=runs/first"],
     "docs/watching.md": [
         *(f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")),
         f"{FIRST} --workdir=runs/mixture --config.model.layers_of=moe*2 --config.model.d_expert=16",
