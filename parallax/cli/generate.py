@@ -2,17 +2,27 @@
 
     python -m parallax.generate --workdir=runs/mine --prompt="def "
     python -m parallax.generate --workdir=runs/mine --prompt="def " --prompt="class " --stop=return --config.mesh.tp=2
+    python -m parallax.generate --workdir=runs/mine --chat --system="Answer briefly."
+    python -m parallax.generate --workdir=runs/mine --prompts=questions.jsonl --out=answers.jsonl
 
 A text ends where the model says, or before a text of --stop. Texts go to stdout, those of several prompts below a line
 with their number, and everything else to stderr. Missing values, also of the mesh, are those of the run's config.json;
 flags as --config.mesh.tp=2 change them.
+
+--chat holds a conversation on the terminal, with the tokenizer's chat template or that of --template: /reset begins it
+anew, /exit or Ctrl-D ends it. A file of --prompts has a text in each line, or if its name ends in .jsonl
+{"prompt": "text"} or {"messages": [...]}; each line of --out, by default of stdout, has one of them with what was
+generated, in the order of the file.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from parallax.display.progress import loading, waiting
@@ -22,10 +32,15 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_quietly, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
-    from parallax.errors import ConfigError, nearest, printable, tell
+    from parallax.errors import ConfigError, nearest, printable, tell, writing
+    from parallax.inference.chat import ContextIsFull, Conversation, template_of
     from parallax.inference.generate import complete, encode, stays_text
-    from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
+    from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
+    from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
+    from parallax.storage.files import write_file
 
+OF_OTHER_FORMS = ("--chat", "--system", "--template", "--prompts", "--out", "--rows")
+ROWS_OF_A_BATCH = 32  # of a batch from a file
 # Flags from keys of the config's sections.
 SAMPLE_FIELDS = [field for field in dataclasses.fields(SampleConfig) if field.name != "prompt"]
 MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name in MESH_KEYS]
@@ -33,7 +48,16 @@ MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name i
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. User errors are one line on stderr."""
-    return run_quietly(lambda: show(run(parse(arguments))))
+    return run_quietly(lambda: _act(parse(arguments)))
+
+
+def _act(flags: argparse.Namespace) -> None:
+    if flags.chat:
+        chat(flags)
+    elif flags.prompts:
+        complete_file(flags)
+    else:
+        show(run(flags))
 
 
 def show(texts: Sequence[str]) -> None:
@@ -53,15 +77,11 @@ def run(flags: argparse.Namespace) -> list[str]:
     for text in flags.stop:
         if not text:
             raise ConfigError("--stop='' holds no text; leave it out, or write at least one character")
-    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
-    mesh = mesh_config(settings.mesh, {**axes, **_given(flags, MESH_FIELDS)})
-    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
-    trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
+    trained, sample = _load(flags, settings, axes)
     name = "--prompt" if flags.prompt else "sample.prompt"
     special = sample.special_tokens
     ids = [encode(trained.tokenizer, prompt, special_tokens=special, name=name) for prompt in prompts]
     length, seq = max(map(len, ids)) + sample.tokens, settings.data.longest_seq
-    _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")
     if spelled := stays_text(trained.tokenizer, prompts, sample.special_tokens):
@@ -73,6 +93,78 @@ def run(flags: argparse.Namespace) -> list[str]:
     secs, tokens = time.perf_counter() - start, len(ids) * sample.tokens
     _say(f"up to {tokens} tokens in {secs:.1f} s, {tokens / secs:.1f} tokens/s, compilation included")
     return texts
+
+
+def _load(flags: argparse.Namespace, settings: Settings, axes: dict[str, int]) -> tuple[Run, SampleConfig]:
+    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
+    mesh = mesh_config(settings.mesh, {**axes, **_given(flags, MESH_FIELDS)})
+    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
+    trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
+    _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
+    return trained, sample
+
+
+def chat(flags: argparse.Namespace) -> None:
+    """Hold a conversation: messages from stdin, answers to stdout."""
+    trained, sample = _load(flags, *settings_of(flags))
+    template, context = template_of(trained, flags.template), trained.settings.data.longest_seq
+    conversation = Conversation(trained, template, sample, context, flags.system, flags.stop)
+    _say(f"{template.origin}; {context} tokens of context; /reset begins anew, /exit or Ctrl-D ends")
+    for message in _messages():
+        if message == "/reset":
+            conversation.reset()
+        elif message:
+            _answer(conversation, message)
+
+
+def _messages() -> Iterator[str]:
+    """Lines of stdin, up to /exit or its end."""
+    with contextlib.suppress(EOFError):
+        while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+            yield message
+
+
+def _answer(conversation: Conversation, message: str) -> None:
+    """Print an answer as it comes; Ctrl-C ends it."""
+    is_terminal = sys.stdout.isatty()
+    try:
+        for piece in conversation.answer(message):
+            print(printable(piece) if is_terminal else piece, end="", flush=True)
+    except ContextIsFull as error:
+        _say(f"{error}; /reset begins anew")
+    except KeyboardInterrupt:
+        _say("\nthe answer is forgotten, and what it answers")
+    print(flush=True)
+
+
+def complete_file(flags: argparse.Namespace) -> None:
+    """Write each prompt of a file with what is generated after it, as JSON lines."""
+    prompts = read_prompts(Path(flags.prompts))
+    rows = ROWS_OF_A_BATCH if flags.rows is None else flags.rows
+    if rows < 1:
+        raise ConfigError(f"--rows={flags.rows} must be 1 or more")
+    if flags.out:
+        _write("", flags.out)  # what cannot be written is said at once
+    trained, sample = _load(flags, *settings_of(flags))
+    texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
+    rest = dict(rows=rows, template=lambda: template_of(trained, flags.template), stop=flags.stop)
+    with waiting(f"generating from {len(prompts)} prompts") as show_progress:
+        for done, completion in enumerate(complete_prompts(trained, prompts, sample, **rest), 1):
+            texts[completion.number] = completion.text
+            tokens += completion.tokens
+            show_progress(done, len(prompts))
+    secs = time.perf_counter() - start
+    lines = (json.dumps(with_completion(*pair), ensure_ascii=False) + "\n" for pair in zip(prompts, texts))
+    _write("".join(lines), flags.out)
+    _say(f"{tokens} tokens in {secs:.1f} s, {tokens / secs:.1f} tokens/s, compilation included")
+
+
+def _write(text: str, out: str) -> None:
+    if not out:
+        print(text, end="")
+        return
+    with writing(Path(out), "choose another file with --out"):
+        write_file(Path(out), text)
 
 
 def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
@@ -92,6 +184,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     prompt = "text to go on from; several give as many texts; default: the run's sample.prompt"
     parser.add_argument("--prompt", action="append", default=[], help=prompt)
+    parser.add_argument("--chat", action="store_true", help="hold a conversation on the terminal")
+    parser.add_argument("--system", default="", help="with --chat: the system's message")
+    templates = "of messages: chatml, gemma, llama3, zephyr, or a file; default: the tokenizer's own"
+    parser.add_argument("--template", default="", help=templates)
+    parser.add_argument("--prompts", default="", help="file of prompts: a text in each line, or .jsonl")
+    parser.add_argument("--out", default="", help="with --prompts: file for the results; default: stdout")
+    parser.add_argument(
+        "--rows", type=int, help=f"with --prompts: how many are generated from together; default: {ROWS_OF_A_BATCH}"
+    )
     stop = "text before which generation ends, besides the model's own ends; may be given several times"
     parser.add_argument("--stop", action="append", default=[], help=stop)
     for origin, keys in (("the run's sample.{}", SAMPLE_FIELDS), ("as in training", MESH_FIELDS)):
@@ -103,10 +204,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         name = unknown[0].partition("=")[0]
         if name.startswith("-") and "." in name:
             raise ConfigError(unknown_flag(name.lstrip("-"), ()))
-        known = ["--workdir", "--step", "--prompt", "--stop", *map(_flag, SAMPLE_FIELDS), *map(_flag, MESH_FIELDS)]
+        known = [
+            "--workdir",
+            "--step",
+            "--prompt",
+            "--stop",
+            *OF_OTHER_FORMS,
+            *map(_flag, SAMPLE_FIELDS),
+            *map(_flag, MESH_FIELDS),
+        ]
         raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(name, known)}")
     flags.config = unknown
+    _check_together(flags)
     return flags
+
+
+def _check_together(flags: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that would be ignored."""
+    forms = {"--chat": flags.chat, "--prompts": flags.prompts, "--prompt": flags.prompt}
+    chosen = [name for name, given in forms.items() if given]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are two ways to generate; leave one out")
+    needs = {
+        "--system": ("--chat",),
+        "--out": ("--prompts",),
+        "--template": ("--chat", "--prompts"),
+        "--rows": ("--prompts",),
+    }
+    for name, forms in needs.items():
+        if getattr(flags, name.strip("-")) not in ("", None) and not {*forms} & {*chosen}:
+            raise ConfigError(f"{name} needs {' or '.join(forms)}")
 
 
 def _say(text: str) -> None:

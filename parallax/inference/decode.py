@@ -117,13 +117,53 @@ class Decoder:
         of the global batch.
         """
         local = partial(self._write, pick=pick, tokens=tokens, ends=ends)
-        if self.mesh.size == 1:
-            return local(params, prompts, key)  # no axis is bound, so nothing is sent, and nothing waits
         specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
         rows = Layout.parse(ROWS).spec(self.mesh)
         in_specs = (specs, Prompts(rows, rows), P())
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows, check_vma=True)
-        return mapped(params, prompts, key)
+        return self._mapped(local, in_specs, rows)(params, prompts, key)
+
+    def begin(
+        self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, ends: tuple[int, ...]
+    ) -> tuple[Any, "DecodeState"]:
+        """The weights as decoding reads them, and the state after the prompts, with the first of `tokens` ids: what
+        `go_on` takes."""
+
+        def local(params, prompts, key):
+            weights = self.weights(params)
+            state = self._first(partial(self._following, weights, key, pick), prompts, tokens, ends)
+            return _to_outside(weights), state._replace(caches=_to_outside(state.caches))
+
+        specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
+        rows = Layout.parse(ROWS).spec(self.mesh)
+        return self._mapped(local, (specs, Prompts(rows, rows), P()), (self._kept, self._state))(params, prompts, key)
+
+    def go_on(
+        self, weights: Any, state: "DecodeState", key: Array, until: Array, pick: Callable, *, ends: tuple[int, ...]
+    ) -> "DecodeState":
+        """The state with `until` ids after each row, or fewer if all rows have ended."""
+
+        def local(weights, state, key, until):
+            choose = partial(self._following, _from_outside(weights), key, pick)
+            state = self._further(choose, state._replace(caches=_from_outside(state.caches)), until, ends)
+            return state._replace(caches=_to_outside(state.caches))
+
+        return self._mapped(local, (self._kept, self._state, P(), P()), self._state)(weights, state, key, until)
+
+    def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """A function on each device. On one device no axis is bound, so nothing is sent, and nothing waits."""
+        if self.mesh.size == 1:
+            return local
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    @property
+    def _kept(self) -> P:
+        """How what each device keeps for itself lies: see `_to_outside`."""
+        return P(self.mesh.axis_names)
+
+    @property
+    def _state(self) -> "DecodeState":
+        rows = Layout.parse(ROWS).spec(self.mesh)
+        return DecodeState(rows, rows, self._kept, P(), P())
 
     # ---- what runs on each device
 
@@ -323,6 +363,15 @@ def _apart(stack: Any) -> list[Any]:
     """The layers of a stack. A slice in the loop of tokens would be a copy for each of them."""
     layers = len(jax.tree.leaves(stack)[0])
     return [jax.tree.map(lambda weight: weight[layer], stack) for layer in range(layers)]  # noqa: B023
+
+
+def _to_outside(tree: Any) -> Any:
+    """What a device keeps for itself between two programs: pieces of arrays with a dim for all devices."""
+    return jax.tree.map(lambda leaf: as_varying(leaf)[None], tree)
+
+
+def _from_outside(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 class DecodeState(NamedTuple):

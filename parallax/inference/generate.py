@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from parallax.model.rope import Rope
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import TOKEN_AXES
 from parallax.sharding.parameter import in_32_bits
+
+TOKENS_AT_ONCE = 8  # between two looks of the host at what has been written
+SHORTEST_PADDED = 32
 
 
 def complete(
@@ -95,8 +98,10 @@ def generate(
     *,
     ends: Sequence[int] = (),
     vocab: int | None = None,
+    length: int = 0,
 ) -> list[np.ndarray]:
-    """Continue each prompt of token ids by `config.tokens` ids, or up to one of `ends`, which is left out.
+    """Continue each prompt of token ids by `config.tokens` ids, or up to one of `ends`, which is left out. Prompts are
+    padded to the longest, or to `length` if that is more.
 
     Ids of `vocab` and above, which a padded vocab has, are never chosen. The noise of a row depends only on
     `config.seed`, the row and the position, so that the text is the same on every mesh; `config.prompt` is not read.
@@ -105,20 +110,87 @@ def generate(
     _check_ids(prompts, model.config.vocab)
     _check_lengths(prompts, model.config, config.tokens)
     sampling = dataclasses.replace(config, prompt="", seed=0)
-    batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
+    batch = left_padded(prompts, multiple=_rows_together(model), length=length)
     key = jax.random.key(config.seed)
     written = np.asarray(_write_ids(params, batch, key, model=model, config=sampling, ends=tuple(ends), vocab=vocab))
     return [_before_end(ids, ends) for ids in written[: len(prompts)]]
 
 
-def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:
-    """Prompts that all end in the last column, in a multiple of `multiple` rows; additional rows repeat the first.
+def stream(
+    model: ShardedModel,
+    params: Any,
+    prompt: Sequence[int],
+    config: SampleConfig,
+    *,
+    ends: Sequence[int] = (),
+    vocab: int | None = None,
+    length: int = 0,
+    tokens: int | None = None,
+    every: int = TOKENS_AT_ONCE,
+) -> Iterator[list[int]]:
+    """The ids of `generate` for one prompt as they come, at most `every` at a time, and `tokens` in all.
+
+    Two programs are compiled for each length to which prompts are padded; both serve any number of tokens up to
+    `config.tokens`.
+    """
+    _check_ids([prompt], model.config.vocab)
+    _check_lengths([prompt], model.config, config.tokens)
+    static = dict(model=model, config=dataclasses.replace(config, prompt="", seed=0), ends=tuple(ends), vocab=vocab)
+    last, done = config.tokens if tokens is None else min(tokens, config.tokens), 0
+    with in_32_bits():
+        key = jax.random.key(config.seed)
+        batch = left_padded([prompt], multiple=_rows_together(model), length=length)
+        weights, state, written = _begin(params, batch, key, **static)
+    while True:
+        ids_N, count = np.asarray(written[0])[0], int(written[1])
+        new = _before_end(ids_N[done:count], ends)
+        yield new.tolist()
+        if len(new) < count - done or count >= last:
+            return
+        done = count
+        with in_32_bits():
+            state, written = _go_on(weights, state, key, np.int32(min(count + every, last)), **static)
+
+
+@partial(jax.jit, static_argnames=("model", "config", "ends", "vocab"))
+def _begin(params: Any, prompts: Prompts, key: Array, *, model, config, ends, vocab) -> tuple[Any, Any, Any]:
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
+    pick = _picks(model, config, vocab)
+    weights, state = decoder.begin(params, prompts, key, pick, tokens=config.tokens, ends=ends)
+    return weights, state, _read_by_all(model, (state.ids_BN, state.count))
+
+
+@partial(jax.jit, static_argnames=("model", "config", "ends", "vocab"), donate_argnames=("state",))
+def _go_on(weights: Any, state: Any, key: Array, until: Array, *, model, config, ends, vocab) -> tuple[Any, Any]:
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
+    state = decoder.go_on(weights, state, key, until, _picks(model, config, vocab), ends=ends)
+    return state, _read_by_all(model, (state.ids_BN, state.count))
+
+
+def padded_length(tokens: int, longest: int) -> int:
+    """The length to which prompts of so many tokens are padded, so that few lengths are compiled: a power of two, or
+    the longest.
+
+    >>> padded_length(5, 100), padded_length(40, 100), padded_length(70, 100)
+    (32, 64, 100)
+    """
+    return max(tokens, min(longest, max(SHORTEST_PADDED, 1 << (tokens - 1).bit_length())))
+
+
+def _rows_together(model: ShardedModel) -> int:
+    """Rows of which every data rank has one."""
+    return math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES)
+
+
+def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int, length: int = 0) -> Prompts:
+    """Prompts that all end in the last column, at least `length` long, in a multiple of `multiple` rows; additional
+    rows repeat the first.
 
     >>> left_padded([[5, 6], [7]], multiple=2).ids_BS.tolist()
     [[5, 6], [0, 7]]
     """
     rows = [*prompts, *[prompts[0]] * (-len(prompts) % multiple)]
-    longest = max(map(len, rows))
+    longest = max(length, *map(len, rows))
     empty_B = np.array([longest - len(row) for row in rows], np.int32)
     ids_BS = np.array([[0] * (longest - len(row)) + list(row) for row in rows], np.int32)
     return Prompts(ids_BS, empty_B)
@@ -135,14 +207,24 @@ def _write_ids(
     ends: tuple[int, ...],
     vocab: int | None,
 ) -> Array:
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
+    pick = _picks(model, config, vocab)
+    return _read_by_all(model, decoder.write(params, prompts, key, pick, tokens=config.tokens, ends=ends))
+
+
+def _picks(model: ShardedModel, config: SampleConfig, vocab: int | None) -> Callable[..., Array]:
+    """`pick` of a Decoder."""
+
     def pick(key: Array, logits_BV: Array, rows_B: Array, positions_B: Array) -> Array:
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.config.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
-    decoder = Decoder(model.config, model.plan.rows, model.mesh)
-    ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, ends=ends)
-    # Every process of a job gets all rows.
-    return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))
+    return pick
+
+
+def _read_by_all(model: ShardedModel, tree: Any) -> Any:
+    """Arrays that every process of a job gets whole."""
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(model.mesh, P()))
 
 
 def _before_end(ids_N: np.ndarray, ends: Sequence[int]) -> np.ndarray:
@@ -151,11 +233,19 @@ def _before_end(ids_N: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 
 
 def _before_stop(lead: str, text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the texts `stop` after `lead`, whose last letter may differ in it: a prompt may end
-    within a letter's bytes."""
-    start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lead, text)))
-    places = [place for place in (text.find(each, start) for each in stop) if place >= 0]
-    return text[: min(places, default=len(text))]
+    """The text up to the first of the texts `stop` after `lead`."""
+    return text[: _start(lead, text)] + text_after(lead, text, stop)
+
+
+def text_after(lead: str, text: str, stop: Sequence[str]) -> str:
+    """What follows `lead` in a text, up to the first of the texts `stop`. The last letter of `lead` may differ there: a
+    prompt may end within a letter's bytes."""
+    rest = text[_start(lead, text) :]
+    return rest[: min((place for each in stop if (place := rest.find(each)) >= 0), default=len(rest))]
+
+
+def _start(lead: str, text: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lead, text)))
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], model: ModelConfig, tokens: int) -> None:

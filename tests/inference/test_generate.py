@@ -29,7 +29,7 @@ from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError
 from parallax.inference.decode import CacheForm, Decoder, Prompts
-from parallax.inference.generate import complete, generate
+from parallax.inference.generate import complete, generate, stream
 from parallax.model.kernels.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.sharding.mesh import make_mesh
@@ -341,6 +341,33 @@ def test_another_seed_writes_another_text_without_compiling_again(caplog):
         again, other = (generate(model, params, [[1, 2]], dataclasses.replace(SAMPLED, seed=seed)) for seed in (3, 4))
     assert first[0].tolist() == again[0].tolist() != other[0].tolist()
     assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("gqa", (1, 1, 1)), ("gqa", (2, 1, 2)), pytest.param("mla", (2, 2, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_text_comes_in_pieces_as_it_is_written_whole_and_nothing_compiles_while_it_grows(name, mesh, caplog):
+    model = model_on(name, mesh)
+    params, prompt = params_on(name, model), [9, 8, 7, 6, 5]
+    (whole,) = generate(model, params, [prompt], SAMPLED)
+    pieces = stream(model, params, prompt, SAMPLED, length=8, every=3)
+    ids = [*next(pieces), *next(pieces)]
+    with jax.log_compiles():
+        ids += [number for piece in pieces for number in piece]
+        again = stream(model, params, [3, 2, 1], SAMPLED, length=8, every=2, tokens=7)
+        assert [len(piece) for piece in again] == [1, 2, 2, 2]
+    assert ids == whole.tolist() and "Compiling" not in caplog.text
+
+
+def test_a_text_in_pieces_ends_before_an_end():
+    model = model_on("gqa")
+    params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
+    (free,) = generate(model, params, [prompt], GREEDY)
+    ends = [int(free[4])]
+    (whole,) = generate(model, params, [prompt], GREEDY, ends=ends)
+    assert [number for piece in stream(model, params, prompt, GREEDY, ends=ends) for number in piece] == whole.tolist()
 
 
 @pytest.mark.parametrize(

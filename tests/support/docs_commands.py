@@ -72,6 +72,12 @@ CHEAPER = {
     'python -m parallax.generate --workdir=runs/first --prompt="def "': (
         'python -m parallax.generate --workdir=runs/first --prompt="def " --tokens=4'
     ),
+    "python -m parallax.generate --workdir=runs/first --chat --template=chatml": (
+        "echo Hello | python -m parallax.generate --workdir=runs/first --chat --template=chatml --tokens=4"
+    ),
+    "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl": (
+        "python -m parallax.generate --workdir=runs/first --prompts=questions.jsonl --out=answers.jsonl --rows=2"
+    ),
     f"{RUN} --config.model.layers=8 --config.optimizer.learning_rate=1e-3": (
         f"{RUN} --config.mesh.simulate=1 {TINY} --config.model.layers=8 --config.optimizer.learning_rate=1e-3"
     ),
@@ -215,6 +221,7 @@ PARSED = {
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",
+            "decoding.py --repetitions 3 --tokens 48",
         )
     },
 }
@@ -238,7 +245,8 @@ CHATS = {
         for n in range(99)
     )
 }
-FILES = CORPUS | SCHEDULE | CHATS
+QUESTIONS = {"questions.jsonl": '{"prompt": "Call me"}\n{"prompt": "It is"}\n'}
+FILES = CORPUS | SCHEDULE | CHATS | QUESTIONS
 # Runs that a page takes for granted.
 THEIRS = """python -c '
 import pathlib, sys
@@ -251,6 +259,7 @@ BEFORE = {
     "docs/reliability.md": [f"{FIRST} --workdir=runs/mine"],
     "docs/chat.md": [THEIRS],
     "docs/convert.md": [THEIRS],
+    "docs/serving.md": [f"{FIRST} --workdir=runs/first"],
     "docs/watching.md": [
         *(f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")),
         f"{FIRST} --workdir=runs/mixture --config.model.layers_of=moe*2 --config.model.d_expert=16",
