@@ -96,7 +96,7 @@ def tuning(folder, **changes):
     config.data.update(
         dict(source="jsonl", path=str(folder / "chats.jsonl"), format="chat", cache=str(folder / "cache"))
     )
-    config.data.update(dict(tokenizer="auto", seq=128, global_batch=8, eval_fraction=0.0))
+    config.data.update(dict(tokenizer="auto", seq=256, global_batch=8, eval_fraction=0.0))
     config.train.update(dict(init_from=str(folder / "run"), steps=STEPS, eval_batches=0))
     config.optimizer.update(ADAMW | dict(schedule="constant", warmup_steps=0))
     config.sample.prompt = ""
@@ -126,7 +126,8 @@ def conversations_of_steps(folder):
     lines = (folder / "chats.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     reader = open_split(read_settings(tuning(folder)), RunFiles(folder / "tuned"), "train")
-    return [[chats[number] for number in reader.documents_of(reader.windows_of(step))] for step in range(STEPS)]
+    windows = [np.split(reader.windows_of(step), 8) for step in range(STEPS)]  # an epoch's last may be the next's first
+    return [[chats[number] for window in each for number in reader.documents_of(window)] for each in windows]
 
 
 def their_tuning(folder):
