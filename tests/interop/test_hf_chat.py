@@ -1,5 +1,6 @@
 """Chats of `transformers` are rendered, tokenized, masked and learned here as there."""
 
+import functools
 import json
 
 import numpy as np
@@ -83,7 +84,8 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(theirs)
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **SIZES)
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = None  # PyTorch gives its row of the table no gradient
     LlamaForCausalLM(config).save_pretrained(theirs)
     assert main(["from-hf", str(theirs), "--workdir", str(folder / "run"), "--config.model.dtype=float32"]) == 0
     write_chats(folder / "chats.jsonl", chats_of_numbers())
@@ -110,6 +112,7 @@ def losses_of(run):
     return [row["train/loss"] for row in read_metrics(run / "metrics.jsonl")]
 
 
+@functools.cache
 def answer_of(run):
     prompt = ChatTemplate.of_tokenizer(run).render(ASKED, add_generation_prompt=True)
     return px.load(run).generate(prompt, tokens=12, temperature=0.0, special_tokens="tokens")[len(prompt) :]
