@@ -13,6 +13,7 @@ import sys
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -224,12 +225,15 @@ def _report_ends(manifest: Manifest, folder: Path) -> None:
         )
 
 
+def _line_of(value: Any) -> str:
+    """A value of a request: texts, or data sets, side by side."""
+    if isinstance(value, list):
+        return "; ".join(map(_line_of, value)) if isinstance(value[0], dict) else " ".join(value)
+    return " ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+
+
 def _describe(manifest: Manifest, folder: Path) -> str:
-    about = {
-        name: " ".join(value) if isinstance(value, list) else value
-        for name, value in manifest.request["source"].items()
-    }
-    source = ", ".join(f"{name} {value}" for name, value in about.items())
+    source = ", ".join(f"{name} {_line_of(value)}" for name, value in manifest.request["source"].items())
     return f"""\
 folder      {folder}
 source      {source}

@@ -213,7 +213,9 @@ def open_text(
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
         source = kind_of_all(paths_of("--data", data), config.field)
         cache = "" if source == "prepared" else config.cache
-        config = dataclasses.replace(config, mixture="", phases="", where="", source=source, path=data, cache=cache)
+        changes = config.changes_of_format(source, config.format)
+        changes |= {"mixture": "", "phases": "", "where": "", "source": source, "path": data, "cache": cache}
+        config = dataclasses.replace(config, **changes)
     split = "eval" if data is None else "all"
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
     options = {"tokenizer": tokenizer, "fingerprint": fingerprint, "finished": saved_cache(run)}

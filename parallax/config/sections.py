@@ -1356,6 +1356,16 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
                 "writes special tokens"
             )
 
+    def changes_of_format(self, source: str, form: str) -> dict[str, str]:
+        """How the settings of records change where this source is read, if its records have this format."""
+        form = form if source in RECORDS else TEXT
+        changes = {"format": form, "chat_template": self.chat_template if form == CHAT else AUTO}
+        if form == CHAT:
+            changes["special_tokens"] = DataConfig.special_tokens
+        if form == TEXT and source != "prepared":
+            changes |= {"loss_on": DataConfig.loss_on, "too_long": DataConfig.too_long}
+        return changes
+
     def _check_mixture(self) -> None:
         if self.path or self.where or self.source != DataConfig.source:
             written = next(name for name in ("path", "where", "source") if getattr(self, name))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.config.mixture import DATASET, RECORDS, STOP, Phase, SourceConfig, parts_of
+from parallax.config.mixture import DATASET, STOP, Phase, SourceConfig, parts_of
 from parallax.config.paths import paths_text
-from parallax.config.sections import ANSWERS, AUTO, CHAT, CUT, FILES, TEXT, DataConfig, fields_of_records
+from parallax.config.sections import FILES, DataConfig, fields_of_records
 from parallax.data.prepare import LOCK_FILE, bpe_of
 from parallax.data.reader import Reader, check_room, configured_source, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
@@ -368,11 +368,7 @@ def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataCo
         if split == "train":
             seqs = [phase.seq for phase in config.run_phases if phase.weights[source.name]]
             changes |= {"global_batch": 1, "seq": min(seqs)}
-        form = TEXT if kind not in RECORDS else source.format or config.format
-        changes |= {"format": form, "chat_template": config.chat_template if form == CHAT else AUTO}
-        changes |= {"special_tokens": DataConfig.special_tokens} if form == CHAT else {}
-        if form == TEXT and kind != PREPARED:
-            changes |= {"loss_on": ANSWERS, "too_long": CUT}
+        changes |= config.changes_of_format(kind, source.format or config.format)
         return dataclasses.replace(config, mixture="", phases="", where=source.where, **changes)
 
 

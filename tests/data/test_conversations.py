@@ -323,3 +323,12 @@ def test_ids_of_marked_texts_have_four_bytes(tmp_path):
         data_config(source="synthetic", synthetic_tokens=5000, seq=8), folder=tmp_path, vocab=None, split="all"
     )
     assert text.manifest.dtype == np.dtype("<u2") and text.manifest.record_format == "text"
+
+
+def test_another_source_drops_the_settings_of_chats(tmp_path):
+    config = chat_config(tmp_path / "c.jsonl", loss_on="all", too_long="drop")
+    of_text = {"format": "text", "chat_template": "auto", "loss_on": "answers", "too_long": "cut"}
+    assert config.changes_of_format("text", "chat") == of_text
+    assert config.changes_of_format("prepared", "chat") == {"format": "text", "chat_template": "auto"}
+    of_chat = {"format": "chat", "chat_template": "chatml", "special_tokens": "text"}
+    assert config.changes_of_format("jsonl", "chat") == of_chat

@@ -1,5 +1,6 @@
 """Chats of `transformers` are rendered, tokenized, masked and learned here as there."""
 
+import functools
 import json
 
 import numpy as np
@@ -83,7 +84,8 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(theirs)
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **SIZES)
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = None  # PyTorch gives its row of the table no gradient
     LlamaForCausalLM(config).save_pretrained(theirs)
     assert main(["from-hf", str(theirs), "--workdir", str(folder / "run"), "--config.model.dtype=float32"]) == 0
     write_chats(folder / "chats.jsonl", chats_of_numbers())
@@ -96,7 +98,7 @@ def tuning(folder, **changes):
     config.data.update(
         dict(source="jsonl", path=str(folder / "chats.jsonl"), format="chat", cache=str(folder / "cache"))
     )
-    config.data.update(dict(tokenizer="auto", seq=128, global_batch=8, eval_fraction=0.0))
+    config.data.update(dict(tokenizer="auto", seq=256, global_batch=8, eval_fraction=0.0))
     config.train.update(dict(init_from=str(folder / "run"), steps=STEPS, eval_batches=0))
     config.optimizer.update(ADAMW | dict(schedule="constant", warmup_steps=0))
     config.sample.prompt = ""
@@ -110,6 +112,7 @@ def losses_of(run):
     return [row["train/loss"] for row in read_metrics(run / "metrics.jsonl")]
 
 
+@functools.cache
 def answer_of(run):
     prompt = ChatTemplate.of_tokenizer(run).render(ASKED, add_generation_prompt=True)
     return px.load(run).generate(prompt, tokens=12, temperature=0.0, special_tokens="tokens")[len(prompt) :]
@@ -126,7 +129,8 @@ def conversations_of_steps(folder):
     lines = (folder / "chats.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     reader = open_split(read_settings(tuning(folder)), RunFiles(folder / "tuned"), "train")
-    return [[chats[number] for number in reader.documents_of(reader.windows_of(step))] for step in range(STEPS)]
+    windows = [np.split(reader.windows_of(step), 8) for step in range(STEPS)]  # an epoch's last may be the next's first
+    return [[chats[number] for window in each for number in reader.documents_of(window)] for each in windows]
 
 
 def their_tuning(folder):
