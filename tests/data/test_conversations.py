@@ -197,11 +197,13 @@ def test_chats_in_a_mixture(tmp_path):
     alone = chat_reader(chat, tmp_path, global_batch=1)
     batch = mixed.batch(2)
     assert "<|im_start|>" in mixed.tokenizer.template
+    of_source = batch.pop("groups")
+    assert (of_source == (batch["tokens"] == ord("x")).any(1)[:, None]).all()
     assert sum((tokens == ord("x")).any() for tokens in batch["tokens"]) == 3
     of_chat = [row for row in range(4) if not (batch["tokens"][row] == ord("x")).any()]
     np.testing.assert_equal({name: array[of_chat] for name, array in batch.items()}, alone.batch(2))
     again = open_mixture(config, folder=tmp_path, vocab=None)
-    np.testing.assert_equal(again.batch(2), batch)
+    np.testing.assert_equal(again.batch(2), batch | {"groups": of_source})
 
 
 def test_windows_of_another_length_in_a_later_phase(tmp_path):

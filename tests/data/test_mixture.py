@@ -116,7 +116,9 @@ def test_a_single_source_is_read_as_without_a_mixture(folder):
     reader = open_reader(alone, folder=folder, vocab=None, split="train")
     mixture = mixture_of(folder, "next=(from_step=4, web=0, code=1, math=1)", code="weight=0", math="weight=0")
     for step in range(3):
-        equal(mixture.batch(step), reader.batch(step))
+        batch = mixture.batch(step)
+        assert not batch.pop("groups").any()  # its loss is that of source 0
+        equal(batch, reader.batch(step))
     assert mixture.fingerprints["fingerprint"] == reader.fingerprint
     assert set(mixture.dealt(mixture.rows(3))[0].tolist()) == {1, 2}
 
