@@ -8,10 +8,9 @@ import time
 
 import pytest
 from support.process_examples import FAULTY, flags_of, launched
-from support.run_examples import at_batch, losses, stop_at, tiny_config
+from support.run_examples import at_step, losses, stop_at, tiny_config
 
 from parallax.checkpoint import steps
-from parallax.storage.run_files import ON_DISK, read_metrics
 from parallax.training.run import train
 
 PLACES = ("disk", "bucket")
@@ -50,10 +49,6 @@ def test_steps_go_on_while_all_processes_save(corpus, place, processes):
 # ---- before a preempted host ends
 
 
-def seconds_of_saves(place):
-    return [row[ON_DISK] for row in read_metrics(place / "metrics.jsonl") if ON_DISK in row]
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("limit_secs", "is_late"), [(1, True), (30, False)])
 def test_a_deadline_is_kept_or_said_to_be_too_short_after_the_first_save(
@@ -63,7 +58,15 @@ def test_a_deadline_is_kept_or_said_to_be_too_short_after_the_first_save(
     config = tiny_config(corpus, **{"checkpoint.every_steps": 3, "checkpoint.deadline_secs": limit_secs})
     write_manifest = steps.write_manifest
     monkeypatch.setattr(steps, "write_manifest", lambda *args: time.sleep(1.2 * is_late) or write_manifest(*args))
-    at_batch(monkeypatch, "train", lambda step: step >= 3 and time.sleep(0.8 * is_late))  # until it is on disk
+
+    def saved():
+        until = time.monotonic() + 60
+        while 3 not in steps.complete_steps(tmp_path / "checkpoints"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.3)  # its thread ends
+
+    at_step(monkeypatch, 4, saved)
     stop_at(monkeypatch, 5)
     outcome = train(config, tmp_path)
     said = capsys.readouterr().out
