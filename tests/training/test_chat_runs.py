@@ -40,7 +40,7 @@ def test_the_template_goes_with_the_run(whole):
     for folder in (whole, whole / "checkpoints" / "8"):
         assert ChatTemplate.of_tokenizer(folder).text == chatml.text
     log = (whole / "log.txt").read_text()
-    assert "documents packed whole, " in log and "0 are longer than one, data.too_long='cut'" in log
+    assert "documents packed whole, " in log and "27 are longer than one, data.too_long='cut'" in log
 
 
 @pytest.mark.slow
