@@ -33,7 +33,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
     from parallax.errors import ConfigError, nearest, printable, tell, writing
-    from parallax.inference.chat import ContextIsFull, Conversation, template_of
+    from parallax.inference.chat import ContextIsFull, Conversation, template_of_run
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
@@ -107,7 +107,7 @@ def _load(flags: argparse.Namespace, settings: Settings, axes: dict[str, int]) -
 def chat(flags: argparse.Namespace) -> None:
     """Hold a conversation: messages from stdin, answers to stdout."""
     trained, sample = _load(flags, *settings_of(flags))
-    template, context = template_of(trained, flags.template), trained.settings.data.longest_seq
+    template, context = template_of_run(trained, flags.template), trained.settings.data.longest_seq
     conversation = Conversation(trained, template, sample, context, flags.system, flags.stop)
     _say(f"{template.origin}; {context} tokens of context; /reset begins anew, /exit or Ctrl-D ends")
     for message in _messages():
@@ -147,7 +147,7 @@ def complete_file(flags: argparse.Namespace) -> None:
         _write("", flags.out)  # what cannot be written is said at once
     trained, sample = _load(flags, *settings_of(flags))
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
-    rest = dict(rows=rows, template=lambda: template_of(trained, flags.template), stop=flags.stop)
+    rest = dict(rows=rows, template=lambda: template_of_run(trained, flags.template), stop=flags.stop)
     with waiting(f"generating from {len(prompts)} prompts") as show_progress:
         for done, completion in enumerate(complete_prompts(trained, prompts, sample, **rest), 1):
             texts[completion.number] = completion.text

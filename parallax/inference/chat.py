@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from parallax.config.sections import SampleConfig
-from parallax.data.chat import ASSISTANT, NAMED_TEMPLATES, ChatTemplate, tokens_beside
+from parallax.config.sections import NAMED_TEMPLATES, SampleConfig
+from parallax.data.chat import ASSISTANT, ChatTemplate
 from parallax.errors import ConfigError, DataError, quoted
 from parallax.inference.generate import check_text, id_of, padded_length, stream
 from parallax.inference.run import Run
@@ -119,16 +119,15 @@ def _unsettled(text: str, stop: Sequence[str]) -> int:
     return max(itertools.chain([broken], begun))
 
 
-def template_of(run: Run, written: str) -> ChatTemplate:
-    """The tokenizer's own template, or one by name or file.
+def template_of_run(run: Run, written: str) -> ChatTemplate:
+    """The template beside a run's tokenizer, or one by name or file.
 
     Raises:
         DataError: there is none, or it is not a template.
     """
-    folder = run.tokenizer_file.parent
     if not written:
-        return ChatTemplate.of_tokenizer(folder)
-    tokens = tokens_beside(folder)
+        return ChatTemplate.of_tokenizer(run.tokenizer_file)
+    tokens = ChatTemplate.tokens_of(run.tokenizer_file)
     if written in NAMED_TEMPLATES:
         return ChatTemplate.named(written, tokens=tokens)
     if not Path(written).is_file():
