@@ -279,8 +279,8 @@ def get_config() -> ConfigDict:
     # "text" | "tokens": what becomes of text that spells a special token, as a rendered chat does: it stays text, or is
     # that token
     config.data.special_tokens = "text"
-    # "text" | "chat" | "completion": jsonl, parquet: what a record is: a text; chat: messages, of which answers are
-    # learned; completion: a prompt and the completion that is learned
+    # "text" | "chat" | "completion": what a record is: a text; chat: messages, of which answers are learned;
+    # completion: a prompt and the completion that is learned
     config.data.format = "text"
     # "auto" | "chatml" | "gemma" | "llama3" | "zephyr" | a Jinja file: chat: auto: that of the tokenizer's folder
     config.data.chat_template = "auto"

@@ -90,7 +90,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--path", nargs="+", default=[], help=places)
     add("--field", help=as_training("field", meaning["field"]))
     add("--where", default=TRAINING.where, help=as_training("where", meaning["where"]).replace("%", "%%"))
-    names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
+    names = "auto (which is bytes here), bytes, bpe (trained on these documents), tiktoken:NAME, or a file: a "
+    names += "tokenizer.json, ranks.tiktoken or tokenizer.model"
     add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
     add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
     add("--format", default=TRAINING.format, choices=FORMATS, help=as_training("format", meaning["format"]))
@@ -147,6 +148,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         "where": (parsed.source in RECORDS, f"--source {parsed.source}"),
         "format": (parsed.format == TEXT or parsed.source in RECORDS, f"--source {parsed.source}"),
         "chat_template": (parsed.format == CHAT or parsed.chat_template == AUTO, f"--format {parsed.format}"),
+        "special_tokens": (parsed.format != CHAT or parsed.special_tokens == TRAINING.special_tokens, "--format chat"),
         "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
         "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }

@@ -20,7 +20,7 @@ from parallax.display.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
     from parallax.config.paths import paths_of
-    from parallax.config.sections import DataConfig
+    from parallax.config.sections import DataConfig, fields_of_records
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
     from parallax.data import Reader, open_reader, open_sources
     from parallax.data.sources import kind_of_all
@@ -59,8 +59,9 @@ CHOOSE = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
 class Evaluation(NamedTuple):
     """The result of an evaluation. `loss` is in nats per token, over `tokens` tokens: all tokens of the text except the
     first of every document, which has no context (the BOS token, if the tokenizer adds one), and the end of every
-    document. `bits_per_byte` is over all `text_bytes` of the text itself; `bytes_exact` is False if they were estimated
-    because the tokenizer does not reproduce its text."""
+    document; of conversations and completions what is learned. `bits_per_byte` is over all `text_bytes` of the text
+    itself, and NaN where only a part of it is learned; `bytes_exact` is False if they were estimated because the
+    tokenizer does not reproduce its text."""
 
     run: str
     step: int
@@ -86,8 +87,9 @@ class Evaluation(NamedTuple):
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"
         documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
+        bits = "" if math.isnan(self.bits_per_byte) else f", {self.bits_per_byte:.4f} bits a byte"
         return (
-            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, {self.bits_per_byte:.4f} bits a byte"
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}{bits}"
             f"\n{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, in windows of {self.seq:,}"
             + "".join(f"\nloss {loss:.4f} of {name}" for name, loss in self.sources.items())
             + "".join(f"\n{line}" for line in self._by_position())
@@ -182,6 +184,7 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
     sizes = [reader.text_bytes() for reader in readers.values()]
     size = sum(size for size, _ in sizes)
+    in_part = any(reader.manifest.is_marked for reader in readers.values())  # is learned
     return Evaluation(
         run=str(workdir),
         step=trained.step,
@@ -189,7 +192,7 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
         mesh=dict(trained.model.axis_sizes),
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=loss * tokens / math.log(2) / size,
+        bits_per_byte=math.nan if in_part else loss * tokens / math.log(2) / size,
         tokens=tokens,
         documents=sum(reader.documents for reader in readers.values()),
         text_bytes=size,
@@ -211,7 +214,7 @@ def open_text(
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:
         tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
-        source = kind_of_all(paths_of("--data", data), config.field)
+        source = kind_of_all(paths_of("--data", data), fields_of_records(config.format, config.field)[0])
         cache = "" if source == "prepared" else config.cache
         changes = config.changes_of_format(source, config.format)
         changes |= {"mixture": "", "phases": "", "where": "", "source": source, "path": data, "cache": cache}

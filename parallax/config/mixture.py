@@ -55,6 +55,11 @@ class SourceConfig:
                     f"data.mixture.{self.name}.{name}={quoted(written)} reads fields, and a source {kind!r} has none; "
                     f"use {names_of(RECORDS)}"
                 )
+        if self.format == "completion" and self.field:
+            raise ConfigError(
+                f"data.mixture.{self.name}.field={quoted(self.field)} is not read with format='completion', whose "
+                "fields are prompt and completion"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1242,7 +1242,7 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
     )
     format: str = key(
         TEXT,
-        "jsonl, parquet: what a record is: a text; chat: messages, of which answers are learned; completion: a prompt "
+        "what a record is: a text; chat: messages, of which answers are learned; completion: a prompt "
         "and the completion that is learned",
         choices=FORMATS,
         saved=True,
@@ -1331,8 +1331,8 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         reads_records = self.mixture or self.source in RECORDS
         if self.format != TEXT and not reads_records:
             raise ConfigError(
-                f"data.format={self.format!r} reads records, and data.source={self.source!r} has none; use jsonl or "
-                "parquet. Prepared data knows its format"
+                f"data.format={self.format!r} reads records, and data.source={self.source!r} has none; use "
+                f"{' or '.join(RECORDS)}. Prepared data knows its format"
             )
         if self.format != CHAT and self.chat_template != AUTO and not self.mixture:
             raise ConfigError(
@@ -1362,6 +1362,8 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL, saved=True):
         changes = {"format": form, "chat_template": self.chat_template if form == CHAT else AUTO}
         if form == CHAT:
             changes["special_tokens"] = DataConfig.special_tokens
+        if form == COMPLETION:
+            changes["field"] = DataConfig.field
         if form == TEXT and source != "prepared":
             changes |= {"loss_on": DataConfig.loss_on, "too_long": DataConfig.too_long}
         return changes

@@ -50,6 +50,7 @@ class NamedDataset:
         if all(Path(file).is_file() for file in self._files):
             with self._reading():
                 for file in self._files:
+                    digest.update(Path(file).suffix.lower().encode())  # says how it is read
                     with open_copy(Path(file)) as opened:
                         digest.update(hashlib.file_digest(opened, "sha256").digest())
             return {"config": self._name.config, "files": len(self._files), "sha256": digest.hexdigest()}

@@ -15,13 +15,13 @@ import numpy as np
 
 from parallax.config.mixture import DATASET, STOP, Phase, SourceConfig, parts_of
 from parallax.config.paths import paths_text
-from parallax.config.sections import FILES, DataConfig, fields_of_records
+from parallax.config.sections import AUTO, CHAT, FILES, DataConfig, fields_of_records
 from parallax.data.prepare import LOCK_FILE, bpe_of
 from parallax.data.reader import Reader, check_room, configured_source, open_reader
 from parallax.data.shards import MANIFEST_FILE, Manifest
 from parallax.data.shares import RowShares, share_rows
 from parallax.data.sources import find_files, kind_of_all
-from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Tokenizer
+from parallax.data.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError, DataError, errors_as
 from parallax.model.batch import GROUPS
 from parallax.storage import files
@@ -188,9 +188,9 @@ class MixedReader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all sources, with the chat template of the first that has one."""
-        with_template = (reader.tokenizer for reader in self._readers if reader.tokenizer.template)
-        return next(with_template, self._readers[0].tokenizer)
+        """The tokenizer of all sources, with the chat template of the first that has conversations."""
+        of_chats = (reader for reader in self._readers if reader.manifest.record_format == CHAT)
+        return next(of_chats, self._readers[0]).tokenizer
 
     @property
     def about(self) -> dict[str, Any]:
@@ -311,8 +311,13 @@ def open_mixture(config: DataConfig, *, part: OwnPart | None = None, **options: 
 def open_sources(config: DataConfig, *, split: str, **options: Any) -> dict[str, Reader]:
     """A split of each source of a mixture, by name."""
     of_sources = {source.name: _settings_of(config, source, split) for source in config.parts}
-    if (options.get("tokenizer") or config.tokenizer) == Bpe.name:
+    named = options.get("tokenizer") or config.tokenizer
+    if named == Bpe.name:
         options["tokenizer"] = _bpe_of_all(config, of_sources, options["folder"], options.get("finished", ""))
+    if named == AUTO and (prepared := [alone.path for alone in of_sources.values() if alone.source == PREPARED]):
+        made_with = tokenizer_of_prepared(prepared[0])
+        for name, alone in of_sources.items():
+            of_sources[name] = alone if alone.source == PREPARED else dataclasses.replace(alone, tokenizer=made_with)
     readers = {
         source.name: _open_source(of_sources[source.name], source, split=split, **options) for source in config.parts
     }
@@ -334,7 +339,10 @@ def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder
             f"data.tokenizer='bpe' is trained on the text of all sources, and data.mixture.{prepared[0]} is prepared; "
             "write data.tokenizer='auto', with which its tokenizer reads all"
         )
-    sources = [configured_source(alone, Bpe.name) for alone in of_sources.values()]
+    sources = []
+    for source in config.parts:
+        with _naming(source):
+            sources.append(configured_source(of_sources[source.name], Bpe.name))
     described = json.dumps([config.bpe_vocab, *(source.description for source in sources)], sort_keys=True)
     name = f"mixture-bpe-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     cache = Path(config.cache).expanduser() if config.cache else folder
@@ -347,6 +355,12 @@ def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder
         if not (cache / name / TOKENIZER_FILE).exists():
             bpe_of(sources, config.bpe_vocab).save(cache / name)
     return str(cache / name / TOKENIZER_FILE)
+
+
+def tokenizer_of_prepared(folder: str) -> str:
+    """The name or the file of the tokenizer that has made a folder of shards."""
+    file = source_path(folder) / TOKENIZER_FILE
+    return Bytes.name if load_tokenizer(file).name == Bytes.name else str(file)
 
 
 def _settings_of(config: DataConfig, source: SourceConfig, split: str) -> DataConfig:

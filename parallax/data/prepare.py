@@ -127,8 +127,9 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
-    if form := request.source.form:
-        tokenizer = with_template(tokenizer, form.template.text if form.template else "")
+    # Several templates are those of tokenizer_config.json, which is saved as it is.
+    if (form := request.source.form) and form.template and len(form.template.texts) == 1:
+        tokenizer = with_template(tokenizer, form.template.text)
     whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     _check_same_request(whole_request, earlier or whole_request, folder)
     listed = finished.shards if finished else [Shard.parse(record, journal) for record in records]

@@ -21,7 +21,7 @@ from parallax.sharding.activations import BATCH_AXES, CONTEXT_AXIS
 from parallax.sharding.collectives import max_over, offset, sum_over
 from parallax.sharding.layout import Layout
 from parallax.step.batches import own_part, put_on
-from parallax.step.step import make_group_step
+from parallax.step.step import make_eval_step
 
 
 class Continuation(NamedTuple):
@@ -55,7 +55,7 @@ class Scorer:
         self.rows = -(-rows // pieces) * pieces
         context = sizes.get(CONTEXT_AXIS, 1)
         self._multiple = math.lcm(2 * context if context > 1 else 1, context * sizes["tp"])
-        self._step = make_group_step(self._model, groups=self.rows)
+        self._step = make_eval_step(self._model, groups=self.rows)
 
     def __call__(self, params: Any, continuations: Sequence[Continuation]) -> list[Score]:
         """The score of each continuation.

@@ -163,7 +163,7 @@ def _model_class() -> type:
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             lengths, windows = [], []
             for (text,) in (request.args for request in requests):
-                ids = self.tok_encode(text)
+                ids = self.tok_encode(text, add_special_tokens=False)
                 of_text = get_rolling_token_windows(
                     token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
                 )

@@ -283,13 +283,9 @@ def _trained(rows: Any, tree: Any) -> Any:
     return jax.tree.map(lambda row, x: x if row.spec.is_trained else None, rows, tree)
 
 
-def make_eval_step(model: ShardedModel) -> Callable:
-    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
-    return _jitted_on(model, model.loss)
-
-
-def make_group_step(model: ShardedModel, *, groups: int) -> Callable:
-    """The same for batches with so many groups, whose sums are among the metrics: see ShardedModel.loss."""
+def make_eval_step(model: ShardedModel, *, groups: int = 0) -> Callable:
+    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it. With
+    `groups`, their sums are among the metrics: see ShardedModel.loss."""
     return _jitted_on(model, functools.partial(model.loss, groups=groups))
 
 

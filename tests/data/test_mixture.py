@@ -462,3 +462,26 @@ def test_a_bpe_is_not_trained_on_prepared_shards(folder):
     config = dataclasses.replace(config_of(folder), tokenizer="bpe")
     with pytest.raises(ConfigError, match="is trained on the text of all sources, and data.mixture.web is prepared"):
         open_mixture(config, folder=folder, vocab=None)
+
+
+def test_other_sources_are_read_with_the_tokenizer_of_prepared_ones(folder, tmp_path):
+    (tmp_path / "more.txt").write_text("more " * 200)
+    text = f"web=(path='{folder / 'web'}') more=(path='{tmp_path / 'more.txt'}')"
+    config = data_config(mixture=text, seq=SEQ, global_batch=BATCH, eval_fraction=0.0, tokenizer="auto")
+    mixed = open_mixture(config, folder=tmp_path, vocab=None)
+    assert (
+        mixed.tokenizer.fingerprint
+        == open_mixture(config_of(folder), folder=tmp_path, vocab=None).tokenizer.fingerprint
+    )
+    assert (mixed.batch(0)["tokens"] == ord("m")).any()
+
+
+def test_a_field_of_texts_is_not_that_of_completions(tmp_path):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": f"text {n} " * 9}) + "\n" for n in range(40)))
+    pairs = [{"prompt": f"{n} ", "completion": "is a number, as others are"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    written = f"texts=(path='{tmp_path / 'texts.jsonl'}') pairs=(path='{tmp_path / 'pairs.jsonl'}', format='completion'"
+    shape = dict(field="body", seq=64, global_batch=2, eval_fraction=0.0)
+    assert open_mixture(data_config(mixture=f"{written})", **shape), folder=tmp_path, vocab=None).batch(0)
+    with pytest.raises(ConfigError, match=r"data\.mixture\.pairs\.field='body' is not read with format='completion'"):
+        open_mixture(data_config(mixture=f"{written}, field='body')", **shape), folder=tmp_path, vocab=None)
