@@ -52,6 +52,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._may_write = may_write
         self._in_flight: dict[str, Any] = {}
         self._began = 0.0  # when the save in flight began
+        self._ended: float | None = None  # when its thread was done
         self._last_secs = 0.0  # of the last save that is on disk
         say_errors_once()
         files.check_writable(self._folder)
@@ -81,7 +82,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self.wait()
         if step in steps.complete_steps(self._folder):
             return
-        self._began = time.monotonic()
+        self._began, self._ended = time.monotonic(), None
         flat = {part: flatten(tree) for part, tree in trees.items()}
         arrays = {}
         for part, tree in flat.items():
@@ -113,7 +114,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             if ends_here:
                 self._confirm()
         self._in_flight = {}
-        self._last_secs = secs = time.monotonic() - self._began
+        self._last_secs = secs = (self._ended or time.monotonic()) - self._began
         if ends_here:
             self._remove_replaced()  # before anything is written, since the save may have filled the disk
         self._on_disk(step, secs)
@@ -134,6 +135,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
             self._carry(unfinished)
             files.try_writing(unfinished)  # the manifest has what is listed
             steps.write_manifest(unfinished, self._in_flight, known)
+            self._ended = time.monotonic()
 
     def _end_in_bucket(self, known: Mapping[str, Any]) -> None:
         """Do the rest of a save, in process 0 and in the thread that saves: steps do not wait for its requests."""

@@ -106,6 +106,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any], known: Mapping[str,
     sizes and checksums of some."""
     names = {path.relative_to(folder).as_posix() for path in files.files_below(folder)}
     known = known or {}
+    if missing := sorted({*known} - names):
+        raise CheckpointError(f"lists of this store do not show {first_few(missing)}, which were just written")
     sums = {**known, **sizes_and_checksums(folder, sorted(names - {*UNLISTED, *known}))}
     # Converted as by JSON: keys become strings, tuples lists.
     content = json.loads(json.dumps({**content, "files": sums}))

@@ -80,9 +80,13 @@ class Evaluation(NamedTuple):
 
     def to_json(self) -> str:
         """The result as JSON; non-finite numbers are null, since JSON does not have them."""
-        fields = self._asdict()
-        odd = {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
-        return json.dumps(fields | odd, indent=2)
+
+        def finite(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: finite(each) for key, each in value.items()}
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return json.dumps(finite(self._asdict()), indent=2)
 
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"

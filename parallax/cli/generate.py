@@ -22,22 +22,20 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.arguments import Parser, run_path
+    from parallax.cli.arguments import Parser, local_path, run_path, source_of, write_output
     from parallax.cli.command import Flag, read_line_of_run, run_quietly, unknown_flag, written_mesh
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
-    from parallax.errors import ConfigError, nearest, printable, tell, writing
-    from parallax.inference.chat import ContextIsFull, Conversation, template_of_run
+    from parallax.errors import ConfigError, DataError, errors_as, nearest, printable, tell
+    from parallax.inference.chat import Conversation, template_of_run
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
-    from parallax.storage.files import write_file
 
 OF_OTHER_FORMS = ("--chat", "--system", "--template", "--prompts", "--out", "--rows")
 ROWS_OF_A_BATCH = 32  # of a batch from a file
@@ -119,7 +117,9 @@ def chat(flags: argparse.Namespace) -> None:
 
 def _messages() -> Iterator[str]:
     """Lines of stdin, up to /exit or its end."""
-    with contextlib.suppress(EOFError):
+    if sys.stdin is None:
+        return
+    with errors_as(DataError, "stdin cannot be read: ", "", UnicodeDecodeError), contextlib.suppress(EOFError):
         while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
             yield message
 
@@ -130,7 +130,7 @@ def _answer(conversation: Conversation, message: str) -> None:
     try:
         for piece in conversation.answer(message):
             print(printable(piece) if is_terminal else piece, end="", flush=True)
-    except ContextIsFull as error:
+    except (ConfigError, DataError) as error:  # a context that is full is such
         _say(f"{error}; /reset begins anew")
     except KeyboardInterrupt:
         _say("\nthe answer is forgotten, and what it answers")
@@ -139,12 +139,13 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 def complete_file(flags: argparse.Namespace) -> None:
     """Write each prompt of a file with what is generated after it, as JSON lines."""
-    prompts = read_prompts(Path(flags.prompts))
+    prompts = read_prompts(flags.prompts)
     rows = ROWS_OF_A_BATCH if flags.rows is None else flags.rows
     if rows < 1:
         raise ConfigError(f"--rows={flags.rows} must be 1 or more")
-    if flags.out:
-        _write("", flags.out)  # what cannot be written is said at once
+    if flags.out is not None:  # what cannot be written is said at once
+        with errors_as(ConfigError, f"--out={flags.out} cannot be written: "), open(flags.out, "ab"):
+            pass
     trained, sample = _load(flags, *settings_of(flags))
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
     rest = dict(rows=rows, template=lambda: template_of_run(trained, flags.template), stop=flags.stop)
@@ -154,17 +155,12 @@ def complete_file(flags: argparse.Namespace) -> None:
             tokens += completion.tokens
             show_progress(done, len(prompts))
     secs = time.perf_counter() - start
-    lines = (json.dumps(with_completion(*pair), ensure_ascii=False) + "\n" for pair in zip(prompts, texts))
-    _write("".join(lines), flags.out)
+    lines = "".join(json.dumps(with_completion(*pair), ensure_ascii=False) + "\n" for pair in zip(prompts, texts))
+    if flags.out is None:
+        print(lines, end="")
+    else:
+        write_output("out", flags.out, lines)
     _say(f"{tokens} tokens in {secs:.1f} s, {tokens / secs:.1f} tokens/s, compilation included")
-
-
-def _write(text: str, out: str) -> None:
-    if not out:
-        print(text, end="")
-        return
-    with writing(Path(out), "choose another file with --out"):
-        write_file(Path(out), text)
 
 
 def settings_of(flags: argparse.Namespace) -> tuple[Settings, dict[str, int]]:
@@ -188,8 +184,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", default="", help="with --chat: the system's message")
     templates = "of messages: chatml, gemma, llama3, zephyr, or a file; default: the tokenizer's own"
     parser.add_argument("--template", default="", help=templates)
-    parser.add_argument("--prompts", default="", help="file of prompts: a text in each line, or .jsonl")
-    parser.add_argument("--out", default="", help="with --prompts: file for the results; default: stdout")
+    parser.add_argument("--prompts", type=source_of, help="file of prompts: a text in each line, or .jsonl")
+    parser.add_argument("--out", type=local_path, help="with --prompts: file for the results; default: stdout")
     parser.add_argument(
         "--rows", type=int, help=f"with --prompts: how many are generated from together; default: {ROWS_OF_A_BATCH}"
     )

@@ -1,7 +1,6 @@
 """A conversation with a model: messages through a template to ids, and the answer's text as it comes."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -90,6 +89,8 @@ def texts_as_they_come(
     >>> decode = lambda ids: bytes(ids).decode(errors="replace")
     >>> list(texts_as_they_come(decode, [[72, 195], [169], [10, 33]], ["!"]))
     ['H', 'é', '\\n']
+    >>> list(texts_as_they_come(decode, [[78], [195], [169], [33]], ["Né"]))
+    []
     """
     ids, shown = [], 0
     for more in new:
@@ -114,9 +115,9 @@ def _before(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 def _unsettled(text: str, stop: Sequence[str]) -> int:
     """How many letters at the end of a text may become others, or begin a text of `stop`."""
-    broken = len(text) - len(text.rstrip(BROKEN))
-    begun = (size for each in stop for size in range(len(each) - 1, 0, -1) if text.endswith(each[:size]))
-    return max(itertools.chain([broken], begun))
+    whole = text.rstrip(BROKEN)
+    begun = (size for each in stop for size in range(len(each) - 1, 0, -1) if whole.endswith(each[:size]))
+    return len(text) - len(whole) + max(begun, default=0)
 
 
 def template_of_run(run: Run, written: str) -> ChatTemplate:

@@ -361,7 +361,12 @@ def save_run(workdir: Path | str, run: Run, params: Any) -> None:
     Raises:
         CheckpointError: the folder is there already, or a parameter is not finite.
     """
-    arrays = flatten(params)
+    arrays, wanted = flatten(params), param_shapes(run.settings)
+    odd = {*arrays} ^ {*wanted} or {name for name in wanted if arrays[name].shape != wanted[name].shape}
+    if odd:
+        raise CheckpointError(
+            f"params are not those of the run's model: {first_few(sorted(odd))}; give all, as they are"
+        )
 
     def parts(name: str, here: TensorSource) -> list[tuple[tuple[int, ...], list[np.ndarray]]]:
         return [(here.index, [np.asarray(arrays[here.name][here.index])])]

@@ -341,7 +341,9 @@ class NewObject(io.BytesIO):
 
     def __exit__(self, kind: type | None, *_) -> None:
         if kind is None:
-            write(self._path, self.getvalue())
+            content = self.getvalue()
+            self.close()  # a shard is not there twice while it is sent
+            write(self._path, content)
         self.close()
 
 

@@ -59,6 +59,7 @@ class TrainingLoop:
     run_tasks: Callable[[Any], dict[str, float]] | None = None  # results, by their names in metrics.jsonl
     eval_loss: float | None = None  # of the latest evaluation
     postponed: Due = NOTHING_DUE  # what waits for a step that is finite
+    without_tasks: bool = False  # since they asked for what is not computed
     data_error: DataError | None = None  # of a batch for which this process has asked all processes to stop
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
@@ -146,11 +147,15 @@ class TrainingLoop:
             else:
                 check_eval_loss(ended.step, self.eval_loss)
                 values[EVAL_SECS] = time.monotonic() - began
-        if due.tasks and self.data_error is None:
+        if due.tasks and self.data_error is None and not self.without_tasks:
             began = time.monotonic()
             job.set_phase(f"the tasks after step {ended.step}", compiling=True)  # texts of new lengths
-            with self.reports.times.apart(), waiting("running tasks"):
-                values |= self.run_tasks(state.params)
+            try:
+                with self.reports.times.apart(), waiting("running tasks"):
+                    values |= self.run_tasks(state.params)
+            except DataError as error:  # of the requests, which all processes have alike
+                self.logger.say(f"warning: {error}; the run goes on without tasks")
+                self.without_tasks = True
             values[EVAL_SECS] = values.get(EVAL_SECS, 0.0) + time.monotonic() - began
         self.reports.report(ended, values)
         if due.copy:

@@ -81,6 +81,16 @@ def test_a_file_of_prompts_is_answered_as_one_after_another(whole_run, tmp_path,
     assert "tokens in " in printed.err and "tokens/s" in printed.err
 
 
+def test_answers_that_are_there_stay_until_there_are_others(whole_run, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("It is\n")
+    (tmp_path / "out.jsonl").write_text("of yesterday\n")
+    files = [f"--prompts={tmp_path / 'prompts.txt'}", f"--out={tmp_path / 'out.jsonl'}"]
+    assert main([f"--workdir={whole_run}", "--step=999", *files, *ONE_DEVICE]) > 0
+    assert (tmp_path / "out.jsonl").read_text() == "of yesterday\n"
+    assert main([f"--workdir={whole_run}", files[0], f"--out={tmp_path}", *ONE_DEVICE]) == 2
+    assert f"ConfigError: --out={tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_messages_in_a_file_get_an_answer(whole_run, tmp_path, capsys):
     template, lines = tmp_path / "plain.jinja", tmp_path / "asked.jsonl"
     template.write_text(PLAIN_TEMPLATE)
