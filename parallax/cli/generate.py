@@ -79,6 +79,7 @@ def run(flags: argparse.Namespace) -> list[str]:
     name = "--prompt" if flags.prompt else "sample.prompt"
     special = sample.special_tokens
     ids = [encode(trained.tokenizer, prompt, special_tokens=special, name=name) for prompt in prompts]
+    _say_loaded(flags, trained)
     length, seq = max(map(len, ids)) + sample.tokens, settings.data.longest_seq
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows in training (data.seq)")
@@ -98,14 +99,18 @@ def _load(flags: argparse.Namespace, settings: Settings, axes: dict[str, int]) -
     mesh = mesh_config(settings.mesh, {**axes, **_given(flags, MESH_FIELDS)})
     choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
-    _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     return trained, sample
+
+
+def _say_loaded(flags: argparse.Namespace, trained: Run) -> None:
+    _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
 
 
 def chat(flags: argparse.Namespace) -> None:
     """Hold a conversation: messages from stdin, answers to stdout."""
     trained, sample = _load(flags, *settings_of(flags))
     template, context = template_of_run(trained, flags.template), trained.settings.data.longest_seq
+    _say_loaded(flags, trained)
     conversation = Conversation(trained, template, sample, context, flags.system, flags.stop)
     _say(f"{template.origin}; {context} tokens of context; /reset begins anew, /exit or Ctrl-D ends")
     for message in _messages():
@@ -147,6 +152,7 @@ def complete_file(flags: argparse.Namespace) -> None:
         with errors_as(ConfigError, f"--out={flags.out} cannot be written: "), open(flags.out, "ab"):
             pass
     trained, sample = _load(flags, *settings_of(flags))
+    _say_loaded(flags, trained)
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()
     rest = dict(rows=rows, template=lambda: template_of_run(trained, flags.template), stop=flags.stop)
     with waiting(f"generating from {len(prompts)} prompts") as show_progress:
