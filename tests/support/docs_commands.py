@@ -145,7 +145,7 @@ NETWORK = "needs the network"
 POD = "needs a pod, or a scheduler"
 SETUP = "makes an environment, or does in it what other commands here do"
 CORPORA = "reads a corpus that is not here"
-LONG = "measures for minutes, or compiles a model of billions of parameters"
+LONG = "measures or compares for minutes, or compiles a model of billions of parameters"
 # Not run, and why. Programs of the project read these lines, and stop where they have; the rest is parsed by bash.
 PARSED = {
     "git clone $REPOSITORY parallax": NETWORK,
@@ -165,6 +165,7 @@ PARSED = {
     '--config.data.phases="next=(from_step=1001, old=0, new=1)"': CORPORA,
     'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
     'pip install -e ".[lm-eval,hf-tests]" -c constraints.txt': NETWORK,
+    'python -m pytest -m "slow or not slow" tests/interop/test_hf_chat.py': LONG,
     "python benchmarks/tasks.py": LONG,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,
