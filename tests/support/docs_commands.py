@@ -158,9 +158,9 @@ PARSED = {
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     'python -m parallax.data prepare --source dataset --path "allenai/c4?config=en&revision=1588ec4" --tokenizer bpe '
     "--out c4": NETWORK,
-    "python train.py --config.data.source=jsonl --config.data.path=web "
+    "python train.py --config=configs/quickstart.py --config.data.source=jsonl --config.data.path=web "
     """--config.data.where='score >= 0.5 and lang in ["de", "en"] and meta.year > 2019'""": CORPORA,
-    "python train.py --workdir=runs/mine --config.train.steps=2000 "
+    "python train.py --config=configs/quickstart.py --workdir=runs/mine --config.train.steps=2000 "
     """--config.data.mixture="old=(source='stdlib') new=(path='web', weight=0)" """
     '--config.data.phases="next=(from_step=1001, old=0, new=1)"': CORPORA,
     'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
