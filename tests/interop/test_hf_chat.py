@@ -1,7 +1,9 @@
 """Chats of `transformers` are rendered, tokenized, masked and learned here as there."""
 
 import functools
+import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from support.chat_examples import turn, write_chats
 from support.chat_formats import CHAT, FORMS, write_tokenizer
 
 import parallax as px
+from parallax.cli import generate
 from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.config.settings import read_settings
@@ -172,6 +175,16 @@ def test_ten_steps_of_fine_tuning_have_their_losses_and_answers(model, tuned):
     untrained = LlamaForCausalLM.from_pretrained(model / "theirs").eval()
     assert answer_of(model / "run") == their_answer(untrained, tokenizer)
     assert answer_of(tuned) == their_answer(there, tokenizer) != answer_of(model / "run")
+
+
+@pytest.mark.slow
+def test_a_conversation_with_the_tuned_run_stops_where_its_template_ends_a_turn(tuned, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{ASKED[0]['content']}\n"))
+    one_device = ["--pp=1", "--dp=1", "--tp=1", "--simulate=0"]
+    assert generate.main([f"--workdir={tuned}", "--chat", "--tokens=99", "--temperature=0", *one_device]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{answer_of(tuned)}\n" and len(printed.out) < 12
+    assert f"{STEPS}/chat_template.jinja; 256 tokens of context" in printed.err
 
 
 @pytest.mark.slow
