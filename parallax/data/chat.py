@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from parallax.config.sections import NAMED_TEMPLATES
 from parallax.data.special_tokens import TEMPLATE_FILE, TOKENIZER_CONFIG, token_name
 from parallax.errors import DataError, check_choice, errors_as, first_line, imported, names_of, quoted
-from parallax.storage.files import object_of, read_bytes
+from parallax.storage.files import files_below, object_of, read_bytes
 from parallax.storage.remote import AnyPath, source_path
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder beside chat_template.jinja, with templates by their names
 ANSWER_MARK = "answer_mark"  # the variable of a template that holds the mark of what the assistant says
 
 Messages = Sequence[Mapping[str, Any]]
@@ -80,8 +81,8 @@ class ChatTemplate:
     @classmethod
     def of_tokenizer(cls, path: Path | str, *, name: str = "", **options: Any) -> "ChatTemplate":
         """The template of a tokenizer's folder, or of the folder of its file: chat_template.jinja, or `chat_template`
-        of tokenizer_config.json, which may have several by name. Without a name it is "default", and "tool_use"
-        for conversations with tools.
+        of tokenizer_config.json. The folder additional_chat_templates, or that key, may have several by name. Without a
+        name it is "default", and "tool_use" for conversations with tools.
 
         Raises:
             DataError: there is none, or none of that name, or a file is damaged.
@@ -287,7 +288,9 @@ def _templates_in(folder: AnyPath) -> dict[str, tuple[str, str]]:
     """Text and origin of each template of a tokenizer, by name."""
     file, config = folder / TEMPLATE_FILE, folder / TOKENIZER_CONFIG
     if file.is_file():
-        return {"default": (_read(file), str(file))}
+        more = folder / ADDITIONAL_TEMPLATES
+        others = [each for each in files_below(more) if each.suffix == ".jinja"] if more.is_dir() else []
+        return {each.stem: (_read(each), str(each)) for each in others} | {"default": (_read(file), str(file))}
     written = _config(config).get("chat_template")
     if written is None:
         return {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 WHAT = ("What does {} do?", "What is {} for?", "Tell me about {}.", "Explain {} in a sentence.")
 HOW = ("How do I call it?", "Which arguments does it take?", "And how is it called?")
 LONGEST_ANSWER = 300  # letters
-Conversation = dict[str, list[dict[str, str]]]
+ChatRecord = dict[str, list[dict[str, str]]]
 
 
 class Documented(NamedTuple):
@@ -21,7 +21,7 @@ class Documented(NamedTuple):
     call: str  # as `name(argument, other=...)`; "" of classes
 
 
-def conversations(folder: Path | None = None, *, held_out: bool = False) -> Iterator[Conversation]:
+def conversations(folder: Path | None = None, *, held_out: bool = False) -> Iterator[ChatRecord]:
     """Conversations about each documented public function, class and method of the modules in a folder, of Python's
     standard library by default, in a fixed order. Modules are read, not imported.
 

@@ -1,8 +1,11 @@
 """ArrayRecord files as a source: texts, JSON objects and TensorFlow's Examples."""
 
+import json
 import struct
 
+import numpy as np
 import pytest
+from support.chat_examples import chat_reader, conversations, write_chats
 
 from parallax.config.sections import DataConfig
 from parallax.data.array_records import example_of
@@ -56,6 +59,20 @@ def test_records_are_texts_json_or_examples(tmp_path):
     assert documents(tmp_path) == ["one", "", "zwei é"]
     assert documents(tmp_path, where="score != 2") == ["one", "zwei é"]
     assert kind_of(str(tmp_path), "text") == "arrayrecord"
+
+
+def test_records_may_be_chats(tmp_path):
+    chats = [{"messages": chat, "score": number} for number, chat in enumerate(conversations(20))]
+    write(tmp_path / "c.arrayrecord", *(json.dumps(chat).encode() for chat in chats))
+    here = chat_reader(tmp_path / "c.arrayrecord", tmp_path, source="arrayrecord")
+    lines = chat_reader(write_chats(tmp_path / "c.jsonl", conversations(20)), tmp_path)
+    assert here.fingerprint == lines.fingerprint
+    np.testing.assert_equal(here.batch(0), lines.batch(0))
+    assert chat_reader(tmp_path / "c.arrayrecord", tmp_path, source="arrayrecord", where="score < 9").documents == 9
+    write(tmp_path / "p.arrayrecord", example(prompt=[b"2 + 2 is "], completion=[b"4."]), b'{"prompt": "2"}')
+    completions = dict(source="arrayrecord", format="completion", chat_template="auto")
+    with pytest.raises(DataError, match="p.arrayrecord, record 2 has no field 'completion'"):
+        chat_reader(tmp_path / "p.arrayrecord", tmp_path, **completions)
 
 
 def test_an_example_has_the_values_of_its_lists():

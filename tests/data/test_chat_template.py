@@ -142,6 +142,12 @@ def test_a_tokenizer_may_have_several_templates(tmp_path):
     assert ChatTemplate.of_tokenizer(folder, name="tool_use").render(CHAT) == "tools"
     with pytest.raises(DataError, match="has no chat template 'rag'; it has default, tool_use"):
         ChatTemplate.of_tokenizer(folder, name="rag")
+    (folder / "chat_template.jinja").write_text("of a file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    template = ChatTemplate.of_tokenizer(folder)
+    assert template.render(CHAT) == "of a file" and template.render(CHAT, [TOOL]) == "with tools"
+    (folder / "chat_template.jinja").unlink()
     tokenizer_folder(tmp_path, chat_template=[{"name": "default"}])
     with pytest.raises(DataError, match="use a text, or a list of name and template"):
         ChatTemplate.of_tokenizer(folder)

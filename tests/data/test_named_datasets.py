@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from support.chat_examples import CALL, chat_reader, conversations, write_chats
 
 from parallax.cli.data import main
 from parallax.config.sections import DataConfig
@@ -70,6 +72,21 @@ def test_it_is_prepared_and_read_by_a_run(folder, tmp_path, capsys):
     assert run.fingerprint == prepared.fingerprint
     mixture = f"mine=(source='dataset', path='{folder}', where='score < 6')"
     assert open_mixture(DataConfig(mixture=mixture, **settings), **options).by_name["mine"].documents == 5
+
+
+def test_rows_may_be_chats(tmp_path):
+    """Fields that some messages lack are null in a table."""
+    called = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    chats = [*conversations(20), called]
+    (tmp_path / "mine").mkdir()
+    rows = [{"messages": chat, "score": number} for number, chat in enumerate(chats)]
+    (tmp_path / "mine" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = chat_reader(tmp_path / "mine", tmp_path, source="dataset")
+    lines = chat_reader(write_chats(tmp_path / "c.jsonl", chats), tmp_path)
+    assert here.fingerprint == lines.fingerprint and here.documents == 21
+    for step in range(here.batches):
+        np.testing.assert_equal(here.batch(step), lines.batch(step))
+    assert chat_reader(tmp_path / "mine", tmp_path, source="dataset", where="score < 9").documents == 9
 
 
 def test_nothing_in_a_data_set_is_run(folder):

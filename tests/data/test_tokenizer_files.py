@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_examples import chat_reader, turn, write_chats
 
 from parallax.config.sections import check_tokenizer
 from parallax.data import rank_files
@@ -16,6 +17,7 @@ from parallax.data.sources import open_source
 from parallax.data.special_tokens import BYTE_SYMBOLS
 from parallax.data.tokenizer import load_tokenizer, train_bpe
 from parallax.errors import ConfigError, DataError
+from parallax.model.batch import IGNORED
 
 tiktoken = pytest.importorskip("tiktoken", reason="needs tiktoken, of the extra 'tokenizers'")
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece, of the extra 'tokenizers'")
@@ -237,6 +239,32 @@ def test_control_symbols_of_a_model_are_its_special_tokens(model):
     assert here.decode([*ids, end], special_tokens="tokens") == text and here.decode(ids) == here.decode(
         [i for i in ids if i != end]
     )
+
+
+def test_ids_of_a_model_have_places_in_the_text(model):
+    here = load_tokenizer(model)
+    has_bytes = "<0x00>" in map(here.token, range(here.vocab))
+    for text in [*AWKWARD, "<s>one</s></s> 日本</s>"]:
+        for special in ("text", "tokens"):
+            ((ids, starts, ends),) = here.encode_with_places([text], special_tokens=special)
+            assert ids.tolist() == here.encode(text, special_tokens=special).tolist()
+            if has_bytes:  # no letter is left out, and none has two places
+                assert [0, *ends] == [*starts, len(text)]
+            assert np.all((starts <= ends) & (np.append(starts[1:], len(text)) >= ends))
+    ((ids, starts, ends),) = here.encode_with_places(["aé日</s>a"], special_tokens="tokens")
+    several = [(1, 1), (1, 2), (2, 2), (2, 2), (2, 3)]  # the last of its bytes has the letter
+    assert [*zip(starts, ends)] == [(0, 1), *(several if has_bytes else [(1, 3)]), (3, 7), (7, 8)]
+
+
+def test_answers_of_chats_are_learned_with_a_model(model, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    chat = [*turn("What is é?", "It is 日本 🙂."), *turn("So", " two  spaces ")]
+    file = write_chats(tmp_path / "c.jsonl", [chat])
+    options = dict(tokenizer=str(model), chat_template=str(tmp_path / "mine.jinja"), global_batch=1)
+    labels = chat_reader(file, tmp_path, **options).batch(0)["labels"][0]
+    here = load_tokenizer(model)
+    answers = [here.encode(f"{message['content']}</s>", special_tokens="tokens") for message in chat[1::2]]
+    assert labels[labels != IGNORED].tolist() == np.concatenate(answers).tolist()
 
 
 def test_shards_of_a_model_are_read_again(model, tmp_path):

@@ -145,7 +145,7 @@ NETWORK = "needs the network"
 POD = "needs a pod, or a scheduler"
 SETUP = "makes an environment, or does in it what other commands here do"
 CORPORA = "reads a corpus that is not here"
-LONG = "measures for minutes, or compiles a model of billions of parameters"
+LONG = "measures or compares for minutes, or compiles a model of billions of parameters"
 # Not run, and why. Programs of the project read these lines, and stop where they have; the rest is parsed by bash.
 PARSED = {
     "git clone $REPOSITORY parallax": NETWORK,
@@ -158,13 +158,14 @@ PARSED = {
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     'python -m parallax.data prepare --source dataset --path "allenai/c4?config=en&revision=1588ec4" --tokenizer bpe '
     "--out c4": NETWORK,
-    "python train.py --config.data.source=jsonl --config.data.path=web "
+    "python train.py --config=configs/quickstart.py --config.data.source=jsonl --config.data.path=web "
     """--config.data.where='score >= 0.5 and lang in ["de", "en"] and meta.year > 2019'""": CORPORA,
-    "python train.py --workdir=runs/mine --config.train.steps=2000 "
+    "python train.py --config=configs/quickstart.py --workdir=runs/mine --config.train.steps=2000 "
     """--config.data.mixture="old=(source='stdlib') new=(path='web', weight=0)" """
     '--config.data.phases="next=(from_step=1001, old=0, new=1)"': CORPORA,
     'pip install -e ".[lm-eval]" -c constraints.txt': NETWORK,
     'pip install -e ".[lm-eval,hf-tests]" -c constraints.txt': NETWORK,
+    'python -m pytest -m "slow or not slow" tests/interop/test_hf_chat.py': LONG,
     "python benchmarks/tasks.py": LONG,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,

@@ -1,12 +1,16 @@
 """Runs on conversations: what they write, how they go on, and the same losses on another mesh."""
 
+import io
 import json
+import sys
 
 import numpy as np
 import pytest
 from support.chat_examples import conversations, turn, write_chats
 from support.run_examples import losses, stop_at, tiny_config
 
+import parallax as px
+from parallax.cli import generate
 from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings
 from parallax.data.chat import ChatTemplate
@@ -58,6 +62,19 @@ def test_losses_are_the_same_on_other_meshes(chats, whole, tmp_path, mesh):
     changes = {f"mesh.{axis}": ranks for axis, ranks in mesh.items()} | {"pipeline.microbatches": 2}
     assert train(of_chats(chats, **changes), tmp_path).reason == "finished"
     np.testing.assert_allclose(losses(tmp_path), losses(whole), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tuned_run_answers_with_the_template_of_its_chats(whole, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("qqq\n"))
+    one_device = ["--pp=1", "--dp=1", "--tp=1", "--simulate=0"]
+    assert generate.main([f"--workdir={whole}", "--chat", "--tokens=12", "--temperature=0", *one_device]) == 0
+    printed = capsys.readouterr()
+    template = whole / "checkpoints" / "8" / "chat_template.jinja"
+    assert f"{template}; 160 tokens of context" in printed.err
+    prompt = "<|im_start|>user\nqqq<|im_end|>\n<|im_start|>assistant\n"
+    after = px.load(whole).generate(prompt, tokens=12, temperature=0.0, stop="<|im_end|>").removeprefix(prompt)
+    assert printed.out == f"{after}\n" and after
 
 
 @pytest.mark.slow
