@@ -94,6 +94,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     names += "tokenizer.json, ranks.tiktoken or tokenizer.model"
     add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
     add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
+    reserved = "bpe: further special tokens, as those of a chat template"
+    add("--reserve", nargs="+", default=[], metavar="TOKEN", help=reserved)
     add("--format", default=TRAINING.format, choices=FORMATS, help=as_training("format", meaning["format"]))
     templates = f"{meaning['chat_template']}; {', '.join(NAMED_TEMPLATES)} or a file"
     add("--chat-template", default=TRAINING.chat_template, help=as_training("chat_template", templates))
@@ -118,7 +120,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     about = {key: getattr(parsed, key) for key in ("path", "field", "where", "synthetic_tokens")}
     form = format_of(parsed.format, field=parsed.field, template=parsed.chat_template, tokenizer=parsed.tokenizer)
     source = open_source(parsed.source, form=form, **about)
-    options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab")}
+    options = {key: getattr(parsed, key) for key in ("tokenizer", "bpe_vocab")} | {"reserved": tuple(parsed.reserve)}
     options["special_tokens"] = special_tokens_of(parsed.format, parsed.special_tokens, parsed.tokenizer)
     request = Request(source=source, shard_bytes=parsed.shard_mib << 20, **options)
     if parsed.rebuild:
@@ -151,18 +153,20 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         "special_tokens": (parsed.format != CHAT or parsed.special_tokens == TRAINING.special_tokens, "--format chat"),
         "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
         "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
+        "reserve": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }
+    may_be_empty = ("where", "reserve", *["field"] * (parsed.source == "arrayrecord"))
     for key, (needed, by) in read_by.items():
         flag, value = f"--{key.replace('_', '-')}", getattr(parsed, key)
         if key == "path" and of_code:
             continue
         if value and not needed:
-            written = " ".join(value) if key == "path" else value
+            written = " ".join(value) if isinstance(value, list) else value
             raise ConfigError(f"{flag}={written} is not read by {by}")
         if value is None:
             value = getattr(TRAINING, key)
             setattr(parsed, key, value)
-        if needed and not value and key != "where" and (key, parsed.source) != ("field", "arrayrecord"):
+        if needed and not value and key not in may_be_empty:
             raise ConfigError(f"{by} needs {flag}")
     source_path(parsed.tokenizer, "--tokenizer")
     parsed.path = [path for text in parsed.path for path in paths_of("--path", text)]

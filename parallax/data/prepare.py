@@ -49,6 +49,7 @@ class Request:
     tokenizer: str  # "bytes" | "bpe" | path of a tokenizer.json
     bpe_vocab: int
     shard_bytes: int = SHARD_BYTES
+    reserved: tuple[str, ...] = ()  # further special tokens of a bpe that is trained
     special_tokens: str = "text"  # or "tokens": what becomes of text that spells a special token
     fingerprint: str = ""  # of the tokenizer, where an earlier version may have understood its files differently
 
@@ -68,6 +69,7 @@ class Request:
         chosen = {"tokenizer": self.tokenizer}
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
+            chosen |= {"reserved": list(self.reserved)} if self.reserved else {}
         elif self.tokenizer != Bytes.name:
             chosen["tokenizer"] = load_tokenizer(self.tokenizer, self.fingerprint).fingerprint
         if self.special_tokens != "text":
@@ -163,11 +165,11 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
         return load_tokenizer(request.tokenizer, request.fingerprint)
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
-    return bpe_of([request.source], request.bpe_vocab)
+    return bpe_of([request.source], request.bpe_vocab, request.reserved)
 
 
-def bpe_of(sources: Sequence[Source], vocab: int) -> Bpe:
-    """A BPE that is trained on documents of these sources, on as many bytes of each."""
+def bpe_of(sources: Sequence[Source], vocab: int, reserved: Sequence[str] = ()) -> Bpe:
+    """A BPE that is trained on documents of these sources, on as many bytes of each, with `reserved` tokens."""
 
     def sample(source: Source) -> Iterator[str]:
         # Every n-th document, since a corpus may be sorted by subject.
@@ -175,7 +177,7 @@ def bpe_of(sources: Sequence[Source], vocab: int) -> Bpe:
         return islice(source.documents(), 0, None, every)
 
     with waiting(f"training a bpe of {vocab:,} entries"):
-        return train_bpe(chain.from_iterable(map(sample, sources)), vocab=vocab)
+        return train_bpe(chain.from_iterable(map(sample, sources)), vocab=vocab, reserved=reserved)
 
 
 def _write_missing(

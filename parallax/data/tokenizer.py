@@ -326,24 +326,30 @@ def as_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     return np.concatenate([with_begin(tokenizer, ids), end])
 
 
-def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
+def train_bpe(documents: Iterable[str], *, vocab: int, reserved: Sequence[str] = ()) -> Bpe:
     """Train a byte-level BPE with at most `vocab` entries (fewer for a small corpus); equal documents give equal
     results. Ctrl-C ends it.
 
+    Args:
+        reserved: names of further special tokens, as those of a chat template, which count as entries.
     Raises:
-        ConfigError: `vocab` is too small for the bytes.
+        ConfigError: `vocab` is too small for the bytes, or a name is empty or is there twice.
     """
-    if vocab < SMALLEST_BPE_VOCAB:
-        raise ConfigError(
-            f"bpe_vocab={vocab} is too small; {SMALLEST_BPE_VOCAB} hold the bytes and the end of a document"
-        )
+    special = [END_OF_DOCUMENT, *reserved]
+    smallest = SMALLEST_BPE_VOCAB + len(reserved)
+    if vocab < smallest:
+        held = "the bytes and the end of a document" + (f", and {len(reserved)} reserved tokens" if reserved else "")
+        raise ConfigError(f"bpe_vocab={vocab} is too small; {smallest} hold {held}")
+    for name in reserved:
+        if not name or special.count(name) > 1:
+            raise ConfigError(f"the reserved token {name!r} is empty or is there twice; give each a name of its own")
     library = _library()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=special,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )

@@ -190,6 +190,15 @@ def test_equal_documents_train_equal_entries():
     assert train_bpe(DOCUMENTS[:1], vocab=290).fingerprint != BPE.fingerprint
 
 
+def test_reserved_tokens_are_entries_that_no_text_spells():
+    reserved = train_bpe(DOCUMENTS, vocab=290, reserved=["<|im_start|>", "<|im_end|>"])
+    assert reserved.vocab == 290
+    assert [reserved.special_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+    assert not {0, 1, 2} & {*reserved.encode("<|im_start|>").tolist()}
+    assert reserved.encode("<|im_start|>", special_tokens="tokens").tolist() == [1]
+    assert train_bpe(DOCUMENTS, vocab=290, reserved=[]).fingerprint == BPE.fingerprint
+
+
 def test_an_unbroken_word_is_learned_from_in_pieces_and_other_texts_as_ever():
     """The library's time for a word grows with the square of its length: 48 s for 200,000 letters of DNA."""
     dna = "".join(np.random.default_rng(0).choice([*"ACGT"], 100_000))

@@ -55,6 +55,11 @@ TINY = (
 BYTES = "--config.data.source=moby --config.data.tokenizer=bytes"
 FIRST = f"python train.py --config=configs/quickstart.py {TINY} {BYTES}"
 RUN = "python train.py --config=configs/tiny_gqa.py"
+RECIPE = "python train.py --config=configs/text_to_chat.py --workdir=runs"
+RECIPE_CHATS = "--config.data.source=jsonl --config.data.path=conversations.jsonl --config.data.format=chat"
+TUNED = f"--config.train.init_from=runs/text {RECIPE_CHATS} --config.data.chat_template=chatml"
+RATE = "--config.optimizer.learning_rate=2e-3"
+RECIPE_X8 = "python train.py --config=configs/text_to_chat_x8.py --workdir=runs"
 MEANWHILE = "python -m parallax.launch --processes 3 --devices-per-process 1 -- benchmarks/checkpoints.py --meanwhile"
 
 # What takes more than seconds, and what is run in its place: the same program and flags, with less to do.
@@ -115,6 +120,13 @@ CHEAPER = {
         "--config.data.format=chat --config.data.chat_template=chatml --config.data.seq=256"
     ): f"{of_chats} --config.mesh.simulate=1 --config.train.steps=2 --config.train.eval_batches=1 "
     "--config.optimizer.warmup_steps=1",
+    f"{RECIPE}/text": f"{RECIPE}/text {TINY} --config.data.seq=128",
+    f"{RECIPE}/chat {TUNED} {RATE} --config.train.steps=600": (
+        f"{RECIPE}/chat {TUNED} {RATE} {TINY} --config.data.seq=128"
+    ),
+    "python -m parallax.generate --workdir=runs/chat --chat": (
+        "echo Hello | python -m parallax.generate --workdir=runs/chat --chat --tokens=4"
+    ),
     f"{MEANWHILE} --steps 60 --every 20 --arrays 4": f"{MEANWHILE} --smoke",
     "python -m parallax.watch runs/first": "python -m parallax.watch runs/first --once",  # else it shows on
     "python train.py --config=configs/quickstart.py --workdir=runs/first --config.train.profile_steps=50:52": (
@@ -196,6 +208,13 @@ PARSED = {
         POD
     ),
     "python train.py --config=configs/gpu_80gb_x8.py --config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
+    "python -m parallax.data prepare --source parquet --path 'corpus/*.parquet' --tokenizer bpe --bpe-vocab 65536 "
+    "--reserve '<|im_start|>' '<|im_end|>' --out runs/corpus": CORPORA,
+    f"{RECIPE_X8}/text_x8 --config.model.depth=20 --config.data.source=prepared --config.data.path=runs/corpus "
+    "--config.data.tokenizer=auto": POD,
+    f"{RECIPE_X8}/chat_x8 --config.model.depth=20 --config.train.init_from=runs/text_x8 {RECIPE_CHATS} "
+    "--config.data.chat_template=chatml --config.data.tokenizer=auto --config.optimizer.learning_rate=3e-4 "
+    "--config.train.steps=300": POD,
     "python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/gpu_80gb_x8.py "
     "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4": LONG,
@@ -233,6 +252,7 @@ PARSED |= {command: NETWORK for command in commands(ROOT / "docs" / "buckets.md"
 # What compiles, or traces for seconds: run with the slow tests.
 SLOW = re.compile(
     r"train\.py|dpo\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/"
+    r"|data prepare --source stdlib|data conversations"
 )
 # A command that is in no block, and that nobody would run here.
 COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+")
