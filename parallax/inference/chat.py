@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from parallax.config.sections import SampleConfig
-from parallax.data.chat import ASSISTANT, NAMED_TEMPLATES, ChatTemplate, tokens_beside
+from parallax.data.chat import ASSISTANT, NAMED_TEMPLATES, ChatTemplate
 from parallax.errors import ConfigError, DataError, quoted
 from parallax.inference.generate import check_text, id_of, padded_length, stream
 from parallax.inference.run import Run
@@ -128,7 +128,7 @@ def template_of(run: Run, written: str) -> ChatTemplate:
     folder = run.tokenizer_file.parent
     if not written:
         return ChatTemplate.of_tokenizer(folder)
-    tokens = tokens_beside(folder)
+    tokens = ChatTemplate.tokens_of(folder)
     if written in NAMED_TEMPLATES:
         return ChatTemplate.named(written, tokens=tokens)
     if not Path(written).is_file():
