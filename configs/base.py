@@ -30,8 +30,11 @@ def get_config() -> ConfigDict:
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the MLP
     config.model.mlp = "gated"  # "gated" | "plain" | code: the MLP of dense layers: with a gate, or plain
-    # "silu" | "gelu" | "gelu_tanh" | "relu2": activation of the MLP of dense layers; relu2 is the square of ReLU
+    # "silu" | "gelu" | "gelu_tanh" | "relu2" | "clamped": activation of the MLP of dense layers and of shared experts;
+    # relu2 is the square of ReLU, and clamped is, of gated ones, (up + 1) * gate * sigmoid(1.702 gate), with gate at
+    # most activation_limit and up from -activation_limit to activation_limit
     config.model.activation = "silu"
+    config.model.activation_limit = 7.0  # the largest gate and up of activation='clamped'
     config.model.mlp_bias = False  # biases on the projections of the MLP of dense layers
     # "rms" | "layer" | code: norms of the residual stream, in blocks and in the head: RMSNorm or LayerNorm
     config.model.norm = "rms"

@@ -24,7 +24,7 @@ ADDED = {
     "qk_norm_after_rope qk_norm_scale shared_gate router_shift expert_activation expert_limit expert_bias "
     "rope_truncate "
     "norm_scale norm_bias norm_place branches activation mlp_bias out_bias "
-    "rope_short_factors rope_long_factors lora_rank lora_alpha lora_on lora_dropout lora_base depth",
+    "activation_limit rope_short_factors rope_long_factors lora_rank lora_alpha lora_on lora_dropout lora_base depth",
     "layout": "context order exchange expert_chunk_tokens",
     "pipeline": "residuals_on grads_dtype grads_on",
     "data_parallel": "policy exceptions",

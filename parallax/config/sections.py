@@ -75,6 +75,7 @@ SHAPES_OF_MLP = {"dense": "d_ff", "moe": "d_expert"}
 SHAPES_OF_HEADS = (*dict.fromkeys(SHAPES_OF_GQA + SHAPES_OF_MLA),)
 OF_A_STACK = (*SHAPES_OF_HEADS, *SHAPES_OF_MLP.values())
 LONGROPE = "longrope"  # a rope_scaling
+CLAMPED = "clamped"  # an activation
 MATMULS = ("compute", "int8", "float8", "float4")
 MATMUL_PARTS = ATTENTION, MLP, EXPERTS = ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = COMPUTE, EIGHT_BITS = ("compute", "8bit")
@@ -154,9 +155,12 @@ class ModelConfig(Section, most=2**24, saved=True):
     mlp: str = key("gated", "the MLP of dense layers: with a gate, or plain", choices=("gated", "plain"), code=MLP_ARGS)
     activation: str = key(
         "silu",
-        "activation of the MLP of dense layers; relu2 is the square of ReLU",
-        choices=("silu", "gelu", "gelu_tanh", "relu2"),
+        "activation of the MLP of dense layers and of shared experts; relu2 is the square of ReLU, and clamped is, of "
+        "gated ones, (up + 1) * gate * sigmoid(1.702 gate), with gate at most activation_limit and up from "
+        "-activation_limit to activation_limit",
+        choices=("silu", "gelu", "gelu_tanh", "relu2", CLAMPED),
     )
+    activation_limit: float = key(7.0, "the largest gate and up of activation='clamped'", least=1e-6)
     mlp_bias: bool = key(False, "biases on the projections of the MLP of dense layers")
     norm: str = key(
         "rms",
@@ -219,7 +223,7 @@ class ModelConfig(Section, most=2**24, saved=True):
         "swiglu",
         "moe: silu(gate) * up in experts; or (up + 1) * gate * sigmoid(1.702 gate), with gate at most expert_limit and "
         "up from -expert_limit to expert_limit",
-        choices=("swiglu", "clamped"),
+        choices=("swiglu", CLAMPED),
     )
     expert_limit: float = key(7.0, "moe: the largest gate and up of expert_activation='clamped'", least=1e-6)
     attention: str = key(
@@ -491,16 +495,19 @@ class ModelConfig(Section, most=2**24, saved=True):
 
     def _check_mlp(self) -> None:
         of_layers, of_mlp = f"model.layers_of={quoted(self.layers_of)}", f"model.mlp={quoted(self.mlp)}"
+        of_dense = "mlp_bias", *([] if self.has_mixtures and self.shared_experts else ["activation"])
         if not self.has_dense:
-            of_dense = "mlp", "activation", "mlp_bias"
-            self._check_reads_no(of_dense, f"{of_layers}, which has only mixtures", "some dense layers")
+            instead = "some dense layers"
+            self._check_reads_no(("mlp", *of_dense), f"{of_layers}, which has only mixtures", instead)
         if names_code(self.mlp):
             reader = f"{of_mlp}, which is code of your own"
-            self._check_reads_no(("activation", "mlp_bias"), reader, "a setting of that code")
-        if self.activation != "silu" and self.has_mixtures:
+            self._check_reads_no(of_dense, reader, "a setting of that code")
+        if self.activation != CLAMPED:
+            self._check_reads_no(("activation_limit",), f"model.activation={self.activation!r}")
+        elif self.mlp == "plain":
             raise ConfigError(
-                f"model.activation={self.activation!r} would be that of dense layers alone, since experts have "
-                f"model.expert_activation={self.expert_activation!r}; use activation='silu', or dense layers only."
+                f"model.activation={CLAMPED!r} is of a gate and what it is times, but model.mlp='plain' has no gate; "
+                "use mlp='gated', or another activation."
             )
 
     def _check_matmul(self) -> None:
@@ -645,7 +652,7 @@ class ModelConfig(Section, most=2**24, saved=True):
     def _check_experts(self) -> None:
         if self.shared_gate and not self.shared_experts:
             self._check_reads_no(("shared_gate",), "model.shared_experts=0")
-        if self.expert_activation != "clamped":
+        if self.expert_activation != CLAMPED:
             self._check_reads_no(("expert_limit",), f"model.expert_activation={self.expert_activation!r}")
         groups, size = self.router_groups, self.experts // self.router_groups
         if self.experts % groups:

@@ -44,7 +44,7 @@ WORDS = {"branches": {False: "sequential", True: "parallel"}}
 PLAIN_CHOICES = ("norm", "norm_scale", "norm_bias", "attention_scale", "score_cap", "sinks", "embedding_scale")
 PLAIN_CHOICES += ("residual_scale", "logit_scale", "logit_cap", "qk_norm_over", "qk_norm_scale", "shared_gate")
 PLAIN_CHOICES += ("qk_norm_after_rope", "router_shift", "expert_bias", "expert_activation", "expert_limit")
-PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "mlp_bias", "out_bias")
+PLAIN_CHOICES += ("norm_place", "branches", "mlp", "activation", "activation_limit", "mlp_bias", "out_bias")
 WINDOWED = "windows"  # of `rotated_layers`: those with a window
 HIDDEN_ACT, HIDDEN_ACTIVATION = "hidden_act", "hidden_activation"  # the field of an activation; a row says which
 # Its words, with the activation of each; the first is that of an absent field.

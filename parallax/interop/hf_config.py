@@ -316,13 +316,18 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
 
 def _read_activation(fields: Fields, kind: Architecture, *, has_experts: bool) -> str:
     """The key activation; of the two fields that may say it, `transformers` ignores one."""
-    words = SILU if has_experts else kind.activations
+    words = _activations(kind, has_experts=has_experts)
     name, other = kind.activation_field, {HIDDEN_ACT: HIDDEN_ACTIVATION, HIDDEN_ACTIVATION: HIDDEN_ACT}
     word = fields.take(name, next(iter(words)))
     if word not in tuple(words):
         fields.refuse(name, word, " or ".join(map(repr, words)))
     fields.only(other[name], None, *(same for same, activation in words.items() if activation == words[word]))
     return words[word]
+
+
+def _activations(kind: Architecture, *, has_experts: bool) -> Mapping[str, str]:
+    """The words that say an activation; in a model with experts the field is of experts, too."""
+    return SILU if has_experts else kind.activations
 
 
 def _refuse_other_biases(fields: Fields, kind: Architecture) -> None:
@@ -728,7 +733,7 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         "architectures": [name],
         "model_type": kind.model_type,
         **{field: _value_of(key, model) for field, key in kind.fields.items()},
-        kind.activation_field: next(word for word, each in kind.activations.items() if each == model.activation),
+        kind.activation_field: _word_of_activation(kind, model),
         "attention_dropout": 0.0,
         "max_position_embeddings": context_of(model, seq),
         **rope_json(model, name),
@@ -783,8 +788,9 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
     for key in kind.fields.values():
         if key in INVERSE and not math.isclose(_inverse(key, model), _value_of(key, model)):
             yield f"a whole number of {key}"
-    if model.activation not in kind.activations.values():
-        yield f"model.activation={next(iter(kind.activations.values()))!r}"
+    activations = _activations(kind, has_experts=model.has_mixtures).values()
+    if model.activation not in activations:
+        yield f"model.activation={next(iter(activations))!r}"
     if "moe" in kinds:
         if mixture is None:
             yield "no experts"
@@ -792,6 +798,11 @@ def _differing(kind: Architecture, model: ModelConfig) -> Iterator[str]:
             yield "experts in every layer"
         elif mixture.dense == "first" and [*kinds] != sorted(kinds):
             yield "experts from a layer on"
+
+
+def _word_of_activation(kind: Architecture, model: ModelConfig) -> str:
+    words = _activations(kind, has_experts=model.has_mixtures)
+    return next(word for word, activation in words.items() if activation == model.activation)
 
 
 def _value_of(key: str, model: ModelConfig) -> Any:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import MLP, ModelConfig
+from parallax.config.sections import CLAMPED, MLP, ModelConfig
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
+
+SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
 
 
 @jax.custom_jvp
@@ -44,9 +46,31 @@ ACTIVATIONS = {
 }
 
 
+class Activation(NamedTuple):
+    """What a gated MLP computes of gate and up: `ACTIVATIONS` of gate, times up; or clamped, as in gpt-oss, (up + 1) *
+    gate * sigmoid(1.702 gate) with gate at most `limit`, and up between both signs of it.
+
+    >>> Activation("clamped", 2.0)(jnp.float32(-0.5), jnp.float32(4)) == 3 * -0.5 * jax.nn.sigmoid(1.702 * -0.5)
+    Array(True, dtype=bool)
+    """
+
+    name: str = "silu"
+    limit: float = 0.0  # of "clamped"
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """In the dtype of gate, if up's is no wider. No communication."""
+        if self.name != CLAMPED:
+            return ACTIVATIONS[self.name](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
+
+
+SWIGLU = Activation()
+
+
 class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`, and times `weight` [B, S, 1] if it is given; input and output have the
-    residual's layout.
+    """`down(activation(gate(x)) * up(x))`, or as `Activation` says of "clamped", and times `weight` [B, S, 1] if it is
+    given; input and output have the residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -67,6 +91,7 @@ class GatedMLP(nn.Module):
     part: str = MLP  # of the layer: see ParameterSpec
     dense: Callable[..., Dense] | None = None  # makes its projections, if they are not Dense
     activation: str = "silu"
+    limit: float = 0.0  # of activation="clamped"
     bias: bool = False  # of each projection
 
     @nn.compact
@@ -79,7 +104,8 @@ class GatedMLP(nn.Module):
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
         x = gate.input(x, part="norm", before=self.residual)
         wide_gate, wide_up = gate(x), up(x)
-        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"), self.activation)
+        activated = Activation(self.activation, self.limit)
+        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"), activated)
         # Here, so that the result of the last product need not be saved for the weight's gradient.
         hidden = hidden if weight is None else hidden * weight
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
@@ -116,8 +142,8 @@ class PlainMLP(GatedMLP):
 # Their backward passes save only gate and up. `prevent_cse` would put a barrier before them: XLA would copy what they
 # read from slots, and fuse it with nothing.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _gated(gate: Array, up: Array, activation: str) -> Array:
-    return ACTIVATIONS[activation](gate) * up
+def _gated(gate: Array, up: Array, activation: Activation) -> Array:
+    return activation(gate, up)
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
@@ -128,4 +154,5 @@ def _activated(up: Array, activation: str) -> Array:
 def mlps_of(model: ModelConfig) -> dict[str, Callable[..., nn.Module]]:
     """What makes the MLPs of a model's dense layers, by `model.mlp`."""
     settings = dict(activation=model.activation, bias=model.mlp_bias)
-    return {"gated": partial(GatedMLP, **settings), "plain": partial(PlainMLP, **settings)}
+    gated = partial(GatedMLP, limit=model.activation_limit, **settings)
+    return {"gated": gated, "plain": partial(PlainMLP, **settings)}

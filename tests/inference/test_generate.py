@@ -56,7 +56,8 @@ MODELS |= {
     | {"qk_norm": True, "qk_norm_over": "projection", "qk_norm_after_rope": True, "rope_fraction": 0.5}
     | {"qk_norm_scale": "one_plus"}
     | {"residual_scale": 0.7, "embedding_scale": 3.0, "logit_scale": 1.5, "logit_cap": 2.0, "attention_scale": 0.9}
-    | {"router_shift": True, "shared_gate": True, "expert_activation": "clamped", "expert_bias": True},
+    | {"router_shift": True, "shared_gate": True, "expert_activation": "clamped", "expert_bias": True}
+    | {"activation": "clamped", "activation_limit": 0.5},
 }
 # Windows shorter than the shortest text, and no positions; and as long as a text, of another base.
 WINDOWED = {"layers_of": "(near far)*2", "kinds": "near=(sliding_window=3, rope=False) far=(sliding_window=12)"}

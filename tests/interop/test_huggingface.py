@@ -447,6 +447,8 @@ REFUSED = {
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported; supported: 'silu' or"),
+    "a clamped MLP": (LLAMA, {"hidden_act": "clamped"}, "hidden_act='clamped' is not supported; supported: 'silu'"),
+    "a limit": (LLAMA, {"swiglu_limit": 7.0}, "swiglu_limit=7.0 is not supported because its meaning is"),
     "an activation of experts": (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act='gelu' .* supported: 'silu' or 'swish'"),
     "biases of latents": (V3, {"attention_bias": True}, "attention_bias=True .* projections to latents have biases"),
     "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
@@ -631,6 +633,15 @@ NOWHERE = {
     "clamped experts": (
         dict(MOE, expert_activation="clamped"),
         "LlamaForCausalLM has model.expert_activation='swiglu', no experts; ",
+    ),
+    "a clamped MLP": (dict(attention="gqa", activation="clamped"), "LlamaForCausalLM has model.activation='silu'; "),
+    "a clamped MLP and its limit": (
+        dict(attention="gqa", activation="clamped", activation_limit=5.0),
+        "LlamaForCausalLM has model.activation_limit=7.0, model.activation='silu'; ",
+    ),
+    "clamped shared experts": (
+        dict(MOE, attention="mla", shared_experts=1, activation="clamped", router_normalized=False),
+        "DeepseekV2ForCausalLM has model.activation='silu'; ",
     ),
     "shared experts of grouped heads": (
         dict(MOE, shared_experts=1),

@@ -213,6 +213,7 @@ import jax
 from jax.experimental import topologies
 from parallax.model.experts import grouped_kernel
 from parallax.model.experts.grouped_kernel import gated_by_group, input_gradient_by_group
+from parallax.model.mlp import Activation
 
 grouped_kernel.platform_traced = lambda: "tpu"  # on CPUs they are interpreted
 devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
@@ -221,7 +222,7 @@ array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, shar
 sizes, weights = array(8, dtype="int32"), array(4096, 1, dtype="float32")
 
 def biased(x, gate, up, weights, sizes, *biases):
-    return gated_by_group(x, gate, up, weights, sizes, grouped_kernel.Activation(7.0), biases)
+    return gated_by_group(x, gate, up, weights, sizes, Activation("clamped", 7.0), biases)
 
 for x, wide in ((2048, 1408), (4096, 14336), (2880, 2880)):
     rows, into = array(4096, wide), array(8, x, wide)

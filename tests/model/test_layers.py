@@ -17,7 +17,7 @@ from parallax.analysis.planned.moves import SentPerUse
 from parallax.errors import ConfigError
 from parallax.model.families import FAMILIES
 from parallax.model.mask import Mask
-from parallax.model.mlp import ACTIVATIONS
+from parallax.model.mlp import ACTIVATIONS, Activation
 from parallax.model.rope import Rope, rotate
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.parameter import parameter
@@ -85,6 +85,17 @@ def test_the_gated_mlp_is_swiglu():
     np.testing.assert_allclose(compiled(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
 
 
+def test_a_clamped_mlp_is_that_of_its_equation():
+    x, *rest = windows()
+    _, params = declared(layer("mlp_clamped"), None)
+    gate, up, down = (double(params[name]) for name in ("gate", "up", "down"))
+    wide_gate, wide_up = (double(x) @ each["kernel"] + each["bias"] for each in (gate, up))
+    assert min(wide_gate.min(), wide_up.min()) < -1.5 and min(wide_gate.max(), wide_up.max()) > 1.5
+    wide_gate, wide_up = np.minimum(wide_gate, 1.5), np.clip(wide_up, -1.5, 1.5)
+    expected = (wide_up + 1) * wide_gate / (1 + np.exp(-1.702 * wide_gate)) @ down["kernel"] + down["bias"]
+    np.testing.assert_allclose(compiled(layer("mlp_clamped"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
+
+
 def test_a_plain_mlp_is_two_products_and_what_is_between_them():
     x, *rest = windows()
     _, params = declared(layer("mlp_plain"), None)
@@ -103,6 +114,20 @@ def test_activations_are_those_of_their_papers():
     assert expected.keys() == ACTIVATIONS.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(ACTIVATIONS[name](jnp.float32(x)), values, **CLOSE)
+
+
+def test_clamped_gates_and_what_they_are_times_end_at_the_limit():
+    """Their derivatives, too, are those of what is between both ends, and 0 outside."""
+    gate, up = (grid.ravel() for grid in np.meshgrid(np.linspace(-5, 5, 24), np.linspace(-5, 5, 26)))
+    near_gate, near_up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
+    sigmoid = 1 / (1 + np.exp(-1.702 * near_gate))
+    clamped, args = Activation("clamped", 2.0), (jnp.float32(gate), jnp.float32(up))
+    np.testing.assert_allclose(clamped(*args), (near_up + 1) * near_gate * sigmoid, **CLOSE)
+    slope = sigmoid * (1 + 1.702 * near_gate * (1 - sigmoid))
+    expected = (near_up + 1) * slope * (gate < 2), near_gate * sigmoid * (abs(up) < 2)
+    grads = jax.grad(lambda *args: clamped(*args).sum(), (0, 1))(*args)
+    for grad, values in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(grad, values, **CLOSE)
 
 
 def rope(**changes):

@@ -16,7 +16,7 @@ from parallax.sharding.layout import Layout
 # Sums over 4 to 64 float32 terms in another order.
 ERROR = 1e-5
 MESHES = [(2, 2, 2), (1, 1, 4)]
-IN_FAMILIES = ["mlp", "mlp_plain", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
+IN_FAMILIES = ["mlp", "mlp_clamped", "mlp_plain", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
 OTHERS = [
     "norm",
     "norm_one_plus",

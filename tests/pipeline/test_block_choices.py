@@ -31,6 +31,7 @@ CHOICES = {
     "plain": dict(mlp="plain"),
     "gelu": dict(activation="gelu"),
     "relu2": dict(activation="relu2"),
+    "clamped": dict(activation="clamped", activation_limit=0.5),
     "biases": dict(mlp_bias=True, out_bias=True, qkv_bias=True),
 }
 LIKE = {
@@ -159,9 +160,12 @@ MOE = dict(layers=4, experts=4, layers_of="moe*4")
         (dict(branches="parallel_one_norm", norm_place="after"), "shares the norm before attention"),
         (dict(norm_place="both", init_out="zeros"), r"multiplies its gradient by norm_eps \*\* -0.5 = 1000"),
         (MOE | dict(activation="gelu"), "model.activation='gelu' does nothing .* only mixtures"),
-        (MOE | dict(layers_of="dense moe*3", activation="gelu"), "since experts have model.expert_activation"),
+        (dict(activation="clamped", mlp="plain"), "model.mlp='plain' has no gate; use mlp='gated', or another"),
+        (dict(activation_limit=5.0), "model.activation_limit=5.0 does nothing with model.activation='silu'; use 7.0"),
+        (MOE | dict(activation="clamped"), "model.activation='clamped' does nothing .* only mixtures"),
         (MOE | dict(mlp="plain"), "model.mlp='plain' does nothing"),
         (MOE | dict(mlp_bias=True), "model.mlp_bias=True does nothing"),
+        (dict(mlp="squared:SquaredMLP", activation="clamped"), "activation='clamped' does nothing with model.mlp="),
         (dict(mlp="squared:SquaredMLP", mlp_bias=True), "does nothing with model.mlp='squared:SquaredMLP'"),
         (dict(norm="mine:Norm", norm_bias=True), "which has parameters of its own"),
         (dict(attention="mine:Attention", out_bias=True), "model.out_bias=True does nothing with"),

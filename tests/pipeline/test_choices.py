@@ -30,6 +30,8 @@ CHOICES = {
     "shared_gate": dict(layers_of="(dense moe)*2", shared_experts=2, shared_gate=True),
     "clamped": dict(layers_of="moe*4", expert_activation="clamped", expert_limit=0.5),
     "expert_bias": dict(layers_of="moe*4", expert_bias=True),
+    "clamped MLP": dict(activation="clamped", activation_limit=0.5),
+    "clamped shared experts": dict(layers_of="(dense moe)*2", shared_experts=2, activation="clamped"),
 }
 # Rows have twice as many tokens as the context before, and those of two context ranks as many.
 SCALED = {

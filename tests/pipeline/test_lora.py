@@ -22,7 +22,7 @@ from parallax.sharding.layout import named_leaves
 SMALL = dict(layers=4, microbatches=2, lora_rank=4)
 MIXED = SMALL | dict(attention="gqa", layers_of="(dense moe)*2", experts=4, shared_experts=1, d_expert=16)
 MIXED |= dict(expert_bias=True)
-MLA = SMALL | dict(attention="mla", d_latent_q=8)
+MLA = SMALL | dict(attention="mla", d_latent_q=8, activation="clamped", activation_limit=0.5)
 SEQ_CUT = "batch/dp seq/tp d_model"
 TOKENS = "batch seq d_model"
 NOISE = np.array([0, 3], np.int32)  # of dropout

@@ -53,7 +53,9 @@ CHOICES = {
     "place": {"": {}, "after": dict(norm_place="after"), "both": dict(norm_place="both")},
     "branches": {"": {}, "parallel": dict(branches="parallel"), "one norm": dict(branches="parallel_one_norm")},
     "mlp": {"": {}, "plain": dict(mlp="plain")},
-    "activation": {"": {}} | {name: dict(activation=name) for name in ("gelu", "gelu_tanh", "relu2")},
+    "activation": {"": {}}
+    | {name: dict(activation=name) for name in ("gelu", "gelu_tanh", "relu2")}
+    | {"clamped": dict(activation="clamped", activation_limit=0.5)},
     "biases": {"": {}, "qkv and out": dict(qkv_bias=True, out_bias=True)},
     "mlp bias": {"": {}, "mlp_bias": dict(mlp_bias=True)},
 }
@@ -72,10 +74,10 @@ def settings_of(case):
 
 def legal(case):
     """The nearest case that a model may have."""
-    if case["mixture"]:
-        case |= {"activation": ""}
     if case["mixture"] in ("router_shift", "clamped"):  # no layer is dense
-        case |= {"mlp": "", "mlp bias": ""}
+        case |= {"mlp": "", "mlp bias": "", "activation": ""}
+    if case["activation"] == "clamped":
+        case |= {"mlp": ""}
     if case["attention"] == "mla":
         case |= {"heads": ""} | ({"rope": ""} if case["rope"] == "rope_fraction" else {})
     if (case["place"], case["branches"]) == ("after", "one norm"):
@@ -135,5 +137,5 @@ def test_pairs_of_choices_give_the_plain_models_gradients_on_each_axis(row, axis
     # A norm of heads, or after a branch, amplifies what is small: with no norm before it, queries of embeddings of size
     # 0.02, and clamped experts' gates, which are smaller. Gradients are then up to 2.6e-5 from those in float64 on one
     # device, too: of clamped experts 2.3e-5 with ten times the embeddings, 2.7e-6 with 300 times.
-    after = 300.0 if row["mixture"] == "clamped" else 10.0
+    after = 300.0 if "clamped" in (row["mixture"], row["activation"]) else 10.0
     check(settings_of(row), embeddings=after if row["place"] == "after" else 1.0, **cut | AXES[axis])

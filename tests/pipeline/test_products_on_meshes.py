@@ -29,6 +29,7 @@ EXPERTS = dict(matmul_parts="experts", layers=2, layers_of="moe*2", experts=4, d
 MODELS = {
     "gqa": dict(attention="gqa", layers=4),
     "mla": dict(attention="mla", layers=4, d_latent_q=16),
+    "clamped": dict(attention="gqa", layers=4, activation="clamped", activation_limit=1.0),
     "moe": dict(attention="gqa", layers=4, layers_of="(dense moe)*2", shared_experts=1, experts=4, d_expert=16),
 }
 EIGHT_BIT = dict(matmul_residuals="8bit")
@@ -61,6 +62,7 @@ SLOW = {
     "V": ("gqa", "int8", (2, 1, 2, 2), dict(schedule="zero_bubble_v", remat="layer", policy="ddp")),
     "Ulysses": ("mla", "int8", (1, 1, 2, 1, 4, 1), dict(context="ulysses", reduce="compute")),
     "uneven": ("gqa", "int8", (2, 2, 1), dict(schedule="zero_bubble", layers=3)),
+    "clamped": ("clamped", "int8", (1, 2, 2), EIGHT_BIT | dict(remat="swiglu", tensor_parallel="scatter")),
     "8-bit residuals, sets": (
         "mla",
         "float8",

@@ -78,7 +78,9 @@ def promised(thing, variant, facts, **others):
 LAYERS = {
     "norm": "",
     "layer_norm": "",
-    **dict.fromkeys(["mlp", "mlp_plain", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
+    **dict.fromkeys(
+        ["mlp", "mlp_clamped", "mlp_plain", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"
+    ),
     **dict.fromkeys(["gqa_qk_norm", "gqa_qk_norm kv_heads"], "family"),
     **dict.fromkeys(["gqa_normed_together", "gqa_normed_together kv_heads"], "family"),
 }

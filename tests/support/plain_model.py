@@ -3,6 +3,7 @@ jax.grad."""
 
 import contextlib
 import copy
+import functools
 from typing import NamedTuple
 from unittest import mock
 
@@ -55,7 +56,9 @@ class PlainMixture(nn.Module):
         )
         if m.shared_experts:
             gate = jax.nn.sigmoid(x @ params["shared_gate"]) if m.shared_gate else 1
-            y += gate * plain_mlp(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+            of_shared = [params["shared"][name]["kernel"] for name in ("gate", "up", "down")]
+            limit = m.activation_limit if m.activation == "clamped" else None
+            y += gate * plain_mlp(x, *of_shared, limit, activation=PLAIN_ACTIVATIONS.get(m.activation))
         share_BE = chosen_BSE.mean(axis=1) / m.experts_per_token
         mean_BE = (scores_BSE / scores_BSE.sum(axis=-1, keepdims=True)).mean(axis=1)
         balance = (m.experts * share_BE * mean_BE).sum(axis=-1).mean()
@@ -88,13 +91,17 @@ def best(scores, count):
     return (rank < count) * jnp.float32(1), margins.min(initial=jnp.inf)
 
 
-def plain_mlp(x, gate, up, down, limit=None, biases=()):
+PLAIN_ACTIVATIONS = {"silu": jax.nn.silu, "relu2": lambda x: jnp.maximum(x, 0) ** 2}
+PLAIN_ACTIVATIONS |= {"gelu": functools.partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu}
+
+
+def plain_mlp(x, gate, up, down, limit=None, biases=(), activation=jax.nn.silu):
     of_gate, of_up, of_down = (bias[None, None] for bias in biases) if biases else (0, 0, 0)
     gated, wide = x @ gate + of_gate, x @ up + of_up
     if limit:
         gated, wide = jnp.minimum(gated, limit), jnp.clip(wide, -limit, limit)
         return (gated * jax.nn.sigmoid(1.702 * gated) * (wide + 1)) @ down + of_down
-    return (jax.nn.silu(gated) * wide) @ down + of_down
+    return (activation(gated) * wide) @ down + of_down
 
 
 class PlainBlock(Block):

@@ -45,6 +45,7 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
         "layer_norm": LayerNorm(residual, SIZES, 1e-6, bias=True),
         "layer_norm_alone": LayerNorm(residual, SIZES, 1e-6, scaling="none"),
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),
+        "mlp_clamped": GatedMLP(residual, family, SIZES, "float32", 0.5, activation="clamped", limit=1.5, bias=True),
         "mlp_plain": PlainMLP(residual, family, SIZES, "float32", 0.5, activation="relu2", bias=True),
         "gqa": attention("gqa", kv=kv),
         "gqa_bias": attention("gqa", kv=kv, qkv_bias=True),

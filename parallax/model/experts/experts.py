@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import (
+    CLAMPED,
     COMPUTE,
     CURRENT,
     DELAYED,
@@ -25,8 +26,6 @@ from parallax.config.sections import (
 from parallax.model.experts.exchange_costs import usual_rows
 from parallax.model.experts.grouped import grouped_dot, grouped_rows, grouped_sums, sums_of_groups
 from parallax.model.experts.grouped_kernel import (
-    SWIGLU,
-    Activation,
     gated,
     gated_by_group,
     has_kernel,
@@ -34,6 +33,7 @@ from parallax.model.experts.grouped_kernel import (
 )
 from parallax.model.experts.rows import Rows, collect, dispatch, sort_rows, sums_of_tokens
 from parallax.model.lora import LORA_A, LORA_B, adapts, first_matrix
+from parallax.model.mlp import SWIGLU, Activation
 from parallax.model.products import (
     AMAX,
     AMAX_LAYOUT,
@@ -97,7 +97,8 @@ class Experts(nn.Module):
         kernels, layout = getattr(self, name).astype(self.model.dtype), _layout_of(name)
         if self.units:
             kernels = (kernels.astype(jnp.float32) * self.units[name][:, None]).astype(self.model.dtype)
-        activation = Activation(self.model.expert_limit if self.model.expert_activation == "clamped" else 0.0)
+        is_clamped = self.model.expert_activation == CLAMPED
+        activation = Activation(CLAMPED, self.model.expert_limit) if is_clamped else SWIGLU
         adapter, bias = self.adapters.get(name), self.biases.get(name)
         bias = None if bias is None else bias.astype(self.model.dtype)
         if self.matmul == COMPUTE:

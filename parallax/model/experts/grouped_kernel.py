@@ -11,9 +11,8 @@ silu(gate) * up * weight is left to XLA, which reads gate and up where they are 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,13 +21,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata, tgmm
 
 from parallax.model.kernels.pallas import LANES, unchecked
+from parallax.model.mlp import SWIGLU, Activation
 from parallax.model.products import Operand, in_units
 from parallax.sharding.platform import platform_traced
 
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
-SLOPE = 1.702  # with which the sigmoid is near the error function of GELU (Hendrycks and Gimpel 2016, section 2)
 VMEM_BYTES = 48 * 2**20  # that a kernel for gated experts may fill: three quarters of the VMEM of v7x, the smallest
 
 
@@ -80,23 +79,6 @@ def has_kernel(x: Operand) -> bool:
 
 
 # ---- kernels for gated experts, which Pallas interprets on CPUs. Rows after the last group are undefined
-
-
-class Activation(NamedTuple):
-    """What experts compute of gate and up: silu(gate) * up; with a `limit` that of gpt-oss, (up + 1) * gate *
-    sigmoid(1.702 gate) with gate at most the limit, and up between both signs of it."""
-
-    limit: float = 0.0
-
-    def __call__(self, gate: Array, up: Array) -> Array:
-        """In the dtype of gate, float32. No communication."""
-        if not self.limit:
-            return nn.silu(gate) * up
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
-
-
-SWIGLU = Activation()
 
 
 def gated(gate_RU: Array, up_RU: Array, weight_R1: Array, activation: Activation = SWIGLU) -> Array:

@@ -80,6 +80,8 @@ class MoE(nn.Module):
                 part="shared",
                 dense=self.dense,
                 matmul=self.matmul,
+                activation=model.activation,
+                limit=model.activation_limit,
             )
 
     def __call__(self, x: Array, row_weight: Array | None) -> Array:
