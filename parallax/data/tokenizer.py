@@ -391,20 +391,21 @@ def _of_file(path: Path, fingerprint: str) -> Tokenizer:
     missing = f"tokenizer {str(path)!r} does not exist"
     with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", missing=missing):
         written = read_bytes(path)
+    is_json = path.suffix not in (".tiktoken", ".model")
+    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError):
+        content = object_of(written) if is_json else {}
+        if content.get("parallax") == SentencePiece.name:
+            written, is_json = base64.b64decode(content.get("model", "")), False
+    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
+        return Bytes()
     beside = path.with_name(TOKENIZER_CONFIG)
     with errors_as(DataError, f"{beside} cannot be read: ", "", UnicodeDecodeError):
         config = _text(read_bytes(beside)) if beside.exists() else ""
-    if path.suffix in (".tiktoken", ".model"):
-        if is_rank_file(written) or path.suffix == ".tiktoken":
-            text, config = json_of_rank_file(written, config, str(path))
-            return Bpe(text, str(path), config)
+    if not is_json and not content and (is_rank_file(written) or path.suffix == ".tiktoken"):
+        text, config = json_of_rank_file(written, config, str(path))
+        return Bpe(text, str(path), config)
+    if not is_json:
         return SentencePiece(written, str(path), config)
-    with errors_as(DataError, f"tokenizer {path} cannot be read: ", "", ValueError):
-        content = object_of(written)
-        if content.get("parallax") == SentencePiece.name:
-            return SentencePiece(base64.b64decode(content.get("model", "")), str(path), config)
-    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
-        return Bytes()
     model = object_if_readable(path.with_name(MODEL_CONFIG), odd_numbers=True)
     tokenizer = Bpe(_text(written), str(path), config, model)
     earlier = tokenizer.earlier if fingerprint else None
