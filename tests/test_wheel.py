@@ -48,7 +48,7 @@ def run(installed, folder, name, *arguments):
 def test_a_wheel_has_the_package_its_texts_and_the_configs_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = {*(ROOT / "parallax").rglob("*.py"), *(ROOT / "configs").glob("*.py")}
-    files |= {*(ROOT / "parallax" / "data" / "texts").iterdir()}
+    files |= {file for name in ("texts", "templates") for file in (ROOT / "parallax" / "data" / name).iterdir()}
     assert names == {file.relative_to(ROOT).as_posix() for file in files}
 
 

@@ -36,6 +36,7 @@ with loading(__name__, sys.stderr):
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
+    from parallax.storage.files import try_appending
 
 OF_OTHER_FORMS = ("--chat", "--system", "--template", "--prompts", "--out", "--rows")
 ROWS_OF_A_BATCH = 32  # of a batch from a file
@@ -149,8 +150,8 @@ def complete_file(flags: argparse.Namespace) -> None:
     if rows < 1:
         raise ConfigError(f"--rows={flags.rows} must be 1 or more")
     if flags.out is not None:  # what cannot be written is said at once
-        with errors_as(ConfigError, f"--out={flags.out} cannot be written: "), open(flags.out, "ab"):
-            pass
+        with errors_as(ConfigError, f"--out={flags.out} cannot be written: "):
+            try_appending(flags.out)
     trained, sample = _load(flags, *settings_of(flags))
     _say_loaded(flags, trained)
     texts, tokens, start = [""] * len(prompts), 0, time.perf_counter()

@@ -599,6 +599,12 @@ def try_writing(folder: Path) -> None:
     probe.rename(probe.with_suffix(".renamed")).unlink()
 
 
+def try_appending(path: Path) -> None:
+    """Open a file to append to, which changes nothing in one that is there; OSError if that fails."""
+    with open(path, "ab"):
+        pass
+
+
 def check_writable(folder: Path) -> None:
     """Create the folder; CheckpointError unless files can be written, renamed and removed in it."""
     with writing(folder):
