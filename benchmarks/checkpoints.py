@@ -171,8 +171,9 @@ def time_places(args: Any, folder: pathlib.Path) -> None:
     print("place        state     stopped    until it is on disk    restored              beside")
     for arrays in args.sizes:
         state = make_state(mesh, arrays)
-        places = {"disk": folder / "run", "local copy": args.local or folder / "host"}
-        for name, place in (places | ({"bucket": path_of(args.bucket)} if args.bucket else {})).items():
+        places = {"disk": folder / "run", "local copy": (args.local or folder) / f"{folder.name}-host"}
+        bucket = {"bucket": path_of(f"{args.bucket}/{folder.name}")} if args.bucket else {}
+        for name, place in (places | bucket).items():
             print(time_place(name, place, state), flush=True)
             files.remove(place)
 
@@ -202,7 +203,7 @@ def time_meanwhile(args: Any, folder: pathlib.Path) -> None:
         job.join(address, DistributedConfig(), simulate=0)
     mesh = make_mesh(MeshConfig(pp=1, dp=jax.device_count(), tp=1, simulate=0))
     job.connect_devices(mesh)
-    place = path_of(job.broadcast("the folder", args.bucket or str(folder / "run")))
+    place = path_of(job.broadcast("the folder", f"{args.bucket or folder}/{folder.name}"))  # of its own: it is removed
     state, compiled = make_state(mesh, args.arrays), jax.jit(step_of_all, donate_argnums=0)
     state, plain, *_ = timed_steps(compiled(state), compiled, args)
     on_disk: list[int] = []

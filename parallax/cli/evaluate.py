@@ -79,14 +79,8 @@ class Evaluation(NamedTuple):
     positions: dict[int, float]  # the loss from this position in the window to below the next one
 
     def to_json(self) -> str:
-        """The result as JSON; non-finite numbers are null, since JSON does not have them."""
-
-        def finite(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: finite(each) for key, each in value.items()}
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        return json.dumps(finite(self._asdict()), indent=2)
+        """The result as JSON."""
+        return as_json(self._asdict())
 
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"
@@ -126,10 +120,21 @@ def act(argv: Sequence[str]) -> None:
     if line.values["tasks"]:
         given = dict(folder=line.values["task-folder"] or "", limit=line.values["limit"], step=chosen)
         results = evaluate_on(workdir, settings, line.values["tasks"], **given)
-        print(json.dumps(results.by_task, indent=2) if line.values["json"] else results)
+        print(as_json(results.by_task) if line.values["json"] else results)
         return
     result = evaluate(workdir, settings, data=data, step=chosen)
     print(result.to_json() if line.values["json"] else result)
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """JSON; non-finite numbers are null, since JSON does not have them."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(content), indent=2)
 
 
 def check_task_flags(values: Mapping[str, Any]) -> None:

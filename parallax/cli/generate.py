@@ -32,7 +32,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import OF_A_MODEL, Settings, load_settings, read_settings
     from parallax.errors import ConfigError, DataError, errors_as, nearest, printable, tell
-    from parallax.inference.chat import Conversation, template_of_run
+    from parallax.inference.chat import ContextIsFull, Conversation, template_of_run
     from parallax.inference.generate import complete, encode, stays_text
     from parallax.inference.prompts import complete_prompts, read_prompts, with_completion
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
@@ -126,7 +126,7 @@ def _messages() -> Iterator[str]:
     if sys.stdin is None:
         return
     with errors_as(DataError, "stdin cannot be read: ", "", UnicodeDecodeError), contextlib.suppress(EOFError):
-        while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+        while (message := input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()) != "/exit":
             yield message
 
 
@@ -136,8 +136,10 @@ def _answer(conversation: Conversation, message: str) -> None:
     try:
         for piece in conversation.answer(message):
             print(printable(piece) if is_terminal else piece, end="", flush=True)
-    except (ConfigError, DataError) as error:  # a context that is full is such
+    except ContextIsFull as error:
         _say(f"{error}; /reset begins anew")
+    except (ConfigError, DataError) as error:
+        _say(str(error))
     except KeyboardInterrupt:
         _say("\nthe answer is forgotten, and what it answers")
     print(flush=True)
@@ -146,6 +148,8 @@ def _answer(conversation: Conversation, message: str) -> None:
 def complete_file(flags: argparse.Namespace) -> None:
     """Write each prompt of a file with what is generated after it, as JSON lines."""
     prompts = read_prompts(flags.prompts)
+    if flags.template and not any("messages" in prompt for prompt in prompts):
+        raise ConfigError(f"--template={flags.template} is for messages, and {flags.prompts} has none; leave it out")
     rows = ROWS_OF_A_BATCH if flags.rows is None else flags.rows
     if rows < 1:
         raise ConfigError(f"--rows={flags.rows} must be 1 or more")

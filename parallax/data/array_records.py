@@ -12,6 +12,7 @@ from parallax.storage.files import local_copy, object_of
 
 RECORDS_AT_ONCE = 256
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
+FEATURES = 1  # of an Example; a SequenceExample has lists of them in another field
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # what a feature of an Example is
 
 
@@ -75,9 +76,9 @@ def example_of(message: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    features = (feature for _, features in _fields(message) for _, feature in _fields(features))
-    entries = (dict(_fields(feature)) for feature in features)
-    return {entry[1].decode("utf-8"): _values(entry.get(2, b"")) for entry in entries if 1 in entry}
+    features = (features for number, features in _fields(message) if number == FEATURES)
+    entries = (dict(_fields(entry)) for each in features for _, entry in _fields(each))
+    return {_bytes(entry[1]).decode("utf-8"): _values(entry.get(2, b"")) for entry in entries if 1 in entry}
 
 
 def _values(feature: bytes) -> Any:
@@ -88,9 +89,9 @@ def _values(feature: bytes) -> Any:
 def _of_list(kind: int, content: bytes) -> Iterator[Any]:
     for _, value in _fields(content):
         if kind == BYTES_LIST:
-            yield _text_or_bytes(value)
+            yield _text_or_bytes(_bytes(value))
         elif kind == FLOAT_LIST:
-            yield from (number for (number,) in struct.iter_unpack("<f", value))
+            yield from (number for (number,) in struct.iter_unpack("<f", _bytes(value)))
         elif isinstance(value, int):
             yield _signed(value)
         else:  # packed
@@ -104,11 +105,15 @@ def _text_or_bytes(content: bytes) -> str | bytes:
         return content
 
 
+def _bytes(content: Any) -> bytes:
+    if not isinstance(content, bytes):
+        raise ValueError("a number where a message is expected")
+    return content
+
+
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Number and content of each field of a message: bytes, or an integer."""
-    if not isinstance(message, bytes):
-        raise ValueError("a number where a message is expected")
-    place = 0
+    message, place = _bytes(message), 0
     while place < len(message):
         key, place = _varint(message, place)
         if (kind := key & 7) == VARINT:

@@ -18,6 +18,7 @@ from parallax.storage.remote import AnyPath, source_path
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+TOKENS_OF_OLD = "special_tokens_map.json"  # of old tokenizers; newer ones repeat it in their config
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder beside chat_template.jinja, with templates by their names
 ANSWER_MARK = "answer_mark"  # the variable of a template that holds the mark of what the assistant says
@@ -89,7 +90,7 @@ class ChatTemplate:
         """
         folder = source_path(path, "the tokenizer")
         folder = folder if folder.is_dir() else folder.parent
-        templates = _templates_in(folder)
+        templates = templates_in(folder)
         if not templates:
             raise DataError(
                 f"{folder} has no chat template, neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}; "
@@ -280,11 +281,16 @@ def _config(file: AnyPath) -> dict[str, Any]:
 
 
 def _tokens_in(folder: AnyPath) -> dict[str, str]:
-    written = _config(folder / "special_tokens_map.json") | _config(folder / TOKENIZER_CONFIG)
+    written, others = _config(folder / TOKENIZER_CONFIG), _config(folder / TOKENS_OF_OLD)
+    if lost := [name for name in TOKEN_NAMES if token_name(others.get(name)) and not token_name(written.get(name))]:
+        raise DataError(
+            f"{folder / TOKENS_OF_OLD} names {lost[0]}={quoted(others[lost[0]])}, and {TOKENIZER_CONFIG}, which goes "
+            "with a run, does not; write it there"
+        )
     return {name: token for name in TOKEN_NAMES if (token := token_name(written.get(name)))}
 
 
-def _templates_in(folder: AnyPath) -> dict[str, tuple[str, str]]:
+def templates_in(folder: AnyPath) -> dict[str, tuple[str, str]]:
     """Text and origin of each template of a tokenizer, by name."""
     file, config = folder / TEMPLATE_FILE, folder / TOKENIZER_CONFIG
     if file.is_file():

@@ -328,8 +328,21 @@ def open_sources(config: DataConfig, *, split: str, **options: Any) -> dict[str,
                 f"data.mixture.{name} has the tokenizer {reader.tokenizer.name!r}, and data.mixture.{first[0]} has "
                 f"{first[1].tokenizer.name!r}, with other ids; prepare all with one, or name it in data.tokenizer"
             )
+    check_chat_settings(config, readers)
     check_room(config, sum(reader.copied_bytes for reader in readers.values()))
     return readers
+
+
+def check_chat_settings(config: DataConfig, readers: Mapping[str, Reader]) -> None:
+    """Raise ConfigError if there are settings of records with answers, and no source has such records."""
+    if any(reader.manifest.is_marked for reader in readers.values()):
+        return
+    for name in ("chat_template", "loss_on", "too_long"):
+        if getattr(config, name) != getattr(DataConfig, name):
+            raise ConfigError(
+                f"data.{name}={getattr(config, name)!r} is not read: the data has neither chats nor completions; leave "
+                "it out, or read records with format='chat' or 'completion'"
+            )
 
 
 def _bpe_of_all(config: DataConfig, of_sources: Mapping[str, DataConfig], folder: Path, finished: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from parallax.config.settings import FINGERPRINT_DIGITS, compare_settings
+from parallax.data.chat import ChatTemplate
 from parallax.data.conversations import plain_ids
 from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
@@ -26,6 +27,7 @@ from parallax.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
     train_bpe,
+    with_several_templates,
     with_template,
 )
 from parallax.display.progress import waiting
@@ -129,9 +131,8 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
-    # Several templates are those of tokenizer_config.json, which is saved as it is.
-    if (form := request.source.form) and form.template and len(form.template.texts) == 1:
-        tokenizer = with_template(tokenizer, form.template.text)
+    if (form := request.source.form) and form.template:
+        tokenizer = _with_templates(tokenizer, form.template)
     whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     _check_same_request(whole_request, earlier or whole_request, folder)
     listed = finished.shards if finished else [Shard.parse(record, journal) for record in records]
@@ -166,6 +167,13 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     return bpe_of([request.source], request.bpe_vocab, request.reserved)
+
+
+def _with_templates(tokenizer: Tokenizer, template: ChatTemplate) -> Tokenizer:
+    """The tokenizer with what it needs to render these templates again."""
+    if len(template.texts) == 1:
+        return with_template(tokenizer, template.text)
+    return with_several_templates(tokenizer, dict(zip(("default", "tool_use"), template.texts)))
 
 
 def bpe_of(sources: Sequence[Source], vocab: int, reserved: Sequence[str] = ()) -> Bpe:

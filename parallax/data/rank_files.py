@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from parallax.data.special_tokens import BYTE_SYMBOLS
+from parallax.data.special_tokens import BYTE_SYMBOLS, token_name
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported, nearest, quoted
 from parallax.storage.files import object_of
 
@@ -70,7 +70,7 @@ def _special_tokens(written: Mapping[str, Any], origin: str) -> dict[str, int]:
     """Ids by name: as tiktoken writes them, or as transformers does."""
     there = written.get("special_tokens", {})
     if isinstance(decoder := written.get("added_tokens_decoder"), dict) and not there:
-        there = {each.get("content"): int(number) for number, each in decoder.items() if number.isdigit()}
+        there = {token_name(each): int(number) for number, each in decoder.items() if number.isdigit()}
     if not isinstance(there, dict) or not all(name and type(number) is int for name, number in there.items()):
         raise DataError(f"tokenizer_config.json beside {origin}: special_tokens={quoted(there)} are not ids by name")
     return there

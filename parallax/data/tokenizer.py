@@ -313,6 +313,14 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return other
 
 
+def with_several_templates(tokenizer: Tokenizer, templates: Mapping[str, str]) -> Tokenizer:
+    """The same tokenizer, with chat templates by name, which are written into its tokenizer_config.json."""
+    other = with_template(tokenizer, "")
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    other.config = json.dumps(json.loads(tokenizer.config or "{}") | {"chat_template": listed}, indent=2) + "\n"
+    return other
+
+
 def with_begin(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     """Ids of a text after those that begin a document; a text that spells them itself does not get them twice."""
     begin = np.array(tokenizer.begin, np.int32)

@@ -8,7 +8,7 @@ from pathlib import Path
 from parallax.config.sections import NAMED_TEMPLATES, SampleConfig
 from parallax.data.chat import ASSISTANT, ChatTemplate
 from parallax.errors import ConfigError, DataError, quoted
-from parallax.inference.generate import check_text, id_of, padded_length, stream
+from parallax.inference.generate import check_text, ends_with, padded_length, stream, text_after
 from parallax.inference.run import Run
 
 BROKEN = "\ufffd"  # what bytes decode to that are no letter, or not yet
@@ -74,7 +74,7 @@ def answer_text(
     room = context - len(prompt)
     if room < 1:
         raise ContextIsFull(f"the context is full: {len(prompt)} of {context} tokens (data.seq)")
-    ends = (*run.ends, *(number for text in stop if (number := id_of(run.tokenizer, text)) is not None))
+    ends = ends_with(run.tokenizer, run.ends, stop)
     length, vocab = padded_length(len(prompt), context), run.tokenizer.vocab
     ids = stream(run.model, run.params, prompt, sample, ends=ends, vocab=vocab, length=length, tokens=room)
     return texts_as_they_come(lambda ids: run.tokenizer.decode(ids, special_tokens=sample.special_tokens), ids, stop)
@@ -95,22 +95,18 @@ def texts_as_they_come(
     ids, shown = [], 0
     for more in new:
         ids += more
-        text, ended = _before(decode(ids), stop)
+        whole = decode(ids)
+        text = text_after("", whole, stop)
+        ended = len(text) < len(whole)
         final = text if ended else text[: len(text) - _unsettled(text, stop)]
         if len(final) > shown:
             yield final[shown:]
             shown = len(final)
         if ended:
             return
-    rest = _before(decode(ids), stop)[0][shown:]
+    rest = text_after("", decode(ids), stop)[shown:]
     if rest:
         yield rest
-
-
-def _before(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first of `stop`, and whether one is in it."""
-    place = min((place for each in stop if (place := text.find(each)) >= 0), default=-1)
-    return (text, False) if place < 0 else (text[:place], True)
 
 
 def _unsettled(text: str, stop: Sequence[str]) -> int:

@@ -41,8 +41,7 @@ def complete(
     """Each prompt, of `encode`, with the text generated after it: `config.tokens` tokens, or up to one of `ends` or the
     first of the texts `stop`, which are left out. A text that is one token, or the name of a special token, ends the
     generation, too; others only cut the text."""
-    ids_of_stop = (id_of(tokenizer, text) for text in stop)
-    ends = [*ends, *(number for number in ids_of_stop if number is not None)]
+    ends = ends_with(tokenizer, ends, stop)
     written = generate(model, params, prompts, config, ends=ends, vocab=tokenizer.vocab)
     decode = partial(tokenizer.decode, special_tokens=config.special_tokens)
     texts = [(decode(prompt), decode([*prompt, *ids])) for prompt, ids in zip(prompts, written)]
@@ -57,6 +56,11 @@ def encode(tokenizer: Tokenizer, prompt: str, *, special_tokens: str = "text", n
     if len(ids) == 0:
         raise ConfigError(f"{name}={prompt!r} has no tokens; give it at least one character")
     return ids
+
+
+def ends_with(tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str]) -> tuple[int, ...]:
+    """The ends, and the ids of those texts of `stop` that are a token."""
+    return (*ends, *(number for text in stop if (number := id_of(tokenizer, text)) is not None))
 
 
 def id_of(tokenizer: Tokenizer, text: str) -> int | None:

@@ -12,7 +12,7 @@ from parallax.config.sections import SampleConfig
 from parallax.data.chat import ASSISTANT, ChatTemplate
 from parallax.errors import DataError, errors_as, first_line, quoted
 from parallax.inference.chat import ids_of_messages
-from parallax.inference.generate import encode, generate, id_of, padded_length, text_after
+from parallax.inference.generate import encode, ends_with, generate, padded_length, text_after
 from parallax.inference.run import Run
 from parallax.storage.files import read_bytes
 
@@ -75,7 +75,7 @@ def complete_prompts(
     """
     of_messages = template() if any("messages" in prompt for prompt in prompts) else None
     stop = (*stop, *(of_messages.stops if of_messages else ()))
-    ends = (*run.ends, *(number for text in stop if (number := id_of(run.tokenizer, text)) is not None))
+    ends = ends_with(run.tokenizer, run.ends, stop)
     decode = partial(run.tokenizer.decode, special_tokens=sample.special_tokens)
     ids = [_ids(run, prompt, sample, of_messages) for prompt in prompts]
     for batch, (length, numbers) in enumerate(batches_by_length(ids, rows, run.settings.data.longest_seq)):

@@ -12,7 +12,7 @@ from parallax.config.sections import SampleConfig
 from parallax.config.settings import with_code
 from parallax.data.tokenizer import Tokenizer
 from parallax.errors import DataError
-from parallax.inference.generate import generate, id_of
+from parallax.inference.generate import ends_with, generate, text_after
 from parallax.model.batch import GROUPS, IGNORED
 from parallax.model.loss import cross_entropy
 from parallax.model.padding import without_padding
@@ -133,20 +133,15 @@ def greedy_until(
 ) -> list[str]:
     """The most likely text after each prompt of token ids: `tokens` tokens, or up to one of `ends` or the first of the
     texts `stop`, which are left out. Prompts are continued `rows` at once, those of like lengths together."""
-    ids_of_stop = (id_of(tokenizer, text) for text in stop)
-    ends = [*ends, *(number for number in ids_of_stop if number is not None)]
+    ends = ends_with(tokenizer, ends, stop)
     greedy = SampleConfig(tokens=tokens, temperature=0.0, top_p=1.0)
     texts: dict[int, str] = {}
     for numbers in _by_length(list(map(len, prompts)), rows):
         chosen = [prompts[number] for number in numbers]
         chosen += [chosen[-1]] * (rows - len(chosen))  # one program for all batches of a length
         written = generate(model, params, chosen, greedy, ends=ends, vocab=tokenizer.vocab)
-        texts |= zip(numbers, (_before(tokenizer.decode(ids), stop) for ids in written))
+        texts |= zip(numbers, (text_after("", tokenizer.decode(ids), stop) for ids in written))
     return [texts[number] for number in range(len(prompts))]
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
 def _by_length(lengths: Sequence[int], rows: int) -> Iterator[tuple[int, ...]]:

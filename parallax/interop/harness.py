@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,31 +21,26 @@ TASK_FILE = "*.yaml"
 
 
 class TaskResults(NamedTuple):
-    """Results by task, each by the names of its metric and filter, as "acc,none"; standard errors among them."""
+    """Results by task, each by the names of its metric and filter, as "acc,none"."""
 
     by_task: dict[str, dict[str, float]]
 
     @property
     def by_metric(self) -> dict[str, float]:
-        """The results without their errors, as metrics.jsonl has them: "tasks/NAME/acc"."""
+        """The results as metrics.jsonl has them: "tasks/NAME/acc"."""
         return {
             f"{TASK_RESULT}{task}/{name.removesuffix(',none')}": value
             for task, values in self.by_task.items()
             for name, value in values.items()
-            if "_stderr," not in name
         }
 
     def __str__(self) -> str:
-        rows = [[task, *row] for task, values in self.by_task.items() for row in _rows(values)]
-        return "\n".join(text_table(["task", "metric", "value", "±"], rows, left=2))
-
-
-def _rows(values: dict[str, float]) -> Iterator[list[str]]:
-    for name, value in values.items():
-        metric, _, filtered = name.partition(",")
-        if not metric.endswith("_stderr"):
-            error = values.get(f"{metric}_stderr,{filtered}")
-            yield [metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
+        rows = [
+            [task, name.removesuffix(",none"), f"{value:.4f}"]
+            for task, values in self.by_task.items()
+            for name, value in values.items()
+        ]
+        return "\n".join(text_table(["task", "metric", "value"], rows, left=2))
 
 
 class Tasks:
@@ -187,7 +182,7 @@ def _model_class() -> type:
             room = self.max_length - tokens
             if room < 1:
                 raise DataError(f"a task asks for {tokens} new tokens, and a text has at most {self.max_length}")
-            prompts = [self.tok_encode(context)[-room:] for context in contexts]
+            prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
             given = dict(tokens=tokens, ends=self.ends, stop=[text for text in stop if text], rows=self.scorer.rows)
             return greedy_until(self.model, self.params, self.ids, prompts, **given)
 

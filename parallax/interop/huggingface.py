@@ -14,8 +14,17 @@ import numpy as np
 from parallax.checkpoint.arrays import PIECE_BYTES, flatten
 from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
+from parallax.data.chat import ADDITIONAL_TEMPLATES, templates_in
 from parallax.data.sentence_pieces import SentencePiece
-from parallax.data.tokenizer import TEMPLATE_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.data.tokenizer import (
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    Bytes,
+    Tokenizer,
+    load_tokenizer,
+    with_several_templates,
+)
 from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
 from parallax.inference.ends import ends_of_import, ends_of_step, eos_ids
 from parallax.interop import export, hf_config, hf_weights
@@ -95,7 +104,10 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     if dtype or stored in COMPUTE_DTYPES:
         settings = read_settings(settings, model={"dtype": dtype or stored})
     ends = ends_of_import(content, _generation(record["files"], source / GENERATION_CONFIG))
-    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG, TEMPLATE_FILE) if (source / name).is_file()]
+    if (source / ADDITIONAL_TEMPLATES).is_dir():
+        tokenizer = with_several_templates(tokenizer, {name: text for name, (text, _) in templates_in(source).items()})
+    beside = (TOKENIZER_FILE, TOKENIZER_CONFIG, *([TEMPLATE_FILE] if tokenizer.template else []))
+    copied = [name for name in beside if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),

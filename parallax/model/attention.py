@@ -52,6 +52,7 @@ def attend(
     Scores have a soft cap, `cap * tanh(score / cap)`, if it is not 0 (Gemma 2, section 2). With `sinks` [H] the
     softmax of each head counts one more logit, which has no value (gpt-oss; Xiao et al. 2023, section 3).
     """
+    assert mask.cursor is None, "new tokens read a cache: attend_to_cache"
     if kernel == "splash":
         return splash_attention(q_BSHJ, k_BTGJ, v_BTGK, mask, scale=scale, cap=cap, sinks=sinks)
     has_neither = kernel in ("cudnn", "triton")

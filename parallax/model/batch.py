@@ -40,7 +40,7 @@ def checked(
         raise DataError(f"a batch is a dict of the arrays {', '.join(names)}, not {type(batch).__name__}")
     for name in batch:
         if name not in (*names, *optional):
-            raise DataError(f"unknown array {name!r} in a batch; {nearest(str(name), names)}")
+            raise DataError(f"unknown array {name!r} in a batch; {nearest(str(name), (*names, *optional))}")
     for name in names:
         if name not in batch:
             raise DataError(
@@ -63,6 +63,17 @@ def checked(
                 f"{name} has shape {list(array.shape)}, {names[0]} has {list(shape)}; use one shape for all"
             )
     return arrays
+
+
+def check_groups(arrays: Mapping[str, Any], groups: int) -> None:
+    """Raise DataError unless a batch has an array of so many groups; under tracing its values are not checked."""
+    import jax
+
+    if GROUPS not in arrays:
+        raise DataError(f"groups={groups}, but the batch has no array {GROUPS!r}; it holds the group of each token")
+    last = 0 if isinstance(arrays[GROUPS], jax.core.Tracer) else int(arrays[GROUPS].max())
+    if last >= groups:
+        raise DataError(f"{GROUPS} of the batch has {last}, but groups={groups}; use 0 to {groups - 1}")
 
 
 def whole_numbers(name: str, array: Any, least: int, most: int, legal: str) -> Any:

@@ -17,7 +17,7 @@ from parallax.config.sections import BLOCKS, COMPUTE, EMBEDDING, HEAD
 from parallax.config.settings import NOT_OF_A_MODEL, Settings, code_of
 from parallax.errors import ConfigError
 from parallax.model import checks
-from parallax.model.batch import GROUPS, checked
+from parallax.model.batch import GROUPS, check_groups, checked
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.experts.exchange import SENT_AGAIN
@@ -104,9 +104,12 @@ class ModelOnMesh:
         specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
         self.on_mesh = dict(mesh=mesh, in_specs=(specs, self.batch_sharding.spec, P()), check_vma=True)
 
-    def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """The batch's arrays as int32; DataError or ConfigError if they do not fit the model or its mesh."""
+    def checked(self, batch: Mapping[str, Array], groups: int = 0) -> dict[str, Array]:
+        """The batch's arrays as int32; DataError or ConfigError if they do not fit the model, its mesh, or so many
+        groups."""
         arrays = checked(batch, self.config.vocab, optional=(GROUPS,))
+        if groups:
+            check_groups(arrays, groups)
         self.check_batch(*arrays["tokens"].shape)
         return arrays
 

@@ -74,7 +74,7 @@ class ShardedModel(ModelOnMesh):
         sums [2, groups] of both losses of a token, "group_tokens" the numbers of labels.
         """
         local = jax.shard_map(partial(loss_of_batch, self, groups=groups), out_specs=P(), **self.on_mesh)
-        return local(params, self.checked(batch), None)
+        return local(params, self.checked(batch, groups), None)
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
         """Observations of embedding and layers in the forward pass of `loss_and_grad`, see observations.py."""

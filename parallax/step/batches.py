@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
 from parallax.data import MixedReader, Reader, open_mixture, open_reader, open_sources
-from parallax.data.mixture import OwnPart
+from parallax.data.mixture import OwnPart, check_chat_settings
 from parallax.step.resolve import known_fingerprint, run_tokenizer, vocab_of_weights
 from parallax.storage.files import object_if_readable
 from parallax.storage.run_files import RunFiles
@@ -64,7 +64,9 @@ def open_by_source(settings: Settings, folder: RunFiles, split: str, part: OwnPa
         options["rows"], options["columns"] = part((settings.data.global_batch, settings.data.seq))
     if settings.data.mixture:
         return open_sources(settings.data, split=split, **options)
-    return {"": open_reader(settings.data, split=split, **options)}
+    readers = {"": open_reader(settings.data, split=split, **options)}
+    check_chat_settings(settings.data, readers)
+    return readers
 
 
 def _options(settings: Settings, folder: RunFiles) -> dict[str, Any]:

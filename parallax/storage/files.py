@@ -341,6 +341,8 @@ def make_one_file(path: Path) -> None:
     """Make a file of a log that was copied from a bucket to a disk; after a kill, the next call ends the work."""
     aside = path.with_name(path.name + COPIED_LOG)
     if log_segments(path):
+        if aside.is_dir():  # of a copy before, with which a start was killed here
+            remove(aside)
         path.rename(aside)
     if aside.is_dir():
         if not path.exists():

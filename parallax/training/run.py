@@ -363,6 +363,8 @@ def conclude(
     data, sample = components.train_data, components.settings.sample
     if eval_loss is not None and isinstance(data, MixedReader):
         say(f"eval loss {eval_loss:.3f} nats a token, over the held-out text of all sources")
+    elif eval_loss is not None and data.manifest.is_marked:
+        say(f"eval loss {eval_loss:.3f} nats a token, over what is learned of the held-out records")
     elif eval_loss is not None:
         corpus = data.manifest
         say(

@@ -80,6 +80,8 @@ def test_an_example_has_the_values_of_its_lists():
     assert example_of(written) == {"text": "a", "many": ["b", b"\xff"], "ratios": [0.5, -2.0], "ids": [1, 2], "none": 0}
     negative = field(1, field(1, field(1, b"n") + field(2, field(3, b"\x08" + b"\xff" * 9 + b"\x01"))))  # not packed
     assert example_of(negative) == {"n": -1}
+    of_lists = field(2, field(1, field(1, b"text") + field(2, field(1, field(1, field(1, b"a"))))))
+    assert example_of(of_lists) == {}  # a SequenceExample
 
 
 def test_an_example_is_what_protocol_buffers_read():
@@ -111,6 +113,11 @@ def test_an_example_is_what_protocol_buffers_read():
     assert read == {"text": "long é " * 100, "numbers": [-5, 0, 2**40], "ratio": 0.25}
 
 
+def example_of_number(kind):
+    """An Example whose list of this kind has an integer for its values."""
+    return field(1, field(1, field(1, b"text") + field(2, field(kind, b"\x08\x05"))))
+
+
 def test_what_is_no_record_is_one_line(tmp_path):
     file = tmp_path / "a.arrayrecord"
     for content, settings, message in (
@@ -118,6 +125,9 @@ def test_what_is_no_record_is_one_line(tmp_path):
         (b'{"text": ', {}, "record 1 cannot be read as JSON"),
         (b'{"body": "a"}', {}, "record 1 has no field 'text'"),
         (b"\xff", {"field": ""}, "record 1 is not UTF-8 text"),
+        (field(1, field(1, b"\x08\x05")), {}, "record 1 is neither JSON nor an Example: a number where"),
+        (example_of_number(1), {}, "record 1 is neither JSON nor an Example: a number where"),
+        (example_of_number(2), {}, "record 1 is neither JSON nor an Example: a number where"),
     ):
         with pytest.raises(DataError, match=message) as error:
             documents(write(file, content), **settings)

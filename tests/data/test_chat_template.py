@@ -74,6 +74,28 @@ def test_answers_are_the_same_without_the_tags_that_say_them(name):
     assert ChatTemplate(without_tags(template.text), "alike").spans(CHAT) == template.spans(CHAT)
 
 
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_a_content_may_be_a_list_of_texts(name):
+    template = ChatTemplate.named(name)
+    parts = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2"}]
+    assert template.spans([*CHAT[:2], {"role": "user", "content": parts}, CHAT[3]]) == template.spans(CHAT)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED_TEMPLATES if name != "chatml"])
+@pytest.mark.parametrize(("messages", "tools"), [(WITH_TOOLS, None), (CHAT, [TOOL])])
+def test_a_template_without_a_form_for_tools_says_so(name, messages, tools):
+    with pytest.raises(DataError, match="has no form for tools; use chatml"):
+        ChatTemplate.named(name).render(messages, tools)
+
+
+def test_each_message_of_the_system_stands_before_the_next_of_the_user():
+    template, system = ChatTemplate.named("gemma"), {"role": "system", "content": "Be brief."}
+    text = template.render([system, system, *CHAT[:2], system, *CHAT[2:]])
+    assert "user\nBe brief.\n\nBe brief.\n\nHi<" in text and "user\nBe brief.\n\n2 + 2<" in text
+    with pytest.raises(DataError, match="no message of the user follows a system message"):
+        template.render([*CHAT, system])
+
+
 def test_tools_and_their_results_are_rendered():
     template = ChatTemplate.named("chatml")
     text = template.render(WITH_TOOLS, [TOOL])
@@ -132,6 +154,9 @@ def test_the_template_of_a_tokenizer(tmp_path):
     assert ChatTemplate.of_tokenizer(folder / "tokenizer.json").tokens == {"bos_token": "<s>"}
     (folder / "chat_template.jinja").write_text("{{ bos_token }}")
     assert ChatTemplate.of_tokenizer(folder).render(CHAT) == "<s>"
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    with pytest.raises(DataError, match="special_tokens_map.json names eos_token='</s>', and tokenizer_config.json"):
+        ChatTemplate.of_tokenizer(folder)
 
 
 def test_a_tokenizer_may_have_several_templates(tmp_path):

@@ -8,12 +8,14 @@ from support.chat_examples import CALL, TOOL, chat_config, chat_reader, conversa
 from support.data_examples import data_config
 
 from parallax.data import open_mixture, open_reader
+from parallax.data.chat import ChatTemplate
 from parallax.data.conversations import LEARNED, MARKED_IDS, Marked, encode_marked
 from parallax.data.packing import best_fit, pack, parts_of_document
 from parallax.data.tokenizer import Bytes, train_bpe
 from parallax.errors import ConfigError, DataError
 
 END = "<|im_end|>"
+ANSWER = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
 
 
 def all_batches(reader):
@@ -259,6 +261,23 @@ def test_a_wrong_completion_is_said_with_file_and_line(tmp_path, line, error):
     (tmp_path / "c.jsonl").write_text(line)
     with pytest.raises(DataError, match=error):
         chat_reader(tmp_path / "c.jsonl", tmp_path, format="completion", chat_template="auto")
+
+
+def test_data_keeps_both_templates_of_a_tokenizer(tmp_path):
+    """Those of a folder, of which a saved tokenizer has none."""
+    theirs = tmp_path / "theirs"
+    train_bpe(["some text"], vocab=257).save(theirs)
+    (theirs / "chat_template.jinja").write_text("plain " + ANSWER)
+    (theirs / "additional_chat_templates").mkdir()
+    (theirs / "additional_chat_templates" / "tool_use.jinja").write_text("tools " + ANSWER)
+    file = write_chats(tmp_path / "c.jsonl", conversations(40))
+    about = dict(chat_template="auto", tokenizer=str(theirs / "tokenizer.json"), loss_on="all")
+    reader = chat_reader(file, tmp_path, **about)
+    assert reader.tokenizer.template == ""
+    reader.tokenizer.save(tmp_path / "run")
+    kept = ChatTemplate.of_tokenizer(tmp_path / "run")
+    chat = turn("Hi", "Yes")
+    assert kept.render(chat) == "plain Yes" and kept.render(chat, [TOOL]) == "tools Yes"
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,12 @@ def test_sources_of_other_tokenizers_are_refused(tmp_path):
         open_mixture(config, folder=tmp_path, vocab=None)
 
 
+def test_settings_of_chats_are_refused_where_there_are_none(folder):
+    for name, value in (("loss_on", "all"), ("too_long", "drop"), ("chat_template", "gemma")):
+        with pytest.raises(ConfigError, match=f"data.{name}='{value}' is not read: the data has neither chats nor"):
+            open_mixture(dataclasses.replace(config_of(folder), **{name: value}), folder=folder, vocab=None)
+
+
 def test_a_source_without_a_window_is_refused(folder):
     with pytest.raises(ConfigError, match="data.mixture.web has .* tokens to train on, not one window of seq=100000"):
         mixture_of(folder, "long=(from_step=9, seq=100000)")

@@ -126,6 +126,7 @@ def test_a_wrong_file_of_prompts_is_one_line(whole_run, tmp_path, capsys, conten
         (["--prompt=a", "--system=b"], "--system needs --chat"),
         (["--prompt=a", "--out=b"], "--out needs --prompts"),
         (["--prompts=a", "--rows=0"], "--rows=0 must be 1 or more"),
+        (["--prompts=a", "--template=chatml"], "--template=chatml is for messages, and a has none; leave it out"),
         (["--chat", "--template=nothing"], "--template='nothing' is no file; name one, or one of chatml, gemma"),
         (["--chat"], "has no chat template"),
     ],

@@ -50,11 +50,12 @@ def write_tasks(folder):
 
 
 def test_results_are_a_table():
-    values = {"acc,none": 0.5, "acc_stderr,none": 0.1, "byte_perplexity,none": 3.25}
+    values = {"acc,none": 0.5, "exact_match,strict": 0.0, "exact_match,loose": 0.25}
     assert str(TaskResults({"choices": values})).splitlines() == [
-        "task     metric            value       ±",
-        "choices  acc              0.5000  0.1000",
-        "choices  byte_perplexity  3.2500",
+        "task     metric               value",
+        "choices  acc                 0.5000",
+        "choices  exact_match,strict  0.0000",
+        "choices  exact_match,loose   0.2500",
     ]
 
 

@@ -36,6 +36,7 @@ from parallax.cli.command import load_config
 from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import default_settings, load_settings, read_settings
+from parallax.data.chat import ChatTemplate
 from parallax.data.tokenizer import Bytes, train_bpe
 from parallax.errors import CheckpointError, ConfigError
 from parallax.interop.export import RECORD, SavedStep, make_run
@@ -835,6 +836,19 @@ def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
     for name in ("chat_template.jinja", "tokenizer.json"):
         assert b"\r\n" in (folder / name).read_bytes()
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_additional_chat_templates_go_with_the_run(tmp_path):
+    config = config_of("LlamaForCausalLM", vocab_size=272)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    (tokenizer,) = {file.parent for file in (tmp_path / "run").rglob("tokenizer.json")}
+    template = ChatTemplate.of_tokenizer(tokenizer)
+    assert template.render([]) == "plain" and template.render([], [{"name": "add"}]) == "tools"
 
 
 # ---- memory

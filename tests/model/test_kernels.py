@@ -27,7 +27,7 @@ from parallax.analysis.traced.trace import abstract_mesh
 from parallax.config.sections import AXES
 from parallax.config.settings import read_settings
 from parallax.errors import ConfigError
-from parallax.model.attention import attend
+from parallax.model.attention import attend, attend_to_cache
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context
 from parallax.model.kernels.blockwise import blockwise_attention, tokens_of_block
@@ -72,7 +72,7 @@ def heads(*, seq=SEQ, rows=2, heads=4, kv_heads=2, d_qk=128, d_v=128, dtype=jnp.
 
 
 def with_scores(q, k, v, segments, scale):
-    return attend(q, k, v, Mask(segments, cursor=0), scale=scale, kernel="xla")
+    return attend_to_cache([(q, k.swapaxes(1, 2))], v.swapaxes(1, 2), Mask(segments, cursor=0), scale=scale)
 
 
 def in_triton(q, k, v, segments, scale):

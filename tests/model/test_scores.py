@@ -10,7 +10,7 @@ from support.user_parts import CoolGQA
 
 from parallax.config.settings import read_settings, with_code
 from parallax.errors import ConfigError
-from parallax.model.attention import attend
+from parallax.model.attention import attend, attend_to_cache
 from parallax.model.checks import check_kernel_on
 from parallax.model.heads_norm import HeadsNorm
 from parallax.model.kernels.choice import chosen_kernel
@@ -46,18 +46,23 @@ def test_each_kernel_has_caps_and_sinks_as_the_plain_form_has(form, cap, with_si
     q, k, v, weight = (rng.normal(size=(ROWS, SEQ, *shape)).astype(np.float32) for shape in shapes)
     segments = np.cumsum(rng.random((ROWS, SEQ)) < 0.05, axis=1).astype(np.int32)
     sinks = rng.normal(size=HEADS).astype(np.float32) if with_sinks else None
-    mask = Mask(segments, cursor=0 if form == "cached" else None)
 
     def loss(kernel, q, k, v, sinks):
-        how = dict(scale=SCALE, kernel=kernel, cap=cap, sinks=sinks)
-        out = plain(q, k, v, segments, cap, sinks) if kernel is None else attend(q, k, v, mask, **how)
+        about = dict(scale=SCALE, cap=cap, sinks=sinks)
+        if kernel is None:
+            out = plain(q, k, v, segments, cap, sinks)
+        elif kernel == "cached":
+            k, v = (x.swapaxes(1, 2) for x in (k, v))
+            out = attend_to_cache([(q, k)], v, Mask(segments, cursor=0), **about)
+        else:
+            out = attend(q, k, v, Mask(segments), kernel=kernel, **about)
         return (weight * out).sum(), out
 
-    kernel, given = "xla" if form == "cached" else form, (q, k, v, *([sinks] if with_sinks else []))
+    given = (q, k, v, *([sinks] if with_sinks else []))
     run = lambda kernel: jax.grad(  # noqa: E731
         lambda *given: loss(kernel, *given, *([] if with_sinks else [None])), range(len(given)), has_aux=True
     )
-    found, expected = (jax.tree.leaves(jax.jit(run(each))(*given)) for each in (kernel, None))
+    found, expected = (jax.tree.leaves(jax.jit(run(each))(*given)) for each in (form, None))
     for actual, wanted in zip(found, expected, strict=True):
         assert np.abs(actual - wanted).max() < ERROR * max(1, np.abs(wanted).max())
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.tiny_model import build, make_batch, params_of
 
+from parallax.errors import DataError
 from parallax.model.batch import IGNORED
 from parallax.step.step import first_positions, make_position_step
 
@@ -53,6 +54,15 @@ def test_groups_have_the_same_sums_on_every_mesh_and_leave_loss_and_gradients_bi
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), grads, plain_grads)
     np.testing.assert_allclose(metrics["group_losses"][0], expected[0], rtol=1e-5)
     np.testing.assert_array_equal(metrics["group_tokens"], expected[1])
+
+
+def test_groups_that_a_batch_does_not_have_are_refused():
+    model, (batch, grouped) = build((1, 1, 1), **SMALL), batch_of()
+    params = params_of(model)
+    with pytest.raises(DataError, match="groups=3, but the batch has no array 'groups'"):
+        model.loss(params, batch, 3)
+    with pytest.raises(DataError, match="groups of the batch has 2, but groups=2; use 0 to 1"):
+        model.loss(params, grouped, 2)
 
 
 @pytest.mark.fast(1)

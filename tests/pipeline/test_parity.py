@@ -82,6 +82,12 @@ def batch(seq):
     return make_batch(seq=seq)
 
 
+def test_the_plain_model_computes_no_attention_of_ours(monkeypatch):
+    model = build((1, 1, 1))
+    monkeypatch.setattr("parallax.model.attention.blockwise_attention", None)
+    plain_losses_and_grad(model.config, params_of(model), batch(SEQ))
+
+
 def optimizer(rows):
     changes = dict(learning_rate=LEARNING_RATE, eps=EPS, schedule="constant", warmup_steps=0, clip_norm=1.0)
     return make_optimizer(optimizer_config(**changes), steps=10, rows=rows)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax.config.sections import LossConfig, ModelConfig
+from parallax.model import attention
 from parallax.model.batch import IGNORED
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS
@@ -122,6 +123,17 @@ def plain_parts(model, loss=None):
     return parts._replace(blocks=plain)
 
 
+def plain_attend(q, k, v, mask, *, scale, kernel, cap=0.0, sinks=None):
+    """A softmax over whole rows of scores; a sink is one more score of each head."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("BSHJ,BTHJ->BHST", q, k)
+    scores = jnp.where(mask.dense(q.shape[1]), cap * jnp.tanh(scores / cap) if cap else scores, -jnp.inf)
+    if sinks is not None:
+        more = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, more], axis=-1)
+    return jnp.einsum("BHST,BTHK->BSHK", jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v)
+
+
 def plain_logits(model, params, batch):
     """Logits of a batch [B, S] in float32."""
     return plain_forward(model, params, batch)[0]
@@ -130,9 +142,8 @@ def plain_logits(model, params, batch):
 def plain_forward(model, params, batch, loss=None):
     """(logits, the Notes of all layers)."""
     parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
-    # With a cursor attention is jax.nn.dot_product_attention, which knows no blocks.
     tables = tables_of_layers(model, batch["positions"], batch["positions"].shape[1])
-    context = Context.of_model(model, tables, rows, None, batch["segments"], cursor=0)
+    context = Context.of_model(model, tables, rows, None, batch["segments"])
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
     def layer(kind, weights, x, context, _):
@@ -141,7 +152,8 @@ def plain_forward(model, params, batch, loss=None):
         return x, notes["notes"]["mlp"]["mixture"][0] if model.base_of(kind) == "moe" else none
 
     order = Arrangement((0,), model.layer_kinds)
-    x, notes = parts.scan(layer, x, params["blocks"], context, None, order.kinds_in_places[:, 0], order.numbers[0])
+    with mock.patch.object(attention, "attend", plain_attend):  # which knows no blocks, and has jax.grad's gradient
+        x, notes = parts.scan(layer, x, params["blocks"], context, None, order.kinds_in_places[:, 0], order.numbers[0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     logits = model.logit_scale * jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +122,7 @@ def trace_files(path: Path) -> dict[Path, Path | None]:
     """The profiler's file of each process for the newest trace below `path`, each with the folder of the process that
     wrote it, with the files beside it; DataError if there is none."""
     if path.name.endswith(XPLANE) and path.is_file():
-        return {path: _home(path, path.parents)}
+        return {path: _home(path)}
     profile = RunFiles(path).profile
     folders = {profile / name: int(match[1]) for name in names_in(profile) if (match := TRACED_FOLDER.fullmatch(name))}
     # A bucket tells no times.
@@ -133,13 +133,13 @@ def trace_files(path: Path) -> dict[Path, Path | None]:
             f"--trace={path} holds no trace: there is no *{XPLANE} below it; train with "
             "--config.train.profile_steps=FIRST:LAST"
         )
-    homes = {file: _home(file, file.parents) for file in sorted(traces, key=time_of)}
+    homes = {file: _home(file) for file in sorted(traces, key=time_of)}
     of_process = {home: file for file, home in homes.items() if home}
     return {file: home for home, file in sorted(of_process.items())} or {traces[-1]: None}
 
 
-def _home(file: Path, folders: Iterable[Path]) -> Path | None:
-    return next((folder for folder in folders if (folder / TRACED).is_file()), None)
+def _home(file: Path) -> Path | None:
+    return next((folder for folder in file.parents if (folder / TRACED).is_file()), None)
 
 
 def _read(file: Path, home: Path | None) -> Trace:
