@@ -84,8 +84,9 @@ def batch(seq):
 
 def test_the_plain_model_computes_no_attention_of_ours(monkeypatch):
     model = build((1, 1, 1))
+    params = params_of(model)
     monkeypatch.setattr("parallax.model.attention.blockwise_attention", None)
-    plain_losses_and_grad(model.config, params_of(model), batch(SEQ))
+    plain_losses_and_grad(model.config, params, batch(SEQ))
 
 
 def optimizer(rows):
