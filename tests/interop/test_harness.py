@@ -14,7 +14,7 @@ from support.stand_ins import ClientStandIn
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main
 from parallax.config.settings import read_settings
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, DataError
 from parallax.inference.run import load
 from parallax.interop.harness import TaskResults, Tasks, harness_model
 from parallax.storage.run_files import read_metrics
@@ -123,7 +123,7 @@ def test_tasks_have_the_numbers_of_the_harnesss_own_backend_on_the_exported_mode
     said = re.findall(r"step (\d+)/40  rolling/byte_perplexity", (tmp_path / "run" / "log.txt").read_text())
     assert said == ["20", "40"]
     (tasks / "rolling.jsonl").unlink()
-    assert main(["evaluate", *flags[:2], "--tasks=rolling", *one]) == 2
+    assert main(["evaluate", *flags[:2], "--tasks=rolling", *one]) == DataError.exit_status
     assert "tasks rolling cannot be read: Unable to find " in capsys.readouterr().err
     assert main(["evaluate", *flags[:2], "--tasks=choice", *one]) == 2
     assert "there is no task 'choice'; did you mean 'choices'?" in capsys.readouterr().err
