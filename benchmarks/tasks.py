@@ -6,7 +6,7 @@
 A small model is trained for --steps on the text of the package and exported by `parallax.convert to-hf`. Tasks are made
 of that text: which of four sentences goes on (by log-likelihood), the perplexity of a page (in windows), and the words
 that come next (written greedily). Both backends read them, in float32 on the CPU, with as many texts at once. Printed
-are their results.
+are their results, and how many of the tokens read for the sentences are of contexts that were read before.
 """
 
 import importlib
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from arguments import Arguments, run_benchmark, whole_number
 
+from parallax.data.tokenizer import Tokenizer
 from parallax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,18 @@ def measure(folder: Path, steps: int, questions: int) -> list[str]:
         for name in (name for name in values if "_stderr" not in name):
             both = f"{values[name]:.6f} | {float(done['results'][task][name]):.6f}"
             lines.append(f"| {task} | {name.partition(',')[0]} | {both} |")
-    return lines
+    return [*lines, read_again(run.tokenizer, tasks / "sentences.jsonl")]
+
+
+def read_again(tokenizer: Tokenizer, file: Path) -> str:
+    """How much of what is read of multiple choices is a context that was read with another choice."""
+    documents = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    again, total = 0, 0
+    for document in documents:
+        context, *choices = (len(tokenizer.encode(text)) for text in (document["text"], *document["choices"]))
+        again += context * (len(choices) - 1)
+        total += context * len(choices) + sum(choices)
+    return f"of {total} tokens in {file.stem}, {again} ({again / total:.1%}) are contexts that were read before"
 
 
 def trained_and_exported(folder: Path, steps: int) -> None:

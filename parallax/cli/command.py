@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import logging
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -30,13 +31,17 @@ from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import BASE, LAYER_KINDS, SECTIONS, MeshConfig
 from parallax.config.settings import OF_A_RUN, Settings, fit_to_steps, load_saved, read_settings, tell_saved
+from parallax.display.progress import stop_progress, waiting
 from parallax.errors import CheckpointError, ConfigError, ParallaxError, errors_as, nearest, quoted, shown, tell
 from parallax.hardware.devices import leave_out_absent_tpu
+from parallax.processes import job
+from parallax.processes.address import ADDRESS_FLAGS, read_address
 from parallax.storage.buckets import is_in_bucket
 from parallax.storage.files import is_local
 from parallax.storage.remote import source_path
 from parallax.storage.run_files import RunFiles
 from parallax.user_code import with_settings
+from parallax.version import code_version, versions
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # most characters of an error that a config file raises
@@ -52,6 +57,9 @@ class Flag(NamedTuple):
     meaning: str
     default: str | int | float | bool | None = None
     choices: tuple[str, ...] = ()
+
+
+FLAGS_OF_A_JOB = {name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()}
 
 
 class Line(NamedTuple):
@@ -176,6 +184,20 @@ def read_line_of_run(
     if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     return read_line(argv, program_flags, config=saved, reads=reads, from_url=from_url)
+
+
+def join_job(settings: Settings, values: Mapping[str, Any]) -> None:
+    """Become one of the processes of a job, all of which must run the same code with the same settings and `values` of
+    the program's flags."""
+    with waiting("connecting the processes of the job"):
+        job.join(read_address(values), settings.distributed, simulate=settings.mesh.simulate)
+    if job.several() and not job.is_first():
+        stop_progress()
+    config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
+    given = {f"--{name}": value for name, value in values.items() if name not in ADDRESS_FLAGS}
+    packages = {f"package {name}": version for name, version in versions().items()}
+    code = {"python": platform.python_version(), "code version": code_version()}
+    job.check_equal("config and code", config | given | packages | code)
 
 
 def file_of(config: str) -> Path:

@@ -4,7 +4,8 @@
     python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
 
 Without --data the text is the run's held-out text. The mesh is the run's; flags as --config.mesh.tp=1 change it. With
---tasks the model is judged by tasks of lm-evaluation-harness instead.
+--tasks the model is judged by tasks of lm-evaluation-harness instead. Several processes of a job evaluate together, by
+the flags of training.
 """
 
 import dataclasses
@@ -18,7 +19,15 @@ from typing import Any, NamedTuple
 from parallax.display.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.command import Flag, read_line_of_run, run_command, written, written_mesh
+    from parallax.cli.command import (
+        FLAGS_OF_A_JOB,
+        Flag,
+        join_job,
+        read_line_of_run,
+        run_command,
+        written,
+        written_mesh,
+    )
     from parallax.config.paths import paths_of
     from parallax.config.sections import DataConfig, fields_of_records
     from parallax.config.settings import OF_A_MODEL, OF_DATA, Settings, read_settings
@@ -29,8 +38,9 @@ with loading(__name__, sys.stderr):
     from parallax.errors import ConfigError, DataError, tell
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.interop.harness import TaskResults, Tasks
+    from parallax.processes import job
     from parallax.sharding.activations import BATCH_AXES
-    from parallax.step.batches import put_on, saved_cache
+    from parallax.step.batches import own_part, put_on, saved_cache
     from parallax.step.resolve import run_tokenizer
     from parallax.step.step import make_position_step
     from parallax.storage.run_files import RunFiles
@@ -50,6 +60,7 @@ FLAGS = {
     "tasks": Flag("tasks of lm-evaluation-harness, with commas between them (extra: lm-eval)"),
     "task-folder": Flag("tasks: a folder of descriptions, .yaml, in place of the harness's own; they may name code"),
     "limit": Flag("tasks: documents of each; default: all", 0),
+    **FLAGS_OF_A_JOB,
 }
 OF_TASKS = ("task-folder", "limit")  # do nothing without --tasks
 HELD_OUT = "the run's held-out text"
@@ -104,11 +115,20 @@ class Evaluation(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Print the result; returns the exit status. User errors are one line on stderr."""
-    return run_command(act, argv, __doc__, USAGE, FLAGS)
+    return job.leave(lambda: run_command(act, argv, __doc__, USAGE, FLAGS))
 
 
 def act(argv: Sequence[str]) -> None:
-    """Read the command line, evaluate, and print the result to stdout and everything else to stderr."""
+    """Read the command line, evaluate, and print the result to stdout and everything else to stderr. Of several
+    processes the first one prints."""
+    with job.reporting():
+        result = asked(argv)
+        if job.is_first():
+            print(result)
+
+
+def asked(argv: Sequence[str]) -> str:
+    """The result that a command line asks for, as it is printed."""
     of_data = ("data.cache",) if written(argv, "data") else OF_DATA
     line = read_line_of_run(argv, FLAGS, (*OF_A_MODEL, *of_data), from_url=["data"])
     settings = read_settings(line.config)
@@ -117,13 +137,13 @@ def act(argv: Sequence[str]) -> None:
     workdir, data = RunFiles(line.values["workdir"]).path, line.values["data"]
     check_task_flags(line.values)
     chosen = None if step < 0 else step
+    join_job(settings, line.values)
     if line.values["tasks"]:
         given = dict(folder=line.values["task-folder"] or "", limit=line.values["limit"], step=chosen)
         results = evaluate_on(workdir, settings, line.values["tasks"], **given)
-        print(as_json(results.by_task) if line.values["json"] else results)
-        return
+        return as_json(results.by_task) if line.values["json"] else str(results)
     result = evaluate(workdir, settings, data=data, step=chosen)
-    print(result.to_json() if line.values["json"] else result)
+    return result.to_json() if line.values["json"] else str(result)
 
 
 def as_json(content: Mapping[str, Any]) -> str:
@@ -159,10 +179,11 @@ def evaluate_on(
 ) -> TaskResults:
     """The results of a run's step in tasks of lm-evaluation-harness; see `Tasks`. Raises as `evaluate`."""
     trained = load_trained(workdir, settings, settings.mesh, step, CHOOSE)
-    tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {tasks}", sys.stderr)
+    say_loaded(trained, tasks)
     data, of_model = settings.data, (trained.model, trained.tokenizer, trained.ends)
     chosen = Tasks(*of_model, tasks, folder=folder, limit=limit, length=data.longest_seq, rows=data.global_batch)
-    return chosen(trained.params)
+    with waiting("running the tasks"):
+        return chosen(trained.params)
 
 
 def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
@@ -176,15 +197,22 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     tokenizer = run_tokenizer(settings, workdir)
     trained = load_trained(workdir, settings, settings.mesh, step, CHOOSE)
     with waiting("reading the text"):
-        readers = open_text(trained, settings.data, data, RunFiles(workdir), tokenizer)
+        of_text = trained, settings.data, data, RunFiles(workdir), tokenizer
+        readers = job.prepare_once(lambda: open_text(*of_text), "the prepared text")
     name = HELD_OUT if data is None else data
-    tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
+    say_loaded(trained, name)
     first = next(iter(readers.values()))
-    put = put_on(trained.model.batch_sharding, (first.rows.size, first.seq))
+    put = put_on(trained.model.batch_sharding, first.batch_shape)
     step_of_eval = make_position_step(trained.model)
+    job.set_phase("the first batch of the evaluation", compiling=True)
     with waiting("compiling the evaluation, and evaluating") as show:
+
+        def show_and_limit(done: int, total: int) -> None:
+            show(done, total)
+            job.set_phase(f"batch {done} of {total} of the evaluation")
+
         losses = {
-            source: mean_loss(step_of_eval, trained.params, reader, put, reader.batches, show)
+            source: mean_loss(step_of_eval, trained.params, reader, put, reader.batches, show_and_limit)
             for source, reader in readers.items()
         }
     mean = mean_of(losses.values())
@@ -212,11 +240,18 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     )
 
 
+def say_loaded(trained: Run, read: str) -> None:
+    """Print which step of which run reads what."""
+    if job.is_first():
+        tell(f"step {trained.step} of {trained.path} on {sizes_of(trained.model)}: {read}", sys.stderr)
+
+
 def open_text(
     trained: Run, config: DataConfig, data: str | None, run: RunFiles, tokenizer: str = ""
 ) -> dict[str, Reader]:
     """The text as windows, prepared in the run's folder if necessary; the held-out text of a mixture by source. It is
-    read with `tokenizer`, which must be the run's own; by default with that of the config."""
+    read with `tokenizer`, which must be the run's own; by default with that of the config. Each process reads its part
+    of a batch."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
     # As many windows in a batch as in training, or the next number that divides over the mesh.
@@ -232,6 +267,8 @@ def open_text(
     vocab, fingerprint = trained.model.config.vocab, trained.tokenizer.fingerprint
     options = {"tokenizer": tokenizer, "fingerprint": fingerprint, "finished": saved_cache(run)}
     options |= {"folder": run.data, "vocab": vocab, "split": split}
+    rows, columns = own_part(trained.model.batch_sharding, (config.global_batch, config.seq))
+    options |= {"rows": rows, "columns": columns}
     readers = open_sources(config, **options) if config.mixture else {"": open_reader(config, **options)}
     reader = next(iter(readers.values()))
     if reader.tokenizer.fingerprint != fingerprint:  # a bpe whose corpus has changed since

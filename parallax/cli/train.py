@@ -8,27 +8,24 @@ A run that was stopped goes on by the same command.
 """
 
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallax.display.progress import loading, stop_progress, waiting
+from parallax.display.progress import loading
 
 STARTED = time.time()
 with loading(__name__, sys.stdout):
-    from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
+    from parallax.cli.command import FLAGS_OF_A_JOB, Flag, join_job, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
     from parallax.errors import ConfigError
-    from parallax.processes.address import ADDRESS_FLAGS, read_address
-    from parallax.processes.job import broadcast, check_equal, is_first, join, leave, limited, reporting, several
+    from parallax.processes.job import broadcast, leave, limited, reporting
     from parallax.storage.buckets import path_of
     from parallax.storage.run_files import RunFiles
     from parallax.training.folder import check_run_name
     from parallax.training.resume import RESUME
     from parallax.training.run import train
-    from parallax.version import code_version, versions
 
 IMPORTED = time.monotonic()
 RUNS = Path("runs")
@@ -48,7 +45,7 @@ FLAGS = {
     "stopped-status": Flag(
         "what a run that was stopped and saved ends with: 0, or 75 where what fails is started again", "0", ("0", "75")
     ),
-    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()},
+    **FLAGS_OF_A_JOB,
 }
 
 
@@ -59,7 +56,7 @@ def start_run(argv: Sequence[str]) -> int:
         limit = line.values["max-runtime"]
         limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - IMPORTED)
         workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
-        join_job(line)
+        join_job(read_settings(line.config), line.values)
         workdir = workdir or default_workdir(line.path)
         with limited(read_settings(line.config).distributed):
             given = {name: line.values[name.replace("_", "-")] for name in ("resume", "changed_code")}
@@ -74,20 +71,6 @@ def main(argv: Sequence[str]) -> int:
     failed = leave(lambda: run_command(lambda argv: if_well.append(start_run(argv)), argv, __doc__, USAGE, FLAGS))
     # The others are left as after any run that ends well: only the scheduler hears another status.
     return failed or next(iter(if_well), 0)
-
-
-def join_job(line: Line) -> None:
-    """Become one of the processes of a job, all of which must run the same code with the same config."""
-    settings = read_settings(line.config)
-    with waiting("connecting the processes of the job"):
-        join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
-    if several() and not is_first():
-        stop_progress()
-    config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
-    flags = {f"--{name}": line.values[name] for name in FLAGS if name not in ADDRESS_FLAGS}
-    packages = {f"package {name}": version for name, version in versions().items()}
-    code = {"python": platform.python_version(), "code version": code_version()}
-    check_equal("config and code", config | flags | packages | code)
 
 
 def config_of_run(argv: Sequence[str]) -> Path | None:

@@ -44,6 +44,7 @@ BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", *RECORDS)  # sources that read `path` through a tokenizer
 SPECIAL_TOKENS = ("text", "tokens")
 TEXT, CHAT, COMPLETION = FORMATS = ("text", "chat", "completion")  # what a record is
+MESSAGES, PROMPT_AND_COMPLETION = "messages", ("prompt", "completion")  # fields of records
 NAMED_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")  # in parallax/data/templates
 ANSWERS, EVERY_TOKEN = LOSS_ON = ("answers", "all")
 CUT, DROP_LONG, SPLIT = TOO_LONG = ("cut", "drop", "split")
@@ -1440,8 +1441,8 @@ def fields_of_records(kind: str, field: str) -> tuple[str, ...]:
     (('messages',), ('conversation',))
     """
     if kind == COMPLETION:
-        return ("prompt", "completion")
-    return ("messages" if kind == CHAT and field == DataConfig.field else field,)
+        return PROMPT_AND_COMPLETION
+    return (MESSAGES if kind == CHAT and field == DataConfig.field else field,)
 
 
 def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:

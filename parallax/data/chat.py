@@ -125,11 +125,15 @@ class ChatTemplate:
         """
         return self._chosen(tools)._render(messages, tools, add_generation_prompt, "")
 
-    def spans(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[Piece]:
+    def spans(self, messages: Messages, tools: Sequence[Any] | None = None, *, first_learned: int = 0) -> list[Piece]:
         """The text of a conversation in pieces: what the assistant says, and what stands between.
 
         Where the template has `{% generation %}`, that says what the assistant says. Otherwise it is what follows the
-        prompt for an answer, up to the text that ends a turn.
+        prompt for an answer, up to the text that ends a turn. Answers before message `first_learned` are not told apart
+        from what stands between.
+
+        Raises:
+            DataError: the template refuses the messages, or does not say where an answer begins or ends.
 
         >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
         >>> [piece.text for piece in ChatTemplate.named("chatml").spans(chat) if piece.is_answer]
@@ -141,7 +145,7 @@ class ChatTemplate:
             parts = chosen._render(messages, tools, False, mark).split(mark)
         else:
             parts = chosen._parts_by_prompts(messages, tools)
-        return _pieces(parts, [message["role"] for message in messages])
+        return self._pieces(parts, [message["role"] for message in messages], first_learned)
 
     @cached_property
     def turn_end(self) -> str:
@@ -212,28 +216,34 @@ class ChatTemplate:
             )
         return end + len(self.turn_end)
 
+    def _pieces(self, parts: Sequence[str], roles: Sequence[str], first_learned: int) -> list[Piece]:
+        """Pieces of parts of which every second one is an answer."""
+        answers = [place for place, role in enumerate(roles) if role == ASSISTANT]
+        read = sum(place < first_learned for place in answers)
+        if len(parts) // 2 == len(answers):
+            following = [0, *(place + 1 for place in answers)]
+            begins = [roles[place] if place < len(roles) and place not in answers else "" for place in following]
+        elif read:
+            raise DataError(
+                f"{self.origin} joins or divides answers, so it does not say where those of the completion begin"
+            )
+        else:  # the template joins or divides answers: a user follows each
+            begins = [*["user"] * (len(parts) // 2), ""]
+        said = (
+            Piece(text, ASSISTANT, place // 2 >= read) if place % 2 else Piece(text, begins[place // 2], False)
+            for place, text in enumerate(parts)
+        )
+        return [piece for piece in said if piece.text]
 
-def _pieces(parts: Sequence[str], roles: Sequence[str]) -> list[Piece]:
-    """Pieces of parts of which every second one is an answer."""
-    answers = [place for place, role in enumerate(roles) if role == ASSISTANT]
-    if len(parts) // 2 == len(answers):
-        following = [0, *(place + 1 for place in answers)]
-        begins = [roles[place] if place < len(roles) and place not in answers else "" for place in following]
-    else:  # the template joins or divides answers: a user follows each
-        begins = [*["user"] * (len(parts) // 2), ""]
-    said = (
-        Piece(text, ASSISTANT if place % 2 else begins[place // 2], place % 2 == 1) for place, text in enumerate(parts)
-    )
-    return [piece for piece in said if piece.text]
 
-
-def check_messages(messages: object, where: str) -> None:
-    """Raise DataError, which says where it is, unless this is a conversation in which the assistant speaks."""
+def check_messages(messages: object, where: str, *, needs_answer: bool = True) -> None:
+    """Raise DataError, which says where it is, unless this is a conversation, in which the assistant speaks if it
+    `needs_answer`."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where} holds {quoted(messages)}, not a list of messages")
     for number, message in enumerate(messages, start=1):
         _check_message(message, f"{where}: message {number}")
-    if all(message["role"] != ASSISTANT for message in messages):
+    if needs_answer and all(message["role"] != ASSISTANT for message in messages):
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn")
 
 

@@ -2,15 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from parallax.config.sections import AUTO, CHAT, NAMED_TEMPLATES, TEXT, TOKENIZER_ENDINGS, fields_of_records
-from parallax.data.chat import ChatTemplate, check_messages
+from parallax.config.sections import (
+    AUTO,
+    CHAT,
+    MESSAGES,
+    NAMED_TEMPLATES,
+    PROMPT_AND_COMPLETION,
+    TEXT,
+    TOKENIZER_ENDINGS,
+    fields_of_records,
+)
+from parallax.data.chat import ChatTemplate, Messages, check_messages
 from parallax.data.tokenizer import Bytes, Tokenizer, as_document, with_begin
 from parallax.errors import DataError, check_utf8, errors_as, names_of, quoted
 from parallax.storage.files import object_of
@@ -59,7 +68,16 @@ class RecordFormat:
     @property
     def columns(self) -> tuple[str, ...]:
         """Fields that may be read."""
-        return (*self.fields, TOOLS) if self.kind == CHAT else self.fields
+        return (*self.fields, *PROMPT_AND_COMPLETION, TOOLS) if self.kind == CHAT else self.fields
+
+    def fields_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """The fields that a record with these names must have: a conversation may be in two parts, without `messages`.
+
+        >>> RecordFormat("chat", ("messages",)).fields_among(["prompt", "completion"])
+        ('prompt', 'completion')
+        """
+        in_parts = MESSAGES not in names and {*PROMPT_AND_COMPLETION} <= {*names}
+        return PROMPT_AND_COMPLETION if in_parts and self.fields == (MESSAGES,) else self.fields
 
     def document(self, record: Mapping[str, Any], where: str) -> Marked:
         """The text of a record.
@@ -67,7 +85,7 @@ class RecordFormat:
         Raises:
             DataError: the record is wrong, or the template refuses it; says where it is.
         """
-        for field in self.fields:
+        for field in self.fields_among(record):
             if field not in record:
                 raise DataError(f"{where} has no field {quoted(field)} ({self.kind}); fields: {names_of(record)}")
         made = self._conversation(record, where) if self.kind == CHAT else self._completion(record, where)
@@ -75,10 +93,10 @@ class RecordFormat:
         return made
 
     def _conversation(self, record: Mapping[str, Any], where: str) -> Marked:
-        messages, tools = record[self.fields[0]], _tools(record.get(TOOLS), where)
-        check_messages(messages, where)
+        prompt, completion = self._parts(record, where)
         try:
-            pieces = self.template.spans(messages, tools)
+            tools = _tools(record.get(TOOLS), where)
+            pieces = self.template.spans([*prompt, *completion], tools, first_learned=len(prompt))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         learned, turns, start = [], [], 0
@@ -90,10 +108,23 @@ class RecordFormat:
             start += len(piece.text)
         return Marked("".join(piece.text for piece in pieces), learned, turns)
 
+    def _parts(self, record: Mapping[str, Any], where: str) -> tuple[Messages, Messages]:
+        """Messages that are only read, and those of which answers are learned."""
+        fields = self.fields_among(record)
+        if fields == self.fields:
+            messages = record[fields[0]]
+            check_messages(messages, where)
+            return [], messages
+        prompt, completion = (record[field] for field in fields)
+        check_messages(prompt, f"{where}: {fields[0]}", needs_answer=False)
+        check_messages(completion, f"{where}: {fields[1]}")
+        return prompt, completion
+
     def _completion(self, record: Mapping[str, Any], where: str) -> Marked:
         for field in self.fields:
             if not isinstance(record[field], str):
-                raise DataError(f"{where}: field {field!r} holds {quoted(record[field])}, not a text")
+                read = f"; data.format={CHAT!r} reads messages" if isinstance(record[field], list) else ""
+                raise DataError(f"{where}: field {field!r} holds {quoted(record[field])}, not a text{read}")
         prompt, completion = (record[field] for field in self.fields)
         if not completion:
             raise DataError(f"{where} has an empty {self.fields[1]}, so there is nothing to learn")

@@ -3,12 +3,17 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from parallax.config.paths import DatasetName, dataset_of
 from parallax.errors import ConfigError, DataError, first_line, imported, names_of, quoted
 from parallax.storage.files import open_copy
+
+# Fields of a reader's configuration that say which files it reads, and what they are called.
+OF_FILES = {"name", "version", "data_dir", "data_files", "description"}
 
 
 class NamedDataset:
@@ -45,7 +50,8 @@ class NamedDataset:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What determines its rows: the hash of local files; of others their addresses, which have a revision."""
+        """What determines its rows: the hash of local files; of others their addresses, which have a revision. Options
+        that its README gives to the reader are among it."""
         digest = hashlib.sha256()
         if all(Path(file).is_file() for file in self._files):
             with self._reading():
@@ -53,9 +59,21 @@ class NamedDataset:
                     digest.update(Path(file).suffix.lower().encode())  # says how it is read
                     with open_copy(Path(file)) as opened:
                         digest.update(hashlib.file_digest(opened, "sha256").digest())
-            return {"config": self._name.config, "files": len(self._files), "sha256": digest.hexdigest()}
-        digest.update("\n".join(self._files).encode())
-        return {**self._name._asdict(), "files": len(self._files), "sha256": digest.hexdigest()}
+            about = {"config": self._name.config}
+        else:
+            digest.update("\n".join(self._files).encode())
+            about = self._name._asdict()
+        options = {"options": self._options} if self._options else {}
+        return {**about, "files": len(self._files), "sha256": digest.hexdigest(), **options}
+
+    @cached_property
+    def _options(self) -> dict[str, str]:
+        """Options of the reader, and types of columns, that are not the usual ones."""
+        chosen, usual = self._builder.config, type(self._builder.config)()
+        names = sorted({field.name for field in fields(chosen)} - OF_FILES)
+        options = {name: getattr(chosen, name) for name in names if getattr(chosen, name) != getattr(usual, name)}
+        options |= {"features": self._builder.info.features} if self._builder.info.features else {}
+        return {name: repr(value) for name, value in options.items()}
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The rows in their order, with their places."""

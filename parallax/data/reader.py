@@ -221,6 +221,11 @@ class Reader:
             )
 
     @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Rows and columns of a global batch."""
+        return self._global_batch, self.seq
+
+    @property
     def tokens(self) -> int:
         """Tokens of the split, including document ends."""
         return len(self._stream)

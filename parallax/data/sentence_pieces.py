@@ -16,6 +16,9 @@ from parallax.data.special_tokens import END_NAMES, TOKENIZER_CONFIG, save_files
 from parallax.errors import DataError, errors_as, first_line, imported, quoted
 from parallax.storage.files import object_of
 
+# Classes of `transformers` that write a BOS token unless `add_bos_token` says otherwise.
+BEGIN_BY_DEFAULT = ("LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast")
+
 
 class SentencePiece:
     """A tokenizer of the `sentencepiece` library, with the members of `Bytes`. Its special tokens are the model's
@@ -46,7 +49,8 @@ class SentencePiece:
         controls = filter(self._inner.is_control, range(self.vocab))
         self._controls = {self._inner.id_to_piece(number): number for number in controls}
         self.end = self._end(token_name(written.get("eos_token")))
-        self.begin = (self._begin(token_name(written.get("bos_token"))),) if written.get("add_bos_token") else ()
+        adds_begin = written.get("add_bos_token", written.get("tokenizer_class") in BEGIN_BY_DEFAULT)
+        self.begin = (self._begin(token_name(written.get("bos_token"))),) if adds_begin else ()
 
     def _end(self, said: str | None) -> int:
         usual = [self._controls[name] for name in END_NAMES if name in self._controls]
@@ -141,6 +145,9 @@ class SentencePiece:
     def special_id(self, name: str) -> int | None:
         return self._controls.get(name)
 
+    @property
+    def content(self) -> str:
+        return json.dumps({"parallax": self.name, "model": base64.b64encode(self._model).decode()})
+
     def save(self, folder: Path) -> None:
-        content = {"parallax": self.name, "model": base64.b64encode(self._model).decode()}
-        save_files(folder, json.dumps(content), self.config, self.template)
+        save_files(folder, self.content, self.config, self.template)

@@ -456,10 +456,11 @@ def _compared(batch: Any, names: Sequence[str]) -> Iterable[dict[str, Any]]:
 def _rows(file: Path, form: RecordFormat, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a file of Parquet, of the columns that are read, with their places."""
     pyarrow, parquet = (imported(name, "data.source='parquet'", "data") for name in ("pyarrow", "pyarrow.parquet"))
-    wanted = (*form.fields, *(where_of("data.where", where).columns if where else ()))
+    compared = where_of("data.where", where).columns if where else ()
     try:
         with parquet.ParquetFile(local_copy(file)) as opened:
             names = opened.schema_arrow.names
+            wanted = (*form.fields_among(names), *compared)
             if lacking := [name for name in wanted if name not in names]:
                 raise DataError(f"{file} has no column {quoted(lacking[0])}; columns: {names_of(names)}")
             columns = [name for name in dict.fromkeys((*wanted, *form.columns)) if name in names]

@@ -11,6 +11,7 @@ from parallax.errors import DataError, quoted
 from parallax.storage.files import make_folder, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
+PIECES_FILE = "tokenizer.model"  # of SentencePiece
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written beside it by `transformers`
 TEMPLATE_FILE = "chat_template.jinja"  # as well
 END_OF_DOCUMENT = "<|endoftext|>"

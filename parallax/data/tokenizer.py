@@ -25,6 +25,7 @@ from parallax.data.special_tokens import (
     BYTE_SYMBOLS,
     END_NAMES,
     END_OF_DOCUMENT,
+    PIECES_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
@@ -35,7 +36,7 @@ from parallax.data.special_tokens import (
 )
 from parallax.errors import ConfigError, DataError, errors_as, first_line, imported
 from parallax.storage.files import object_if_readable, object_of, read_bytes
-from parallax.storage.remote import source_path
+from parallax.storage.remote import AnyPath, source_path
 
 MODEL_CONFIG = "config.json"  # of a published model
 LONGEST_WORD = 1024  # characters of a word to learn from, as of DNA or base64
@@ -106,9 +107,14 @@ class Bytes:
         """The id of the special token with this name; None if there is none."""
         return self.end if name == END_OF_DOCUMENT else None
 
+    @property
+    def content(self) -> str:
+        """Content of a tokenizer.json, which `load_tokenizer` reads."""
+        return json.dumps({"parallax": self.name})
+
     def save(self, folder: Path) -> None:
         """Write the files for `load_tokenizer`: tokenizer.json, and those beside it that there were."""
-        save_files(folder, json.dumps({"parallax": self.name}), self.config, self.template)
+        save_files(folder, self.content, self.config, self.template)
 
     def as_bpe(self) -> dict[str, Any]:
         """The same ids in the format of the `tokenizers` library: a byte-level BPE without merges."""
@@ -285,8 +291,12 @@ class Bpe:
         added = self._inner.get_added_tokens_decoder()
         return next((number for number, token in added.items() if token.content == name), None)
 
+    @property
+    def content(self) -> str:
+        return self._text
+
     def save(self, folder: Path) -> None:
-        save_files(folder, self._text, self.config, self.template)
+        save_files(folder, self.content, self.config, self.template)
 
 
 def _from_text(text: str, origin: str) -> Any:
@@ -377,8 +387,9 @@ def split_long_words(text: str) -> list[str]:
 
 def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     """The tokenizer of a file: a tokenizer.json, ours or that of the `tokenizers` library, ranks of tiktoken, or a
-    model of SentencePiece; of a folder with a tokenizer.json; or of an encoding of tiktoken, as "tiktoken:cl100k_base".
-    It is as an earlier version understood its files, if it had this fingerprint then.
+    model of SentencePiece; of a folder with a tokenizer.json, or without it a tokenizer.model; or of an encoding of
+    tiktoken, as "tiktoken:cl100k_base". It is as an earlier version understood its files, if it had this fingerprint
+    then.
 
     A tokenizer_config.json beside it may say which token ends a document, and whether one begins it; the config.json
     of a published model, which one ends it.
@@ -389,10 +400,18 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
     if str(path).startswith(ENCODING_PREFIX):
         return Bpe(json_of_encoding(str(path)), str(path))
     path = source_path(path, "the tokenizer")
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    path = tokenizer_file_in(path) if path.is_dir() else path
     tokenizer, template = _of_file(path, fingerprint), path.with_name(TEMPLATE_FILE)
     with errors_as(DataError, f"{template} cannot be read: ", "", UnicodeDecodeError):
         return with_template(tokenizer, read_bytes(template).decode("utf-8") if template.is_file() else "")
+
+
+def tokenizer_file_in(folder: AnyPath) -> AnyPath:
+    """The tokenizer.json of a folder, or without it the tokenizer.model; DataError if it has neither."""
+    for name in (TOKENIZER_FILE, PIECES_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} has no tokenizer, neither {TOKENIZER_FILE} nor {PIECES_FILE}; copy it there")
 
 
 def _of_file(path: Path, fingerprint: str) -> Tokenizer:

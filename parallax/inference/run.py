@@ -36,6 +36,7 @@ from parallax.inference.ends import ends_of_step
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.processes.compile_cache import use_compile_cache
+from parallax.processes.job import connect_devices, several
 from parallax.sharding.mesh import make_mesh
 from parallax.step.batches import open_by_source, open_split
 from parallax.step.resolve import for_inference, tokenizer_of_step
@@ -213,17 +214,18 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
     """A run's model on another mesh than that of training."""
-    if mesh.simulate:
+    if mesh.simulate and not several():
         simulate_devices(mesh.simulate)
     devices = start_devices()
     use_compile_cache(settings.train.compile_cache)
     sizes = mesh.sizes.values()
-    if INFERRED not in sizes and not mesh.simulate and math.prod(sizes) < len(devices):
+    if INFERRED not in sizes and not mesh.simulate and not several() and math.prod(sizes) < len(devices):
         devices = devices[: math.prod(sizes)]  # inference need not use the whole machine
     try:
         laid_out = make_mesh(mesh, devices)
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
+    connect_devices(laid_out)
     return model_of(for_inference(settings), laid_out)
 
 

@@ -17,6 +17,7 @@ from parallax.model.batch import GROUPS, IGNORED
 from parallax.model.loss import cross_entropy
 from parallax.model.padding import without_padding
 from parallax.pipeline import GROUP_LOSSES, ShardedModel
+from parallax.processes.job import set_phase
 from parallax.sharding.activations import BATCH_AXES, CONTEXT_AXIS
 from parallax.sharding.collectives import max_over, offset, sum_over
 from parallax.sharding.layout import Layout
@@ -145,6 +146,9 @@ def greedy_until(
 
 
 def _by_length(lengths: Sequence[int], rows: int) -> Iterator[tuple[int, ...]]:
-    """The numbers of texts in batches of at most so many rows, the longest first."""
+    """The numbers of texts in batches of at most so many rows, the longest first. Each batch is a phase of the
+    process, which may compile a program for it."""
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    return (tuple(order[start : start + rows]) for start in range(0, len(order), rows))
+    for start in range(0, len(order), rows):
+        set_phase(f"texts {start + 1} and after of {len(order)} of a task", compiling=True)
+        yield tuple(order[start : start + rows])

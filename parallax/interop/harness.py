@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 
 from parallax.data.tokenizer import Tokenizer, with_begin
 from parallax.display.tables import text_table
-from parallax.errors import ConfigError, DataError, how_to_install, nearest, quoted
+from parallax.errors import ConfigError, DataError, first_line, how_to_install, nearest, quoted
 from parallax.inference.score import Continuation, Scorer, greedy_until
 from parallax.pipeline import ShardedModel
+from parallax.processes.job import broadcast, prepare_once
 from parallax.storage.run_files import TASK_RESULT
 
 MOST_NEW_TOKENS = 256  # of a text, unless its task says otherwise; as the harness's own backend
@@ -75,17 +77,28 @@ class Tasks:
         for name in self.names:
             if name not in self._manager.all_tasks:
                 raise ConfigError(f"there is no task {quoted(name)}; {nearest(name, self._manager.all_tasks)}")
+        prepare_once(self._load, "the documents of tasks")
         self._judged = harness_model(model, None, tokenizer, ends, length=length, rows=rows)
 
+    def _load(self) -> None:
+        """Read the documents of all tasks, so that what is missing is said now, and what is fetched is there later."""
+        try:
+            self._manager.load(self.names)
+        except Exception as error:  # whatever reads them
+            raise DataError(f"tasks {', '.join(self.names)} cannot be read: {first_line(error)}") from error
+
     def __call__(self, params: Any) -> TaskResults:
-        """The results with these parameters. Raises DataError if a task asks for what is not computed here."""
+        """The results with these parameters. All processes of a job compute them together, and have those of the first
+        one. Raises DataError if a task asks for what is not computed here."""
         from lm_eval import simple_evaluate
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._judged.params = params
         options = dict(limit=self.limit or None, log_samples=False, bootstrap_iters=0)
         done = simple_evaluate(self._judged, tasks=self.names, task_manager=self._manager, **options)
-        return TaskResults({task: _numbers(values) for task, values in done["results"].items()})
+        # The harness returns nothing where a launcher's LOCAL_RANK is not 0.
+        results = {task: _numbers(values) for task, values in done["results"].items()} if done else {}
+        return TaskResults(json.loads(broadcast("the results of tasks", json.dumps(results))))
 
 
 def _task_manager(folder: str) -> Any:

@@ -16,6 +16,7 @@ from parallax.config.sections import LONGROPE, ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.chat import ADDITIONAL_TEMPLATES, templates_in
 from parallax.data.sentence_pieces import SentencePiece
+from parallax.data.special_tokens import PIECES_FILE
 from parallax.data.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -23,6 +24,7 @@ from parallax.data.tokenizer import (
     Bytes,
     Tokenizer,
     load_tokenizer,
+    tokenizer_file_in,
     with_several_templates,
 )
 from parallax.errors import CheckpointError, ConfigError, DataError, errors_as
@@ -40,9 +42,9 @@ from parallax.storage import files
 from parallax.storage.run_files import GENERATION_CONFIG, RECORD
 
 CONFIG = "config.json"
-PIECES_FILE = "tokenizer.model"  # of SentencePiece
 # Small texts that users expect in such a folder.
-BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
+ADDED_TOKENS = "added_tokens.json"
+BESIDE = (GENERATION_CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", ADDED_TOKENS, TEMPLATE_FILE)
 BESIDE_LIMIT_BYTES = 1 << 24
 # For a model of type qwen2 with its own tokenizer.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
@@ -85,12 +87,15 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | config.model})
     model = settings.model
-    tokenizer = load_tokenizer(source)
+    file = tokenizer_file_in(source)
+    tokenizer = load_tokenizer(file)
     if tokenizer.needed > model.vocab:
         raise DataError(
-            f"{source / TOKENIZER_FILE} has {tokenizer.needed} entries besides added tokens, but vocab_size="
-            f"{model.vocab}; it belongs to another model: use the {TOKENIZER_FILE} of the one whose {CONFIG} this is"
+            f"{file} has {tokenizer.needed} entries besides added tokens, but vocab_size={model.vocab}; it belongs to "
+            f"another model: use the {file.name} of the one whose {CONFIG} this is"
         )
+    if isinstance(tokenizer, SentencePiece):
+        _check_no_more_tokens(source, tokenizer)
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     tensors, left_out = _tensors_of_model(source, _hf_shapes(settings, views), model, config)
     # Of weights in the form in which they are written back, which is without layers that were left out.
@@ -109,6 +114,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     beside = (TOKENIZER_FILE, TOKENIZER_CONFIG, *([TEMPLATE_FILE] if tokenizer.template else []))
     copied = [name for name in beside if (source / name).is_file()]
     carried = {
+        TOKENIZER_FILE: tokenizer.content,
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
         **({GENERATION_CONFIG: json_text({"eos_token_id": ends})} if ends else {}),
@@ -119,6 +125,19 @@ def from_hf(source: Path, workdir: Path, settings: Settings, *, dtype: str | Non
     export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
     notes = _notes(settings, tokenizer, ends, config.context, stored)
     return config._replace(notes=(*config.notes, *notes))
+
+
+def _check_no_more_tokens(source: Path, tokenizer: SentencePiece) -> None:
+    """Raise DataError if files beside a model of SentencePiece add tokens, which it would not make of text."""
+    added = files.object_if_readable(source / ADDED_TOKENS).values()
+    decoded = files.object_if_readable(source / TOKENIZER_CONFIG, odd_numbers=True).get("added_tokens_decoder")
+    numbers = [number for number in added if isinstance(number, int)]
+    numbers += [int(key) for key in decoded or {} if key.isdecimal()]
+    if beyond := [number for number in numbers if number >= tokenizer.vocab]:
+        raise DataError(
+            f"{source / PIECES_FILE} has {tokenizer.vocab} pieces, and a file beside it adds token {beyond[0]}; "
+            f"write a {TOKENIZER_FILE} with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
 
 
 def _notes(

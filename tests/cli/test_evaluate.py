@@ -271,7 +271,8 @@ def test_other_text_is_not_cut_by_the_filter_of_the_runs_records(corpus, tmp_pat
     (tmp_path / "x.jsonl").write_text('{"text": "a", "score": 1}\n')
     data = {"source": "jsonl", "path": str(tmp_path / "x.jsonl"), "where": "score > 0", "tokenizer": "bytes"}
     config = read_settings(tiny_config(corpus, **{f"data.{name}": value for name, value in data.items()})).data
-    model = SimpleNamespace(config=SimpleNamespace(vocab=384), axis_sizes={"dp": 1})
+    every_row = NamedSharding(jax.make_mesh((1,), "dp"), PartitionSpec())
+    model = SimpleNamespace(config=SimpleNamespace(vocab=384), axis_sizes={"dp": 1}, batch_sharding=every_row)
     trained = Run(tmp_path, 8, None, model, None, Bytes())
     (reader,) = open_text(trained, config, f"{corpus}/00.txt", RunFolder(tmp_path)).values()
     assert reader.documents == 1
@@ -284,3 +285,11 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path
     trained = Run(tmp_path, 8, None, model, None, SimpleNamespace(fingerprint="of another corpus"))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
         open_text(trained, config, None, RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_several_processes_the_first_one_prints(number, monkeypatch, capsys):
+    monkeypatch.setattr("parallax.cli.evaluate.asked", lambda argv: "loss 5.3467")
+    monkeypatch.setattr(jax, "process_index", lambda: number)
+    assert main(["evaluate"]) == 0
+    assert capsys.readouterr().out == ("" if number else "loss 5.3467\n")

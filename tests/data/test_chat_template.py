@@ -26,8 +26,8 @@ WITH_TOOLS = [
 ]
 
 
-def answers(template, messages, tools=None):
-    return [piece.text for piece in template.spans(messages, tools) if piece.is_answer]
+def answers(template, messages, tools=None, **options):
+    return [piece.text for piece in template.spans(messages, tools, **options) if piece.is_answer]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,8 @@ def test_named_templates_render_and_say_what_the_assistant_says(name, text, said
     assert name in NAMED_TEMPLATES
     assert template.render(CHAT) == text == "".join(piece.text for piece in template.spans(CHAT))
     assert answers(template, CHAT) == said
+    assert answers(template, CHAT, first_learned=3) == answers(template, CHAT, first_learned=2) == said[1:]
+    assert "".join(piece.text for piece in template.spans(CHAT, first_learned=3)) == text
     assert template.stops == (said[0].removeprefix("Yes?"),)
     assert template.render(CHAT) == template.render(CHAT[:3], add_generation_prompt=True) + text[text.rindex("4<") :]
 
@@ -254,3 +256,12 @@ def test_ten_published_formats_are_rendered_with_and_without_tags(name):
     assert plain.stops[0] == form.answer.partition("4.")[2].strip()
     prompt = plain.render(form.chat[:-1], add_generation_prompt=True)
     assert form.text.startswith(prompt + form.answer)
+
+
+def test_a_template_that_joins_answers_does_not_say_which_are_of_a_completion():
+    template = ChatTemplate(
+        "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}", "mine"
+    )
+    assert answers(template, CHAT) == answers(template, CHAT, first_learned=1) == ["HiYes?2 + 24"]
+    with pytest.raises(DataError, match="mine joins or divides answers, so it does not say where those of the comple"):
+        template.spans(CHAT, first_learned=3)

@@ -134,6 +134,69 @@ def test_a_prompt_and_its_completion(tmp_path):
     assert batch["segments"][0].max() == 2
 
 
+PROMPT = [{"role": "system", "content": "Be brief."}, *turn("q" * 4, "a" * 4), {"role": "user", "content": "2 + 2"}]
+
+
+def write_parts(file, *records):
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_of_a_prompt_and_a_completion_of_messages_the_completion_alone_is_learned(tmp_path):
+    """The prompt's answers are only read; all else is as in one conversation."""
+    asked = [{"role": "user", "content": "And 3?"}, {"role": "assistant", "content": "b" * 4}]
+    completion = [{"role": "assistant", "content": "4."}, *asked]
+    parts = write_parts(tmp_path / "parts.jsonl", *[{"prompt": PROMPT, "completion": completion, "score": 1}] * 2)
+    whole = write_chats(tmp_path / "whole.jsonl", [[*PROMPT, *completion]] * 2)
+    in_parts, as_one = (
+        chat_reader(file, tmp_path / file.stem, seq=512, global_batch=1).batch(0) for file in (parts, whole)
+    )
+    assert learned_text(in_parts, 0) == [f"4.{END}", f"bbbb{END}"] * 2
+    assert learned_text(as_one, 0) == [f"aaaa{END}", f"4.{END}", f"bbbb{END}"] * 2
+    np.testing.assert_equal(in_parts["tokens"], as_one["tokens"])
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": PROMPT, "completion": completion, "score": 1}] * 2
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "parts.parquet")
+    for where in ("", "score > 0"):
+        about = dict(source="parquet", seq=512, global_batch=1, where=where)
+        table = chat_reader(tmp_path / "parts.parquet", tmp_path / f"of {where}", **about)
+        np.testing.assert_equal(table.batch(0), in_parts)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "2 + 2", "completion": PROMPT}, r"prompt holds '2 \+ 2', not a list of messages"),
+        ({"prompt": PROMPT, "completion": []}, r"completion holds \[\], not a list of messages"),
+        (
+            {"prompt": PROMPT, "completion": PROMPT[:1]},
+            "completion: no message is the assistant's, so there",
+        ),
+        (
+            {"prompt": [{"role": "bot"}], "completion": PROMPT},
+            "prompt: message 1 has the role 'bot'",
+        ),
+        ({"prompt": PROMPT}, r"has no field 'messages' \(chat\); fields: prompt"),
+    ],
+)
+def test_parts_of_a_conversation_that_are_none_are_refused(tmp_path, record, said):
+    file = write_parts(tmp_path / "c.jsonl", record)
+    with pytest.raises(DataError, match=f"c.jsonl:1:? {said}"):
+        chat_reader(file, tmp_path)
+
+
+def test_a_field_that_is_named_is_not_replaced_by_a_prompt_and_a_completion(tmp_path):
+    file = write_parts(tmp_path / "c.jsonl", {"prompt": PROMPT, "completion": PROMPT})
+    with pytest.raises(DataError, match="has no field 'talk'"):
+        chat_reader(file, tmp_path, field="talk")
+
+
+def test_messages_are_no_text_of_a_completion(tmp_path):
+    file = write_parts(tmp_path / "c.jsonl", {"prompt": PROMPT, "completion": PROMPT})
+    with pytest.raises(DataError, match="not a text; data.format='chat' reads messages"):
+        chat_reader(file, tmp_path, format="completion", chat_template="auto")
+
+
 def test_parquet_has_the_same_batches_as_jsonl(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     chats = conversations(20)

@@ -61,6 +61,22 @@ def test_the_same_files_elsewhere_are_the_same_data(folder):
     assert source_of(moved).description != before
 
 
+def test_options_of_a_readme_are_part_of_the_data(tmp_path):
+    """The same file has other rows with another separator, or other types of columns."""
+    (tmp_path / "train.csv").write_text("score;text\n1;one\n")
+    descriptions = [source_of(tmp_path).description]
+    types = "dataset_info:\n  features:\n  - {name: score, dtype: float32}\n  - {name: text, dtype: string}\n"
+    configs = "configs:\n- {config_name: default, data_files: '*.csv', sep: ';'}\n"
+    for said in (configs, types + configs):
+        (tmp_path / "README.md").write_text(f"---\n{said}---\n")
+        descriptions.append(source_of(tmp_path).description)
+    plain, separated, typed = (description["of"][0] for description in descriptions)
+    assert "options" not in plain and separated["options"] == {"sep": "';'"}
+    assert typed["options"] == {"features": "{'score': Value('float32'), 'text': Value('string')}", "sep": "';'"}
+    assert plain["sha256"] == separated["sha256"] == typed["sha256"]
+    assert [*source_of(tmp_path).documents()] == ["one"]
+
+
 def test_it_is_prepared_and_read_by_a_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["prepare", "--source=dataset", "--path", str(folder), "--out", str(out)]) == 0

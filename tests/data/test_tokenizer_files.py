@@ -281,6 +281,9 @@ def test_a_bos_symbol_begins_documents_where_its_files_say_so(model, tmp_path):
     copy.write_bytes(model.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     assert load_tokenizer(copy).begin == (1,)
+    for written, begin in (("", (1,)), (', "add_bos_token": false', ())):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "LlamaTokenizer"{written}}}')
+        assert load_tokenizer(copy).begin == load_tokenizer(tmp_path).begin == begin
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(DataError, match="has eos_token='<end>', which is no control symbol of it"):
         load_tokenizer(copy)

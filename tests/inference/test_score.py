@@ -11,7 +11,7 @@ from parallax.data.tokenizer import Bytes
 from parallax.errors import DataError
 from parallax.inference.score import Continuation, Scorer, greedy_until
 
-SMALL = dict(layers=2, d_model=16, d_ff=16, vocab=257, microbatches=1)
+SMALL = dict(layers=2, d_model=16, d_ff=16, vocab=257, vocab_multiple=2, microbatches=1)
 LENGTHS = [(1, 1), (3, 5), (9, 7), (2, 1), (30, 2)]  # of contexts and continuations
 MESHES = {"pp·dp·tp": (2, 2, 2), "cp": (1, 1, 1, 1, 4, 1), "ep": (1, 2, 1, 1, 1, 2)}
 

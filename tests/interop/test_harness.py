@@ -3,50 +3,22 @@
 import importlib.util
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
+from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
 from support.run_examples import tiny_config
+from support.stand_ins import ClientStandIn
 
 from parallax.cli.convert import main as convert
 from parallax.cli.evaluate import main
 from parallax.config.settings import read_settings
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, DataError
 from parallax.inference.run import load
-from parallax.interop.harness import TaskResults, harness_model
+from parallax.interop.harness import TaskResults, Tasks, harness_model
 from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
-
-TASKS = {
-    "choices": "output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\n"
-    "metric_list:\n- metric: acc\n- metric: acc_norm\n- metric: brier_score\n",
-    "rolling": "output_type: loglikelihood_rolling\nmetric_list:\n- metric: byte_perplexity\n",
-    "writes": "output_type: generate_until\ngeneration_kwargs: {until: ['. '], max_gen_toks: 12, do_sample: false}\n"
-    "metric_list:\n- metric: exact_match\n- metric: chrf\n",
-}  # fmt: skip
-DOCUMENTS = {
-    "choices": [
-        {"text": "It is a", "choices": [" truth", " lie", " small text"], "target": 0},
-        {"text": "a small text is enough to see a", "choices": [" house", " loss fall", " dog"], "target": 1},
-        {"text": "and it falls faster when ", "choices": ["it repeats", "nobody looks at it", "?"], "target": 0},
-    ],
-    "rolling": [{"text": "", "target": "It is a truth. " * 9}, {"text": "", "target": "Ünicode, and it falls faster."}],
-    "writes": [
-        {"text": "It is a truth that a", "target": " small text is enough"},
-        {"text": "and it falls", "target": " faster when it repeats"},
-        {"text": "Document 3. It is", "target": " a truth"},
-    ],
-}
-
-
-def write_tasks(folder):
-    folder.mkdir()
-    for name, form in TASKS.items():
-        file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS[name]))
-        about = f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {file}}}\ntest_split: test\n"
-        about += "doc_to_text: '{{text}}'\ndoc_to_target: '{{target}}'\n"
-        (folder / f"{name}.yaml").write_text(about + form)
-    return folder
 
 
 def test_results_are_a_table():
@@ -77,6 +49,16 @@ def test_without_the_harness_a_line_says_how_to_get_it(observed_run, monkeypatch
     assert main(["evaluate", f"--workdir={observed_run}", "--tasks=arc_easy"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "tasks need the package lm_eval, which is not installed: pip install -e '.[lm-eval]'" in said
+
+
+def test_a_process_to_which_the_harness_returns_nothing_has_the_results_of_the_first(in_job, monkeypatch):
+    """As where a launcher's LOCAL_RANK is not 0."""
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=lambda *model, **options: None))
+    in_job(ClientStandIn(values={"text": '{"choices": {"acc,none": 0.5}}'}))
+    tasks = object.__new__(Tasks)
+    tasks.names, tasks.limit, tasks._manager, tasks._judged = ["choices"], 0, None, SimpleNamespace(params=None)
+    assert tasks("the parameters").by_metric == {"tasks/choices/acc": 0.5}
+    assert tasks._judged.params == "the parameters"
 
 
 def test_settings_of_tasks_do_nothing_without_tasks(corpus):
@@ -141,5 +123,8 @@ def test_tasks_have_the_numbers_of_the_harnesss_own_backend_on_the_exported_mode
     assert in_training["rolling/byte_perplexity"] == pytest.approx(found["rolling"]["byte_perplexity,none"], rel=1e-5)
     said = re.findall(r"step (\d+)/40  rolling/byte_perplexity", (tmp_path / "run" / "log.txt").read_text())
     assert said == ["20", "40"]
+    (tasks / "rolling.jsonl").unlink()
+    assert main(["evaluate", *flags[:2], "--tasks=rolling", *one]) == DataError.exit_status
+    assert "tasks rolling cannot be read: Unable to find " in capsys.readouterr().err
     assert main(["evaluate", *flags[:2], "--tasks=choice", *one]) == 2
     assert "there is no task 'choice'; did you mean 'choices'?" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from parallax.config.sections import ALL_AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import prepare as prepare_module
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, DataError
 from parallax.inference.ends import ends_of
 from parallax.inference.generate import encode, generate
 from parallax.model.rope import Rope
@@ -85,6 +85,23 @@ def test_a_run_on_a_model_of_sentencepiece_goes_out_with_it(corpus, tmp_path, ca
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.model
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert content(tmp_path / "out", "tokenizer_config.json")["eos_token"] == "</s>"
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    run = px.load(tmp_path / "back")
+    assert run.tokenizer.fingerprint == tokenizer.fingerprint == load_tokenizer(tmp_path / "out").fingerprint
+    assert run.tokenizer.encode("It is<s>", special_tokens="tokens").tolist() == [*tokenizer.encode("It is"), 1]
+    assert load_settings(tmp_path / "back").data.tokenizer == str(tmp_path / "back" / "tokenizer.json")
+    (tmp_path / "out" / "tokenizer.model").rename(tmp_path / "elsewhere.model")  # the run has it
+    assert load_tokenizer(tmp_path / "back").encode("a truth").tolist() == tokenizer.encode("a truth").tolist()
+    exported(tmp_path / "back", tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == tokenizer.model
+    refused = ["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "no")]
+    assert main(refused) == DataError.exit_status
+    assert "has no tokenizer, neither tokenizer.json nor tokenizer.model; copy it there" in capsys.readouterr().err
+    (tmp_path / "elsewhere.model").rename(tmp_path / "out" / "tokenizer.model")
+    (tmp_path / "out" / "added_tokens.json").write_text('{"<|im_start|>": 40}')
+    assert main(refused) == DataError.exit_status
+    said = f"tokenizer.model has {tokenizer.vocab} pieces, and a file beside it adds token 40; write a tokenizer.json"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_reads_with_a_published_tokenizer_hands_its_config_on(corpus, tmp_path):
