@@ -846,9 +846,11 @@ def test_additional_chat_templates_go_with_the_run(tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
-    (tokenizer,) = {file.parent for file in (tmp_path / "run").rglob("tokenizer.json")}
-    template = ChatTemplate.of_tokenizer(tokenizer)
-    assert template.render([]) == "plain" and template.render([], [{"name": "add"}]) == "tools"
+    tokenizers = list((tmp_path / "run").rglob("tokenizer.json"))
+    assert tokenizers
+    for tokenizer in tokenizers:
+        template = ChatTemplate.of_tokenizer(tokenizer)
+        assert template.render([]) == "plain" and template.render([], [{"name": "add"}]) == "tools"
 
 
 # ---- memory
