@@ -68,7 +68,7 @@ class RecordFormat:
     @property
     def columns(self) -> tuple[str, ...]:
         """Fields that may be read."""
-        return (*self.fields, *PROMPT_AND_COMPLETION, TOOLS) if self.kind == CHAT else self.fields
+        return (*self.fields, TOOLS) if self.kind == CHAT else self.fields
 
     def fields_among(self, names: Collection[str]) -> tuple[str, ...]:
         """The fields that a record with these names must have: a conversation may be in two parts, without `messages`.
