@@ -62,9 +62,9 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     if args.unrolled:
-        from parallax.inference import repeats
+        from parallax.inference import layer_sequences
 
-        repeats.UNROLLED_LAYERS = args.unrolled
+        layer_sequences.UNROLLED_LAYERS = args.unrolled
     print(f"| {' | '.join(HEAD)} |")
     print(f"|{'---|' * len(HEAD)}")
     for attention in args.attention:

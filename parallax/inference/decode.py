@@ -9,6 +9,7 @@ token.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
-from parallax.inference.repeats import Layer, Repeat, repeats_of
+from parallax.inference.layer_sequences import Layer, LayerSequence, layer_sequences
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
@@ -73,7 +74,7 @@ class Caches(struct.PyTreeNode):
     Layers have arrays of their own, so that a token is written in place; those of a loop are stacked.
     """
 
-    of_repeats: list[list[dict[CacheForm, dict[str, Array]]]]  # [B, slots, ...] of each name
+    of_sequences: list[list[dict[CacheForm, dict[str, Array]]]]  # [B, slots, ...] of each name
     slots: int = struct.field(pytree_node=False)  # of a row
 
 
@@ -99,7 +100,7 @@ class Decoder:
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.layer_kinds)
         self.orders = list(arrangements(placement, model.layer_kinds).values())
-        self.repeats = repeats_of(self.arrangement, model.windows)
+        self.sequences = layer_sequences(self.arrangement, model.windows)
 
     def write(
         self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, ends: tuple[int, ...]
@@ -207,11 +208,11 @@ class Decoder:
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         def through(x, caches):
-            of_repeats = []
-            for repeat, of_places in zip(self.repeats, caches.of_repeats, strict=True):
-                x, of_places = self._through(repeat, weights[BLOCKS], x, of_places, context, caches.slots)
-                of_repeats.append(of_places)
-            return x, caches.replace(of_repeats=of_repeats)
+            of_sequences = []
+            for sequence, of_places in zip(self.sequences, caches.of_sequences, strict=True):
+                x, of_places = self._through(sequence, weights[BLOCKS], x, of_places, context, caches.slots)
+                of_sequences.append(of_places)
+            return x, caches.replace(of_sequences=of_sequences)
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -226,20 +227,20 @@ class Decoder:
         return carry
 
     def _through(
-        self, repeat: Repeat, blocks: Any, x: Array, of_places: list[dict], context: Context, slots: int
+        self, sequence: LayerSequence, blocks: Any, x: Array, of_places: list[dict], context: Context, slots: int
     ) -> tuple[Array, list[dict]]:
-        """What the layers of a repeated sequence make of new tokens, and their caches with these."""
+        """What the layers of a sequence make of new tokens, and their caches with these."""
 
         def once(time: Array | int, of_time: Callable, x: Array, of_places: list[dict]) -> tuple[Array, list[dict]]:
             written = []
-            for place, (of_ranks, cache) in enumerate(zip(repeat.places, of_places, strict=True)):
-                here = self._context_in(context, repeat.place(place, time))
+            for place, (of_ranks, cache) in enumerate(zip(sequence.places, of_places, strict=True)):
+                here = self._context_in(context, sequence.place(place, time))
                 weights = {layer: partial(of_time, blocks[layer.kind][layer.indices]) for layer in of_ranks if layer}
                 x, cache = self._layer(of_ranks, weights, x, cache, here, slots)
                 written.append(cache)
             return x, written
 
-        if repeat.times == 1:
+        if sequence.times == 1:
             return once(0, lambda weights: weights, x, of_places)
         cursor = context.mask.cursor if x.shape[1] == 1 else None
 
@@ -250,7 +251,7 @@ class Decoder:
             pairs = zip(stacks, written, strict=True)
             return x, [{form: put(form, stack[form], entries[form]) for form in stack} for stack, entries in pairs]
 
-        return lax.fori_loop(0, repeat.times, turn, (x, of_places))
+        return lax.fori_loop(0, sequence.times, turn, (x, of_places))
 
     def _context_in(self, context: Context, place: Array | int) -> Context:
         """The context of the layer in a place of this stage, from that of all layers."""
@@ -304,14 +305,12 @@ class Decoder:
             stacked = (times,) if times > 1 else ()
             return {name: as_varying(jnp.zeros((*stacked, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
-        of_repeats = [
-            [
-                {form: entries(form, repeat.times) for layer in of_ranks if layer for form in [self.form(layer, slots)]}
-                for of_ranks in repeat.places
-            ]
-            for repeat in self.repeats
-        ]
-        return Caches(of_repeats, slots)
+        def of_place(of_ranks: list[Layer | None], times: int) -> dict[CacheForm, dict[str, Array]]:
+            forms = {self.form(layer, slots) for layer in of_ranks if layer}
+            return {form: entries(form, times) for form in sorted(forms)}
+
+        of_sequences = [[of_place(of_ranks, each.times) for of_ranks in each.places] for each in self.sequences]
+        return Caches(of_sequences, slots)
 
     def form(self, layer: Layer, slots: int) -> CacheForm:
         """The form of a layer's cache for rows of `slots` tokens."""
@@ -373,7 +372,7 @@ class Decoder:
         weights = jax.tree.map(moved, self.rows, layouts, self.wanted, {**params, BLOCKS: staged})
         stacks = dict(zip(self.parts.blocks, self.parts.by_kind(weights[BLOCKS]), strict=True))
         blocks = {kind: {} for kind in stacks}
-        for layer in (layer for repeat in self.repeats for of_ranks in repeat.places for layer in of_ranks if layer):
+        for layer in itertools.chain.from_iterable(sequence.layers for sequence in self.sequences):
             blocks[layer.kind][layer.indices] = _taken(stacks[layer.kind], layer.indices)
         return weights | {BLOCKS: blocks}
 

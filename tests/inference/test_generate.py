@@ -28,7 +28,7 @@ from parallax.config.sections import (
 from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError
-from parallax.inference import repeats
+from parallax.inference import layer_sequences
 from parallax.inference.decode import CacheForm, Decoder, Prompts
 from parallax.inference.generate import complete, generate, stream
 from parallax.model.kernels.blockwise import LONGEST_SIDE
@@ -169,12 +169,12 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
     ids=str,
 )
 def test_layers_in_a_loop_say_what_they_say_one_by_one(name, mesh, monkeypatch):
-    monkeypatch.setattr(repeats, "UNROLLED_LAYERS", 1)
+    monkeypatch.setattr(layer_sequences, "UNROLLED_LAYERS", 1)
     check_decoding(name, model_on(name, mesh))
 
 
 def test_the_program_of_a_deep_model_does_not_grow_with_its_layers(monkeypatch):
-    monkeypatch.setattr(repeats, "UNROLLED_LAYERS", 4)
+    monkeypatch.setattr(layer_sequences, "UNROLLED_LAYERS", 4)
 
     def count(pairs):
         layers, model = dict(layers=2 * pairs, layers_of=f"(near far)*{pairs}"), model_on("windows")
@@ -208,7 +208,7 @@ def test_a_cache_has_a_windows_slots_for_each_layer_with_it():
     for name, layers in lengths.items():
         model = model_on(name)
         decoder = Decoder(model.config, model.plan.rows, model.mesh)
-        of_places = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_repeats[0])
+        of_places = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_sequences[0])
         found = [(form.length, entries["k"].shape) for place in of_places for form, entries in place.items()]
         assert sorted(found) == sorted(
             (length, (2, 2, length, 4)) for length, count in layers.items() for _ in range(count)
@@ -317,7 +317,7 @@ def inputs(model, *, prompt):
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
     narrow = Decoder(dataclasses.replace(model.config, dtype="bfloat16"), model.plan.rows, model.mesh)
-    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_repeats[0])[3][CacheForm("dense", 5)]
+    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_sequences[0])[3][CacheForm("dense", 5)]
     # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
         "latent": ((2, 5, 16), "bfloat16"),

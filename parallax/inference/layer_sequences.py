@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from parallax.sharding.layers_on_ranks import Arrangement
 
 UNROLLED_LAYERS = 8
-"""Layers of a stage that decoding compiles one by one, each in a second of CPU time; more are loops.
+"""Layers of a stage that decoding compiles one by one, each in a second of CPU time; if there are more, they are loops.
 
-A loop copies a layer's weights for each token. On a CPU that took 15 % of the speed from 8 layers whose weights stay in the
-cache, and nothing that was measured from 16 and 32 that do not (docs/serving.md).
+A loop copies a layer's weights for each token. On a CPU that cost 15 % of the speed with 8 layers, whose weights stay
+in its cache, and nothing that could be measured with 16 and 32, whose weights do not (docs/serving.md).
 """
 
 
@@ -21,19 +21,24 @@ class Layer(NamedTuple):
     window: int
 
 
-class Repeat(NamedTuple):
+class LayerSequence(NamedTuple):
     """A sequence of layers and the number of its repetitions, from a place of the stage on."""
 
     start: int
     times: int
     places: list[list[Layer | None]]  # for each place of the sequence the layers of each rank
 
+    @property
+    def layers(self) -> set[Layer]:
+        """Those of all ranks."""
+        return {layer for of_ranks in self.places for layer in of_ranks if layer}
+
     def place(self, place: int, time: Any) -> Any:
         """The place in the stage of a place of the sequence in one of its repetitions."""
         return self.start + len(self.places) * time + place
 
 
-def repeats_of(arrangement: Arrangement, windows: Sequence[int]) -> list[Repeat]:
+def layer_sequences(arrangement: Arrangement, windows: Sequence[int]) -> list[LayerSequence]:
     """The layers of a stage: one sequence, or the loops of a deep stage. `windows` are those of the model's layers."""
     kinds, (_, indices) = arrangement.kinds, arrangement.kinds_in_places
 
@@ -48,20 +53,21 @@ def repeats_of(arrangement: Arrangement, windows: Sequence[int]) -> list[Repeat]
         kind, window = of_places[places[0]][rank]
         return Layer(kind, tuple(int(indices[rank, place]) for place in places), window)
 
-    def repeat(start: int, period: int, times: int) -> Repeat:
+    def sequence(start: int, period: int, times: int) -> LayerSequence:
         stop = start + period * times
         of_sequence = [range(first, stop, period) for first in range(start, start + period)]
-        return Repeat(start, times, [[layer(rank, places) for rank in range(len(indices))] for places in of_sequence])
+        ranks = range(len(indices))
+        return LayerSequence(start, times, [[layer(rank, places) for rank in ranks] for places in of_sequence])
 
     deep = len(of_places) > UNROLLED_LAYERS
-    return [repeat(*each) for each in (sequences_in(of_places) if deep else [(0, len(of_places), 1)])]
+    return [sequence(*each) for each in (repeats_in(of_places) if deep else [(0, len(of_places), 1)])]
 
 
-def sequences_in(items: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+def repeats_in(items: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     """The start, the period and the number of repetitions of sequences that make up all items.
 
-    >>> list(sequences_in("dmmmm")), list(sequences_in("llglglg"))
-    ([(0, 1, 1), (1, 1, 4)], [(0, 1, 1), (1, 2, 3)])
+    >>> list(repeats_in("dmmmm")), list(repeats_in("llgllgl"))
+    ([(0, 1, 1), (1, 1, 4)], [(0, 3, 2), (6, 1, 1)])
     """
     start = 0
     while start < len(items):
