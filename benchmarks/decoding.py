@@ -6,7 +6,8 @@
 A random model that `transformers` makes is saved and imported. Both continue the same prompts of random ids, greedily,
 with their caches, in float32, in turns in one process and on the same cores. Printed for one prompt and for several are
 tokens per CPU second and per second, medians of all repetitions, the ratios, and the share of ids that are equal; the
-prompt's own pass and everything else of a call count. --ours leaves `transformers` out.
+prompt's own pass and everything else of a call count. "compiled in" is what the first call of ours took more, in CPU
+seconds. --ours leaves `transformers` out.
 """
 
 import os
@@ -37,6 +38,7 @@ HEAD = (
     *(f"{who}: {speed}" for who in ("ours", "theirs") for speed in SPEEDS),
     "ratio",
     "equal",
+    "compiled in",
 )
 
 
@@ -55,9 +57,14 @@ def main() -> None:
     parser.add_argument("--width", type=whole_number, default=256, help="d_model")
     parser.add_argument("--tokens", type=whole_number, default=64, help="new ones of each prompt")
     parser.add_argument("--repetitions", type=whole_number, default=5)
+    parser.add_argument("--unrolled", type=whole_number, metavar="LAYERS", help="up to which ours has no loop")
     parser.add_argument("--cores", type=whole_number, default=1, help="that both may use")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    if args.unrolled:
+        from parallax.inference import layer_sequences
+
+        layer_sequences.UNROLLED_LAYERS = args.unrolled
     print(f"| {' | '.join(HEAD)} |")
     print(f"|{'---|' * len(HEAD)}")
     for attention in args.attention:
@@ -161,19 +168,23 @@ def generator_of(model_and_params: tuple[Any, Any], tokens: int) -> Callable:
 
 def measured(attention: str, rows: int, ours: Callable, theirs: Callable | None, args: Any) -> str:
     """A line of the table."""
+    import jax
     import numpy as np
 
+    jax.config.update("jax_enable_compilation_cache", False)
     ids = np.random.default_rng(0).integers(VOCAB, size=(rows, PROMPT))
+    compiling = timed(ours, ids).cpu
     writers = [ours, theirs] if theirs else [ours]
-    first = [writer(ids) for writer in writers]  # also compiles
+    written = [writer(ids) for writer in writers]
     secs = [[timed(writer, ids) for writer in writers] for _ in range(args.repetitions)]
     of_each = [Seconds(*(statistics.median(kind) for kind in zip(*column))) for column in zip(*secs)]
     speeds = [f"{rows * args.tokens / value:,.0f}" for each in of_each for value in each]
+    compiled = f"{compiling - of_each[0].cpu:.1f}"
     if not theirs:
-        return f"| {attention} | {rows} | {' | '.join(speeds)} | - | - | - | - |"
+        return f"| {attention} | {rows} | {' | '.join(speeds)} | - | - | - | - | {compiled} |"
     ratio = statistics.median(there.cpu / here.cpu for here, there in secs)
-    equal = (first[0] == first[1]).mean()
-    return f"| {attention} | {rows} | {' | '.join(speeds)} | {ratio:.2f} | {equal:.1%} |"
+    equal = (written[0] == written[1]).mean()
+    return f"| {attention} | {rows} | {' | '.join(speeds)} | {ratio:.2f} | {equal:.1%} | {compiled} |"
 
 
 def timed(writer: Callable, ids: Any) -> Seconds:

@@ -38,7 +38,7 @@ RUNS = {
     "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "curves.py --recipes": r"\| float8 row \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
-    "decoding.py --ours": r"\| mla \| 2 \|( [\d,]+ \|){2}( - \|){4}",
+    "decoding.py --ours": r"\| mla \| 2 \|( [\d,]+ \|){2}( - \|){4} \d+\.\d \|",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "gspmd.py --here": r"gspmd/ours \d+\.\d{3}",
     "gpus.py": r"\| `tiny_gqa` \| H100:1x8 \| fits \|( [\d.]+ MiB \|){2} [\d.e-]+ s \| \d+ % \| [\d.]+ MiB \| .* \|",

@@ -9,6 +9,7 @@ token.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
+from parallax.inference.layer_sequences import Layer, LayerSequence, layer_sequences
 from parallax.model.context import Context, tables_of_layers
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
@@ -68,21 +69,13 @@ class CacheForm(NamedTuple):
 
 
 class Caches(struct.PyTreeNode):
-    """The caches of a stage's layers: for each place the entries of every form that a rank has there.
+    """The caches of a stage's layers: for each place of its sequences the entries of every form that a rank has there.
 
-    Layers have arrays of their own, so that a token is written in place.
+    Layers have arrays of their own, so that a token is written in place; those of a loop are stacked.
     """
 
-    of_places: list[dict[CacheForm, dict[str, Array]]]  # [B, slots, ...] of each name
+    of_sequences: list[list[dict[CacheForm, dict[str, Array]]]]  # [B, slots, ...] of each name
     slots: int = struct.field(pytree_node=False)  # of a row
-
-
-class Layer(NamedTuple):
-    """A layer in a place of a rank: its index in the stack of its kind there, and the form of its cache."""
-
-    kind: str
-    index: int
-    form: CacheForm
 
 
 class Decoder:
@@ -107,6 +100,7 @@ class Decoder:
         placement = tuple(range(mesh.shape["pp"]))
         self.arrangement = Arrangement(placement, model.layer_kinds)
         self.orders = list(arrangements(placement, model.layer_kinds).values())
+        self.sequences = layer_sequences(self.arrangement, model.windows)
 
     def write(
         self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, ends: tuple[int, ...]
@@ -214,11 +208,11 @@ class Decoder:
         x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         def through(x, caches):
-            of_places = []
-            for place, cache in enumerate(caches.of_places):
-                x, cache = self._layer(weights[BLOCKS], place, x, cache, context, caches.slots)
-                of_places.append(cache)
-            return x, caches.replace(of_places=of_places)
+            of_sequences = []
+            for sequence, of_places in zip(self.sequences, caches.of_sequences, strict=True):
+                x, of_places = self._through(sequence, weights[BLOCKS], x, of_places, context, caches.slots)
+                of_sequences.append(of_places)
+            return x, caches.replace(of_sequences=of_sequences)
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -232,20 +226,51 @@ class Decoder:
         carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
         return carry
 
+    def _through(
+        self, sequence: LayerSequence, blocks: Any, x: Array, of_places: list[dict], context: Context, slots: int
+    ) -> tuple[Array, list[dict]]:
+        """What the layers of a sequence make of new tokens, and their caches with these."""
+
+        def once(time: Array | int, of_time: Callable, x: Array, of_places: list[dict]) -> tuple[Array, list[dict]]:
+            written = []
+            for place, (of_ranks, cache) in enumerate(zip(sequence.places, of_places, strict=True)):
+                here = self._context_in(context, sequence.place(place, time))
+                weights = {layer: partial(of_time, blocks[layer.kind][layer.indices]) for layer in of_ranks if layer}
+                x, cache = self._layer(of_ranks, weights, x, cache, here, slots)
+                written.append(cache)
+            return x, written
+
+        if sequence.times == 1:
+            return once(0, lambda weights: weights, x, of_places)
+        cursor = context.mask.cursor if x.shape[1] == 1 else None
+
+        def turn(time: Array, carry: tuple[Array, list[dict]]) -> tuple[Array, list[dict]]:
+            of_time, (x, stacks) = partial(_of_time, time=time), carry
+            x, written = once(time, of_time, x, of_time(stacks))
+            put = partial(_with_entries, time=time, cursor=cursor)
+            pairs = zip(stacks, written, strict=True)
+            return x, [{form: put(form, stack[form], entries[form]) for form in stack} for stack, entries in pairs]
+
+        return lax.fori_loop(0, sequence.times, turn, (x, of_places))
+
+    def _context_in(self, context: Context, place: Array | int) -> Context:
+        """The context of the layer in a place of this stage, from that of all layers."""
+        if not self.model.settings_of_layers.differ:
+            return context
+        ranks = self.mesh.shape["pp"]
+        numbers = self.arrangement.own_layers() if ranks > 1 else jnp.arange(self.model.layers)
+        return context.of_layer(self.model, numbers[place])
+
     def _layer(
-        self, blocks: Any, place: int, x: Array, cache: dict, context: Context, slots: int
+        self, of_ranks: list[Layer | None], weights: dict, x: Array, cache: dict, context: Context, slots: int
     ) -> tuple[Array, dict]:
-        """What the layer in a place makes of new tokens. A place without a layer leaves x as it is."""
-        of_ranks = self.layers_in_places(slots)[place]
-        if self.model.settings_of_layers.differ:
-            numbers = self.arrangement.own_layers() if len(of_ranks) > 1 else np.arange(self.model.layers)
-            context = context.of_layer(self.model, numbers[place])
+        """What this rank's layer in a place makes of new tokens. A place without a layer leaves x as it is."""
 
         def run(layer: Layer, x: Array, cache: dict) -> tuple[Array, dict]:
-            weights, here = blocks[layer.kind][layer.index], context.of_kind(self.model, layer.kind)
+            here, form = context.of_kind(self.model, layer.kind), self.form(layer, slots)
             block = self.parts.blocks[layer.kind]
-            x, entries = block.apply({"params": weights}, x, here, cache[layer.form], method="decode")
-            return as_varying(x), cache | {layer.form: jax.tree.map(as_varying, entries)}
+            x, entries = block.apply({"params": weights[layer]()}, x, here, cache[form], method="decode")
+            return as_varying(x), cache | {form: jax.tree.map(as_varying, entries)}
 
         layers = list(dict.fromkeys(of_ranks))
         runs = [partial(run, layer) if layer else lambda *same: same for layer in layers]
@@ -272,34 +297,24 @@ class Decoder:
         bound = bound_axis_sizes()
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
 
-        def entries(form: CacheForm) -> dict[str, Array]:
+        def entries(form: CacheForm, times: int) -> dict[str, Array]:
             block, sizes = self.parts.blocks[form.kind], self.model.of_block(form.kind).sizes
             sizes = {**sizes, "batch": rows, "kv_seq": form.length}
             layouts = block.apply({}, method="cache_layouts")
             shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
-            return {name: as_varying(jnp.zeros(shape, self.model.dtype)) for name, shape in shapes.items()}
+            stacked = (times,) if times > 1 else ()
+            return {name: as_varying(jnp.zeros((*stacked, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
-        of_places = [
-            {layer.form: entries(layer.form) for layer in of_ranks if layer}
-            for of_ranks in self.layers_in_places(slots)
-        ]
-        return Caches(of_places, slots)
+        def of_place(of_ranks: list[Layer | None], times: int) -> dict[CacheForm, dict[str, Array]]:
+            forms = {self.form(layer, slots) for layer in of_ranks if layer}
+            return {form: entries(form, times) for form in sorted(forms)}
 
-    def layers_in_places(self, slots: int) -> list[list[Layer | None]]:
-        """For each place of a stage the layer of each rank, with a cache for rows of `slots` tokens."""
-        forms, kinds = self.forms(slots), self.model.layer_kinds
-        _, indices = self.arrangement.kinds_in_places
+        of_sequences = [[of_place(of_ranks, each.times) for of_ranks in each.places] for each in self.sequences]
+        return Caches(of_sequences, slots)
 
-        def layer(number: int, index: int) -> Layer | None:
-            return None if number < 0 else Layer(kinds[number], int(index), forms[number])
-
-        pairs = zip(self.arrangement.numbers.T, indices.T, strict=True)
-        return [[layer(*pair) for pair in zip(*of_place, strict=True)] for of_place in pairs]
-
-    def forms(self, slots: int) -> list[CacheForm]:
-        """The form of each layer's cache for rows of `slots` tokens."""
-        of_each = zip(self.model.layer_kinds, self.model.windows, strict=True)
-        return [CacheForm(self.cached_as[kind], min(window or slots, slots)) for kind, window in of_each]
+    def form(self, layer: Layer, slots: int) -> CacheForm:
+        """The form of a layer's cache for rows of `slots` tokens."""
+        return CacheForm(self.cached_as[layer.kind], min(layer.window or slots, slots))
 
     @functools.cached_property
     def cached_as(self) -> dict[str, str]:
@@ -329,8 +344,8 @@ class Decoder:
         return sum_over(on_first, ["pp"])
 
     def weights(self, params: Any) -> Any:
-        """Parameters in the layouts of decoding, layers apart, kernels cast to the compute dtype or rounded to 8 bits
-        before they are sent."""
+        """Parameters in the layouts of decoding, layers apart or in the stack of a loop, kernels cast to the compute
+        dtype or rounded to 8 bits before they are sent."""
 
         def moved(row: ParameterPlan, stored: Layout, wanted: Layout, weight: Array) -> Array:
             # Tables are sharded over pp, too; layers stay on their ranks.
@@ -355,14 +370,39 @@ class Decoder:
 
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
         weights = jax.tree.map(moved, self.rows, layouts, self.wanted, {**params, BLOCKS: staged})
-        stacks = zip(self.parts.blocks, self.parts.by_kind(weights[BLOCKS]), strict=True)
-        return weights | {BLOCKS: {kind: _apart(stack) for kind, stack in stacks}}
+        stacks = dict(zip(self.parts.blocks, self.parts.by_kind(weights[BLOCKS]), strict=True))
+        blocks = {kind: {} for kind in stacks}
+        for layer in itertools.chain.from_iterable(sequence.layers for sequence in self.sequences):
+            blocks[layer.kind][layer.indices] = _taken(stacks[layer.kind], layer.indices)
+        return weights | {BLOCKS: blocks}
 
 
-def _apart(stack: Any) -> list[Any]:
-    """The layers of a stack. A slice in the loop of tokens would be a copy for each of them."""
-    layers = len(jax.tree.leaves(stack)[0])
-    return [jax.tree.map(lambda weight: weight[layer], stack) for layer in range(layers)]  # noqa: B023
+def _taken(stack: Any, indices: tuple[int, ...]) -> Any:
+    """A layer of a stack, or a stack of those that a loop runs. A slice in the loop of tokens would be a copy for each
+    of them."""
+    first, *others = indices
+    if not others:
+        return jax.tree.map(lambda weight: weight[first], stack)
+    return jax.tree.map(lambda weight: weight[first : others[-1] + 1 : others[0] - first], stack)
+
+
+def _of_time(stacks: Any, time: Array) -> Any:
+    """The arrays of one repetition."""
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, time, keepdims=False), stacks)
+
+
+def _with_entries(form: CacheForm, stacks: dict, entries: dict, *, time: Array, cursor: Array | None) -> dict:
+    """Stacks of caches with the entries of one repetition. With a cursor only its token is new, and of a cache of
+    tokens only its slot is written."""
+
+    def put(stack: Array, entries: Array) -> Array:
+        if cursor is None or stack.shape[-2] != form.length:
+            return lax.dynamic_update_index_in_dim(stack, entries, time, axis=0)
+        slot = cursor % form.length
+        new = lax.dynamic_slice_in_dim(entries, slot, 1, axis=-2)
+        return lax.dynamic_update_slice(stack, new[None], (time, *[0] * (stack.ndim - 3), slot, 0))
+
+    return jax.tree.map(put, stacks, entries)
 
 
 def _to_outside(tree: Any) -> Any:

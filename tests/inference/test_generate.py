@@ -28,6 +28,7 @@ from parallax.config.sections import (
 from parallax.config.settings import default_settings
 from parallax.data.tokenizer import Bytes
 from parallax.errors import ConfigError
+from parallax.inference import layer_sequences
 from parallax.inference.decode import CacheForm, Decoder, Prompts
 from parallax.inference.generate import complete, generate, stream
 from parallax.model.kernels.blockwise import LONGEST_SIDE
@@ -156,6 +157,37 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
+        ("gqa", (1, 1, 1)),
+        ("windows", (1, 1, 1)),
+        ("mixed", (1, 1, 1)),
+        ("mla", (1, 2, 2)),
+        ("windows of kinds", (1, 1, 1)),
+        ("choices", (1, 1, 2)),
+        ("gqa", (2, 2, 2)),
+        ("windows", (3, 2, 1)),  # 4 layers on 3 ranks: uneven
+    ],
+    ids=str,
+)
+def test_layers_in_a_loop_say_what_they_say_one_by_one(name, mesh, monkeypatch):
+    monkeypatch.setattr(layer_sequences, "UNROLLED_LAYERS", 1)
+    check_decoding(name, model_on(name, mesh))
+
+
+def test_the_program_of_a_deep_model_does_not_grow_with_its_layers(monkeypatch):
+    monkeypatch.setattr(layer_sequences, "UNROLLED_LAYERS", 4)
+
+    def count(pairs):
+        layers, model = dict(layers=2 * pairs, layers_of=f"(near far)*{pairs}"), model_on("windows")
+        model = model.replace(model=dataclasses.replace(model.config, **layers))
+        return sum(1 for _ in equations(greedy(model, tokens=3), *inputs(model, prompt=5)))
+
+    assert count(3) == count(6) < count(2)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
         ("windows", (3, 2, 1)),  # 4 layers on 3 ranks: uneven
         ("windows", (2, 1, 2)),
         ("windows", (1, 2, 1, 1, 2, 2)),
@@ -176,7 +208,7 @@ def test_a_cache_has_a_windows_slots_for_each_layer_with_it():
     for name, layers in lengths.items():
         model = model_on(name)
         decoder = Decoder(model.config, model.plan.rows, model.mesh)
-        of_places = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_places)
+        of_places = shapes_of(model, lambda decoder=decoder: decoder.caches(2, SEQ).of_sequences[0])
         found = [(form.length, entries["k"].shape) for place in of_places for form, entries in place.items()]
         assert sorted(found) == sorted(
             (length, (2, 2, length, 4)) for length, count in layers.items() for _ in range(count)
@@ -263,19 +295,29 @@ def unflatten(tree, value):
 def test_a_prompt_has_no_square_of_scores(name):
     """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
     model, prompt = model_on(name), 4 * LONGEST_SIDE["cpu"]
-    decoder = Decoder(model.config, model.plan.rows, model.mesh)
-    shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
-    pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
-    write = functools.partial(decoder.write, pick=pick, tokens=3, ends=())
-    made = [var.aval.shape for one in equations(write, model.shapes, shapes, jax.random.key(0)) for var in one.outvars]
+    traced = equations(greedy(model, tokens=3), *inputs(model, prompt=prompt))
+    made = [var.aval.shape for one in traced for var in one.outvars]
     assert not [shape for shape in made if sum(size >= prompt for size in shape) > 1]
     assert any(sum(size == LONGEST_SIDE["cpu"] for size in shape) > 1 for shape in made)  # blocks
+
+
+def greedy(model, *, tokens):
+    """`write` of a decoder that takes the likeliest."""
+    pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
+    decoder = Decoder(model.config, model.plan.rows, model.mesh)
+    return functools.partial(decoder.write, pick=pick, tokens=tokens, ends=())
+
+
+def inputs(model, *, prompt):
+    """Shapes of what `write` reads."""
+    prompts = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
+    return model.shapes, prompts, jax.random.key(0)
 
 
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
     narrow = Decoder(dataclasses.replace(model.config, dtype="bfloat16"), model.plan.rows, model.mesh)
-    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_places)[3][CacheForm("dense", 5)]
+    caches = shapes_of(model, lambda: narrow.caches(2, 5).of_sequences[0])[3][CacheForm("dense", 5)]
     # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
         "latent": ((2, 5, 16), "bfloat16"),

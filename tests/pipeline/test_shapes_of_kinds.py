@@ -110,7 +110,7 @@ def test_cached_decoding_of_other_shapes_says_what_the_whole_pass_says(name, mes
 def test_a_kind_has_a_cache_of_its_own_shape_and_length():
     model = build((1, 1, 1), **GQA, microbatches=1)
     decoder = Decoder(model.config, model.plan.rows, model.mesh)
-    places = jax.eval_shape(lambda: decoder.caches(2, 8)).of_places
+    places = jax.eval_shape(lambda: decoder.caches(2, 8)).of_sequences[0]
     shapes = [(tuple(form), entries["k"].shape) for place in places for form, entries in place.items()]
     assert shapes == [(("near", 3), (2, 2, 3, 4)), (("far", 8), (2, 4, 8, 16))] * 2
 

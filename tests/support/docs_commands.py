@@ -242,6 +242,7 @@ PARSED = {
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "data.py",
             "decoding.py --repetitions 3 --tokens 48",
+            "decoding.py --ours --attention gqa --rows 1 --tokens 24 --repetitions 3 --layers 32",
         )
     },
 }
