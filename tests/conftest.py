@@ -2,6 +2,8 @@
 
 import collections
 import gc
+import pathlib
+import resource
 import signal
 from importlib.util import find_spec
 
@@ -40,6 +42,16 @@ collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["s
 hypothesis.settings.register_profile("parallax", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("parallax")
 
+# A worker keeps programs of a file for the next ones until it has grown by so much.
+GROWTH_BYTES = 1 << 30
+most_bytes = GROWTH_BYTES
+
+
+def memory_bytes():
+    """What this process has in memory; infinite where the system does not say."""
+    pages = pathlib.Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else float("inf")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -56,6 +68,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Programs of a file are no other's: held on to, those of all files are gigabytes."""
-    if nextitem is None or nextitem.path != item.path:
+    """Files share programs, as that of the tiny run; held on to, those of all files are gigabytes."""
+    global most_bytes
+    if (nextitem is None or nextitem.path != item.path) and memory_bytes() >= most_bytes:
         jax.clear_caches()
+        most_bytes = memory_bytes() + GROWTH_BYTES

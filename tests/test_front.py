@@ -242,26 +242,24 @@ def test_plans_that_cannot_be_are_refused():
 
 
 @pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory, shared_programs):
+def trained(corpus, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "first"
-    changes = {"train.steps": 4, "train.eval_every_steps": 2, "checkpoint.every_steps": 2, "model.layers": 1}
-    config = tiny_config(corpus, **changes, **{"mesh.pp": 1, "mesh.dp": 8, "mesh.tp": 1})
-    return path, px.train(px.read_settings(config), path)
+    return path, px.train(px.read_settings(tiny_config(corpus)), path)
 
 
 @pytest.mark.slow
 def test_a_run_is_opened_on_another_mesh(trained):
     path, outcome = trained
-    assert (outcome.reason, outcome.step) == ("finished", 4)
+    assert (outcome.reason, outcome.step) == ("finished", 8)
     run = px.load(path, tp=2)
-    assert run.step == 4 and dict(run.model.mesh.shape) == {"pp": 1, "dp": 1, "tp": 2}
+    assert run.step == 8 and dict(run.model.mesh.shape) == {"pp": 1, "dp": 1, "tp": 2}
     steps, losses = run.curve("train/loss")
-    assert steps.tolist() == [1, 2, 3, 4]
+    assert steps.tolist() == [*range(1, 9)]
     assert losses.tolist() == [row["train/loss"] for row in read_metrics(path / "metrics.jsonl")]
-    assert run.curve("eval/loss")[0].tolist() == [2, 4]
-    assert f"{path}, step 4 of 4" in repr(run) and f"{path}, step 4 of 4" in shown(run)
-    earlier = px.load(path, step=2)
-    assert earlier.step == 2 and not np.array_equal(*(jax.tree.leaves(r.params)[0] for r in (run, earlier)))
+    assert run.curve("eval/loss")[0].tolist() == [4, 8]
+    assert f"{path}, step 8 of 8" in repr(run) and f"{path}, step 8 of 8" in shown(run)
+    earlier = px.load(path, step=4)
+    assert earlier.step == 4 and not np.array_equal(*(jax.tree.leaves(r.params)[0] for r in (run, earlier)))
 
 
 def test_a_run_writes_and_is_looked_into(trained):
@@ -284,7 +282,7 @@ def test_what_a_run_has_not_is_named(trained, tmp_path):
         run.generate("a", temprature=1.0)
     with pytest.raises(ConfigError, match="is 1 token, which has no next one"):
         run.batch_of("a")
-    with pytest.raises(CheckpointError, match="there is no checkpoint of step 3 in .*; steps there: 2, 4"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 3 in .*; steps there: 4, 8"):
         px.load(trained[0], step=3)
     with pytest.raises(CheckpointError, match="is missing; is .* the folder of a run"):
         px.load(tmp_path)

@@ -1,6 +1,7 @@
 """ShardedModel: a model sharded over a mesh by layout strings; results are the same on every mesh, up to rounding."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +36,11 @@ class ShardedModel(ModelOnMesh):
 
     def init(self, seed: int) -> Any:
         """Initial parameters, drawn in float32; bitwise the same on every mesh."""
+        return self._draw(jax.random.key(seed))
+
+    @functools.cached_property
+    def _draw(self) -> Any:
+        """Initial parameters as a compiled function of a key."""
         # On CPU, XLA takes about a second per parameter to optimise the random draw, which runs only once.
         options = {"xla_backend_optimization_level": 0} if self.is_simulated else None
 
@@ -42,7 +48,7 @@ class ShardedModel(ModelOnMesh):
             drawn = nn.meta.unbox(self.parts.declare(key))
             return jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, self.shapes)
 
-        return jax.jit(declare, out_shardings=self.shardings, compiler_options=options)(jax.random.key(seed))
+        return jax.jit(declare, out_shardings=self.shardings, compiler_options=options)
 
     def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
         """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are

@@ -24,8 +24,6 @@ from parallax.storage.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 
 @pytest.mark.parametrize(
     ("written", "words"),

@@ -98,7 +98,7 @@ def stop(*_):
 
 
 @pytest.fixture
-def commands(monkeypatch, tmp_path, known_speed, shared_programs):
+def commands(monkeypatch, tmp_path, known_speed):
     """Runs a command with the flags of a config; returns what it prints before anything is compiled or measured."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))

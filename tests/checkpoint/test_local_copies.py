@@ -27,9 +27,7 @@ def killed() -> None:
     raise Killed
 
 
-def test_a_run_goes_on_from_the_copy_bit_for_bit_and_removes_it_at_its_end(
-    corpus, shared_programs, whole_run, tmp_path, monkeypatch
-):
+def test_a_run_goes_on_from_the_copy_bit_for_bit_and_removes_it_at_its_end(corpus, whole_run, tmp_path, monkeypatch):
     config = tiny_config(corpus, **{"checkpoint.local": str(tmp_path / "host"), "checkpoint.local_every_steps": 2})
     (tmp_path / "host" / "another-12345678").mkdir(parents=True)
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -44,7 +42,7 @@ def test_a_run_goes_on_from_the_copy_bit_for_bit_and_removes_it_at_its_end(
     assert not [*(tmp_path / "host").rglob("manifest.json")]
 
 
-def test_a_run_that_is_told_never_to_resume_takes_no_copy(corpus, shared_programs, tmp_path, monkeypatch):
+def test_a_run_that_is_told_never_to_resume_takes_no_copy(corpus, tmp_path, monkeypatch):
     config = tiny_config(corpus, **{"checkpoint.local": str(tmp_path / "host"), "checkpoint.local_every_steps": 2})
     for step, resume in ((3, "auto"), (1, "never")):
         with monkeypatch.context() as patch, pytest.raises(Killed):

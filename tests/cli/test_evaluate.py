@@ -29,7 +29,6 @@ from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
 ONE = {**dict.fromkeys(ALL_AXES, 1), "simulate": 0}
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def on(run, **mesh):

@@ -97,7 +97,7 @@ class Begun(Exception):
 
 
 @pytest.fixture
-def begins(shared_programs, monkeypatch):
+def begins(monkeypatch):
     """Runs end where they would begin to compile."""
 
     def begin(*_):

@@ -25,7 +25,6 @@ from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.storage.run_files import read_metrics
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(__file__).parents[2]
 
 

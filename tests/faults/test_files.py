@@ -43,7 +43,6 @@ from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(command_line.__file__).parents[2]
 DEEP = '{"a": ' * 100_000
 

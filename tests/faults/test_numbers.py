@@ -29,7 +29,6 @@ from parallax.training.folder import RunFolder
 from parallax.training.loop import TrainingLoop
 from parallax.training.run import DivergenceError, train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
 
 

@@ -141,7 +141,7 @@ COMMANDS = {
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_loads_code_from_where_a_received_run_says_or_writes_there(
-    command, received, asked, tmp_path, capsys, shared_programs
+    command, received, asked, tmp_path, capsys
 ):
     assert COMMANDS[command](received) == 0
     said = capsys.readouterr().err

@@ -26,8 +26,6 @@ from parallax.training.folder import RunFolder
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 ROOT = pathlib.Path(command_line.__file__).parents[2]
 EVERY_SECOND = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "checkpoint.keep_best": 0}
 

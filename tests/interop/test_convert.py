@@ -32,8 +32,6 @@ from parallax.interop.safetensors import (
 )
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 
 @pytest.fixture
 def exported(whole_run, tmp_path):

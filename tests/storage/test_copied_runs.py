@@ -61,9 +61,7 @@ def test_a_file_is_made_of_a_copied_log_through_a_kill(bucket, tmp_path, monkeyp
     assert list(files.lines_in(path)) == [b"1", b"2", b"3"]
 
 
-def test_a_copied_run_is_watched_loaded_and_goes_on(
-    bucket, corpus, whole_run, shared_programs, tmp_path, monkeypatch, capsys
-):
+def test_a_copied_run_is_watched_loaded_and_goes_on(bucket, corpus, whole_run, tmp_path, monkeypatch, capsys):
     def killed():
         raise KeyError("killed")
 

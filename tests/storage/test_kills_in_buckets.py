@@ -77,9 +77,7 @@ def losses(folder) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row}
 
 
-def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(
-    bucket, corpus, whole_run, shared_programs, monkeypatch, capfd
-):
+def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(bucket, corpus, whole_run, monkeypatch, capfd):
     """And nothing that it has written or printed has a credential in it."""
     config = tiny_config(corpus, **{"checkpoint.every_steps": 2})
     write_manifest = steps.write_manifest

@@ -52,7 +52,7 @@ def test_steps_go_on_while_all_processes_save(corpus, place, processes):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("limit_secs", "is_late"), [(1, True), (30, False)])
 def test_a_deadline_is_kept_or_said_to_be_too_short_after_the_first_save(
-    corpus, tmp_path, shared_programs, monkeypatch, capsys, limit_secs, is_late
+    corpus, tmp_path, monkeypatch, capsys, limit_secs, is_late
 ):
     """The first save ends, on a disk that is slow where it is late, before the signal."""
     config = tiny_config(corpus, **{"checkpoint.every_steps": 3, "checkpoint.deadline_secs": limit_secs})

@@ -25,7 +25,6 @@ ENDING = {
 }
 CASES = [(name, key) for key in (UPLOAD, MANIFEST) for name in ENDING]
 NOW_AND_THEN = {"slow": 1, "cut": 4, "failing": 4, "throttled": 4, "unanswered": 8}  # of how many requests one
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

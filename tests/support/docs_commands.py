@@ -253,7 +253,7 @@ PARSED |= {command: NETWORK for command in commands(ROOT / "docs" / "buckets.md"
 # What compiles, or traces for seconds: run with the slow tests.
 SLOW = re.compile(
     r"train\.py|dpo\.py|parallax\.(watch|report|parity|plan|generate|convert|evaluate|launch)|pytest|benchmarks/"
-    r"|data prepare --source stdlib|data conversations"
+    r"|data prepare --source stdlib|data conversations|in_a_notebook"
 )
 # A command that is in no block, and that nobody would run here.
 COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+")

@@ -25,6 +25,7 @@ class Proxy(BaseHTTPRequestHandler):
 
     address: tuple[str, int]
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms between its headers and its content
     conditional = threading.Lock()
 
     def forward(self) -> None:

@@ -1,6 +1,5 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -14,6 +13,8 @@ from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
 from parallax.data import Reader
+from parallax.inference import run as run_of_inference
+from parallax.step import step
 from parallax.step.step import TrainState
 from parallax.storage.run_files import read_metrics
 from parallax.training import build, facts, run
@@ -59,21 +60,14 @@ def corpus(tmp_path_factory):
 def whole_run(corpus, tmp_path_factory):
     """The folder of the tiny run, finished; not to be changed."""
     folder = tmp_path_factory.mktemp("whole")
-    with sharing():
-        assert train(tiny_config(corpus), folder).reason == "finished"
+    assert train(tiny_config(corpus), folder).reason == "finished"
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def shared_programs():
     """Runs of equal settings share their model and what is traced, planned and measured of it: all but the first take
-    two fifths of the time. What they train on, when they stop and what they save is their own."""
-    with sharing():
-        yield
-
-
-@contextlib.contextmanager
-def sharing():
+    a quarter of the time. What they train on, when they stop and what they save is their own."""
     with pytest.MonkeyPatch.context() as patch:
         for (module, name), function in SHARED.items():
             patch.setattr(module, name, function)
@@ -83,7 +77,7 @@ def sharing():
 def settings_of_model(settings, mesh):
     """All of the settings that a model and its optimizer read."""
     sections = (settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, settings.optimizer)
-    return *sections, settings.train.steps, settings.data.global_batch, settings.data.seq, mesh
+    return *sections, settings.data_parallel, settings.train.steps, tuple(settings.data.shapes), mesh
 
 
 def cached(function, key):
@@ -100,13 +94,16 @@ def cached(function, key):
     return found
 
 
+POSITION_STEP = functools.cache(step.make_position_step)
 SHARED = {
     (build, "ShardedModel"): cached(build.ShardedModel, settings_of_model),
     (build, "optimizer_of"): functools.cache(build.optimizer_of),
     # The optimizer's state follows from the model, which no other optimizer has.
     (facts, "memory"): cached(facts.memory, lambda model, opt_state, **batch: (model, *batch.items())),
     (run, "TrainStep"): functools.cache(run.TrainStep),
-    (run, "make_position_step"): functools.cache(run.make_position_step),
+    (run, "make_position_step"): POSITION_STEP,
+    (step, "make_position_step"): POSITION_STEP,  # which evaluations of a finished run import
+    (run_of_inference, "model_of"): cached(run_of_inference.model_of, settings_of_model),
     (facts, "peak_flops"): functools.cache(facts.peak_flops),
 }
 

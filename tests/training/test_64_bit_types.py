@@ -16,7 +16,6 @@ from parallax.step.step import abstract_state, model_of, optimizer_of
 from parallax.training.run import train
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_a_run_has_the_same_losses_and_what_it_saved_the_same_text_and_evaluation(corpus, whole_run, tmp_path, capsys):
     with jax.enable_x64(True):
         train(tiny_config(corpus), tmp_path)

@@ -17,8 +17,6 @@ from parallax.data.chat import ChatTemplate
 from parallax.errors import DataError
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):

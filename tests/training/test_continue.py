@@ -17,8 +17,6 @@ from parallax.storage.run_files import read_metrics
 from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 OF_STEPS = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
 
 

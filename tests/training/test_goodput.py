@@ -117,7 +117,6 @@ def check_adds_up(folder, lost_steps):
     return spent
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_a_run_whose_steps_were_lost_knows_what_they_took(corpus, whole_run, tmp_path):
     """What a kill after step 6 leaves: the checkpoint of step 4, and lines beyond it."""
     folder = tmp_path / "halfway"

@@ -43,8 +43,6 @@ from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 from parallax.training.step_reports import StepReports
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 
 @pytest.fixture
 def halfway(whole_run, tmp_path):
@@ -325,14 +323,14 @@ def test_an_error_about_other_data_begins_with_its_cause_and_ends_with_what_to_d
 
 
 def test_a_run_without_evaluations_needs_no_other_key_and_says_that_none_is_the_best(corpus, tmp_path, capsys):
-    changes = {"train.eval_batches": 0, "data.eval_fraction": 0.0, "checkpoint.every_steps": 2, "train.steps": 6}
+    changes = {"train.eval_batches": 0, "data.eval_fraction": 0.0, "checkpoint.every_steps": 2}
     config = tiny_config(corpus, **changes)
     assert config.checkpoint.keep_best == 1 and train(config, tmp_path).reason == "finished"
     said = (
         "nothing is evaluated (train.eval_batches=0), so no checkpoint becomes one of the best (checkpoint.keep_best=1)"
     )
     assert capsys.readouterr().out.count(said) == 1
-    assert sorted(complete_steps(tmp_path / "checkpoints")) == [4, 6]
+    assert sorted(complete_steps(tmp_path / "checkpoints")) == [6, 8]
 
 
 def test_resume_must_and_never_mean_it(corpus, tmp_path, whole_run):

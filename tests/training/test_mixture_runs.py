@@ -23,8 +23,6 @@ from parallax.training.build import model_of_shape
 from parallax.training.folder import RunFolder
 from parallax.training.run import train
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 LATER = "later=(from_step=6, text=1, count=3)"
 
 

@@ -125,7 +125,7 @@ def test_other_commands_say_it_on_stderr(capsys):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
+def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}
     config = tiny_config(corpus, **changes, **{"data.cache": ""}).to_dict()
 

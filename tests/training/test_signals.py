@@ -18,8 +18,6 @@ from parallax.cli.watch import WatchedRun
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 
 def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
     stop_at(monkeypatch, 2, signal.SIGINT)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import user_parts
 from support.docs_commands import EXTEND, blocks
-from support.run_examples import losses, tiny_config, train
+from support.run_examples import losses, stop_at, tiny_config, train
 
 import parallax as px
 from parallax.checkpoint.steps import complete_steps, read_manifest
@@ -93,15 +93,15 @@ def test_a_run_goes_on_only_with_the_same_files(corpus, tmp_path, monkeypatch):
         """
     file = tmp_path / "steps_of_mine.py"
     file.write_text(textwrap.dedent(text))
-    config = tiny_config(corpus, **{"train.steps": 2, "train.eval_batches": 0})
+    config = tiny_config(corpus, **{"train.steps": 4, "train.eval_batches": 0})
     config.optimizer.update({"name": "steps_of_mine:made(scale=0.5)", "warmup_steps": 1})
-    train(config, tmp_path / "run")
-    config.train.steps = 3
+    stop_at(monkeypatch, 1)
+    assert train(config, tmp_path / "run").reason == "stopped"
     file.write_text(file.read_text() + "\n# a remark\n")
     with pytest.raises(CheckpointError, match="other settings: user_code.optimizer.name=.* --changed-code"):
         train(config, tmp_path / "run")
-    assert train(config, tmp_path / "run", changed_code=True) == Outcome("finished", 3, None)
-    config.optimizer.name, config.train.steps = "steps_of_mine:made(scale=0.25)", 4
+    assert train(config, tmp_path / "run", changed_code=True) == Outcome("finished", 4, None)
+    config.optimizer.name, config.train.steps = "steps_of_mine:made(scale=0.25)", 5
     with pytest.raises(CheckpointError, match="with other settings: optimizer.name='steps_of_mine:made"):
         train(config, tmp_path / "run", changed_code=True)
     del sys.modules["steps_of_mine"]
