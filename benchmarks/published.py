@@ -1,15 +1,20 @@
-"""Published steps on GPUs, and the predicted times of the same layouts, compiled on a machine without GPUs.
+"""Published steps on TPUs and GPUs, and the times of the same layouts as this project plans or compiles them.
 
-    python benchmarks/published.py [--rows 0 3]
+    python benchmarks/published.py --analytic [--rows 0 3]
+    python benchmarks/published.py [--rows 23]
 
-Needs XLA's compiler for GPUs, pip install -e '.[gpu-compiler]'. *predicted* is the time of the compiled program by
-parallax.analysis (docs/gpus.md says what that rests on), and the last column is its share of the published time. A
-published rate of tokens a GPU is taken as the time of a step.
+With --analytic a step is planned from its trace; nothing is compiled, and all rows take some minutes. *Half* is the half
+of the steps to which constants of prices were fitted, or the one held out, by which plans are judged; the last lines
+have the error of each. Without it steps are compiled on a machine without chips, with kernels at their peak, which
+needs XLA's compilers: pip install -e '.[tpu]' or '.[gpu-compiler]'. The last column is the share of the published
+time. A published rate of tokens or FLOP/s is taken as the time of a step. A row has the model, batch, mesh and recompute
+of the published step, where these have words here; the program is this project's.
 """
 
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -179,11 +184,11 @@ def gpus(title: str, secs: float, source: str, topology: str, changes: Mapping[s
 
 NEMO, NEMOTRON = (f"{DGX_CLOUD}/v25.04/{folder}/README.md" for folder in ("llama3.1", "nemotron"))
 NEMO_8B = LLAMA_8B | at(128, 8192, dp=4, cp=2) | microbatches(32, "zero1") | {"layout.context": "ulysses"}
-NEMO_8B |= remat("none")
-NEMO_70B = LLAMA_70B | {"pipeline.schedule": "interleaved", "pipeline.virtual": 5} | remat("none")
+NEMO_8B |= remat("elementwise")
+NEMO_70B = LLAMA_70B | {"pipeline.schedule": "interleaved", "pipeline.virtual": 5} | remat("elementwise")
 NEMO_70B |= microbatches(64, "zero1")
-NEMO_15B = NEMOTRON_15B | at(64, 4096, dp=8, tp=2) | microbatches(4, "zero1") | remat("none")
-BRIDGE_8B = LLAMA_8B | at(128, 8192, dp=8) | ALL_FLOAT8 | {"model.matmul_scales": "current"} | remat("none")
+NEMO_15B = NEMOTRON_15B | at(64, 4096, dp=8, tp=2) | microbatches(4, "zero1") | remat("elementwise")
+BRIDGE_8B = LLAMA_8B | at(128, 8192, dp=8) | ALL_FLOAT8 | {"model.matmul_scales": "current"} | remat("elementwise")
 MAXTEXT_70B = LLAMA_70B | at(256, 8192, dp=128) | microbatches(1) | remat("elementwise core out ffn") | CHUNKS
 FORGE = microbatches(2) | FULL
 ON_LLMQ = QWEN_7B | BFLOAT16 | {"data.seq": 1024, "data.global_batch": 512, "pipeline.grads_dtype": "bfloat16"}
@@ -282,23 +287,47 @@ SMALLEST = [Published("tiny_gqa", 1.0, "nowhere", "tiny_gqa", "H100:1x8", SMALL)
 def main() -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
+    parser.add_argument("--analytic", action="store_true", help="plan the steps, and compile nothing")
     args = parser.parse_args()
     rows = SMALLEST if args.smoke else ROWS
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: there are rows 0 to {len(rows) - 1}")
-    print("| step | published | predicted | predicted / published |")
-    print("|---|---|---|---|")
+    made, secs_of = ("planned", planned_secs) if args.analytic else ("predicted", compiled_secs)
+    shares: dict[str, list[float]] = defaultdict(list)
+    print(f"| step | half | published | {made} | {made} / published |")
+    print("|---|---|---|---|---|")
     for at in range(len(rows)) if args.rows is None else args.rows:
         started, row = time.perf_counter(), rows[at]
-        secs = predicted_secs(row)
-        print(f"| [{row.title}]({row.source}) | {row.secs:.2f} s | {secs:.3f} s | {secs / row.secs:.2f} |", flush=True)
+        secs = secs_of(row)
+        shares[half_of(row)].append(secs / row.secs)
+        figures = f"{half_of(row)} | {row.secs:.2f} s | {secs:.3f} s | {secs / row.secs:.2f}"
+        print(f"| [{row.title}]({row.source}) | {figures} |", flush=True)
         print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    if args.analytic:
+        for half in sorted(shares):
+            print(errors_line(half, shares[half]))
 
 
-def predicted_secs(row: Published) -> float:
-    """Seconds of the compiled step."""
-    from parallax.analysis.planned.step_time import compile_and_read
-    from parallax.analysis.planned.topology import devices_of, read_topology, without_chips
+def half_of(row: Published) -> str:
+    """Which half a row belongs to; steps of other chips than the plan's to none."""
+    if row.title in {other.title for other in OTHER_ROWS}:
+        return "another chip"
+    return "held out" if row.title in HELD_OUT else "fitted"
+
+
+def errors_line(half: str, shares: Sequence[float]) -> str:
+    """How far planned times are from published ones.
+
+    >>> errors_line("held out", [0.9, 1.02, 1.2])
+    'held out: median 10.0 %, worst 20.0 %'
+    """
+    errors = [abs(share - 1) for share in shares]
+    return f"{half}: median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+
+
+def settings_of(row: Published) -> tuple[Any, Any]:
+    """The row's settings, in which nothing is open, and its topology."""
+    from parallax.analysis.planned.topology import read_topology, without_chips
     from parallax.config.settings import read_settings
     from parallax.step.resolve import resolve
 
@@ -306,7 +335,23 @@ def predicted_secs(row: Published) -> float:
     config = config_of(row.config)
     config.update_from_flattened_dict(row.changes)
     topology = read_topology(row.topology)
-    settings = resolve(read_settings(config.to_dict()), topology.as_devices)
+    return resolve(read_settings(config.to_dict()), topology.as_devices), topology
+
+
+def planned_secs(row: Published) -> float:
+    """Seconds of the step by its plan, without a compiler."""
+    from parallax.analysis.planned.step_time import predicted
+
+    settings, topology = settings_of(row)
+    return predicted(settings, topology, packed=row.packed).secs
+
+
+def compiled_secs(row: Published) -> float:
+    """Seconds of the compiled step, with kernels at their peak."""
+    from parallax.analysis.planned.step_time import compile_and_read
+    from parallax.analysis.planned.topology import devices_of
+
+    settings, topology = settings_of(row)
     return compile_and_read(settings, topology, devices_of(topology), kernel_efficiency=1.0).time.total_secs
 
 
