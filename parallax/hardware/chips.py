@@ -270,7 +270,7 @@ class Figure(NamedTuple):
     source: str
 
 
-_SPLASH, _SPLASH_V7X = (AttentionShares(share, share, 1450) for share in (0.7, 0.3))
+_SPLASH, _SPLASH_V6E, _SPLASH_V7X = (AttentionShares(share, share, 1450) for share in (0.7, 0.6, 0.3))
 _V5P = dict(
     products=Figure(0.90, FITTED),
     narrow_products=Figure(0.90, SAME),
@@ -295,7 +295,13 @@ SOURCES: dict[str, dict[str, Figure]] = {
     "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _V5P.items()},
     "TPU v5e": _V5P,
     "TPU v5p": _V5P,
-    "TPU v6e": _V5P | dict(host=Figure(0.5, FITTED)),
+    "TPU v6e": _V5P
+    | dict(
+        products=Figure(0.62, FITTED),
+        narrow_products=Figure(0.62, SAME),
+        attention=Figure(_SPLASH_V6E, FITTED),
+        packed=Figure(_SPLASH_V6E, SAME),
+    ),
     "TPU v7x": _V5P
     | dict(
         products=Figure(0.80, FITTED),
