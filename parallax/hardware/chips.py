@@ -270,10 +270,10 @@ class Figure(NamedTuple):
     source: str
 
 
-_SPLASH, _SPLASH_V6E, _SPLASH_V7X = (AttentionShares(share, share, 1450) for share in (0.7, 0.6, 0.3))
-_V5P = dict(
-    products=Figure(0.90, FITTED),
-    narrow_products=Figure(0.90, SAME),
+_SPLASH = AttentionShares(0.45, 0.45, 1450)
+_TPU = dict(
+    products=Figure(0.93, FITTED),
+    narrow_products=Figure(0.93, SAME),
     attention=Figure(_SPLASH, FITTED),
     packed=Figure(_SPLASH, SAME),
     grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
@@ -292,22 +292,14 @@ _H100 = dict(
     least_secs=Figure(2.1e-6, H100_STEP),
 )
 SOURCES: dict[str, dict[str, Figure]] = {
-    "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _V5P.items()},
-    "TPU v5e": _V5P,
-    "TPU v5p": _V5P,
-    "TPU v6e": _V5P
+    "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _TPU.items()},
+    "TPU v5e": _TPU,
+    "TPU v5p": _TPU,
+    "TPU v6e": _TPU | dict(products=Figure(0.66, FITTED), narrow_products=Figure(0.66, SAME)),
+    "TPU v7x": _TPU
     | dict(
-        products=Figure(0.62, FITTED),
-        narrow_products=Figure(0.62, SAME),
-        attention=Figure(_SPLASH_V6E, FITTED),
-        packed=Figure(_SPLASH_V6E, SAME),
-    ),
-    "TPU v7x": _V5P
-    | dict(
-        products=Figure(0.80, FITTED),
-        narrow_products=Figure(0.80, FITTED),
-        attention=Figure(_SPLASH_V7X, FITTED),
-        packed=Figure(_SPLASH_V7X, SAME),
+        products=Figure(0.72, FITTED),
+        narrow_products=Figure(0.72, FITTED),
         links=Figure(0.9, SAME),
         least_secs=Figure(1.6e-6, IRONWOOD),
         ramp_secs=Figure(10e-6, IRONWOOD),
@@ -315,6 +307,9 @@ SOURCES: dict[str, dict[str, Figure]] = {
     **{name: {key: Figure(figure.value, SAME) for key, figure in _H100.items()} for name in NVIDIA},
 }
 SOURCES["NVIDIA H100"] = _H100
+# Cards with less FLOP/s for their power and memory than an H100.
+for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
+    SOURCES[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
 REACHED = {
     chip: Reached(**{name: figure.value for name, figure in figures.items()}) for chip, figures in SOURCES.items()
 }
