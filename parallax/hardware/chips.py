@@ -55,9 +55,9 @@ class Reached(NamedTuple):
     """What a step reaches of a chip's data sheet: shares of its FLOP/s in products of 16 and of fewer bits and in
     kernels of attention and of experts, and of the rates of memory, links and the link to the host.
 
-    `packed` is for rows of several documents, which kernels for GPUs tell apart by a bias. No operation takes less than
-    `least_secs`. At its ends a product multiplies nothing for `ramp_secs`, or as long as its arrays take through memory
-    if that is shorter.
+    `packed` is for rows of several documents, which kernels for GPUs tell apart by a bias. Each operation takes
+    `launch_secs` besides. At its ends a product multiplies nothing for `ramp_secs`, or as long as its arrays take
+    through memory if that is shorter.
     """
 
     products: float = 1.0
@@ -68,7 +68,7 @@ class Reached(NamedTuple):
     memory: float = 1.0
     links: float = 1.0
     host: float = 1.0
-    least_secs: float = 0.0
+    launch_secs: float = 0.0
     ramp_secs: float = 0.0
 
 
@@ -278,7 +278,7 @@ _TPU = dict(
     packed=Figure(_SPLASH, SAME),
     grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
     links=Figure(0.9, BOOK),
-    least_secs=Figure(1.6e-6, SAME),
+    launch_secs=Figure(1.6e-6, SAME),
     ramp_secs=Figure(10e-6, SAME),
 )
 _H100 = dict(
@@ -289,7 +289,7 @@ _H100 = dict(
     grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
     memory=Figure(0.83, H100_STEP),
     host=Figure(0.86, H100_STEP),
-    least_secs=Figure(2.1e-6, H100_STEP),
+    launch_secs=Figure(2.1e-6, H100_STEP),
 )
 SOURCES: dict[str, dict[str, Figure]] = {
     "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _TPU.items()},
@@ -301,7 +301,7 @@ SOURCES: dict[str, dict[str, Figure]] = {
         products=Figure(0.72, FITTED),
         narrow_products=Figure(0.72, FITTED),
         links=Figure(0.9, SAME),
-        least_secs=Figure(1.6e-6, IRONWOOD),
+        launch_secs=Figure(1.6e-6, IRONWOOD),
         ramp_secs=Figure(10e-6, IRONWOOD),
     ),
     **{name: {key: Figure(figure.value, SAME) for key, figure in _H100.items()} for name in NVIDIA},
