@@ -8,7 +8,7 @@ Memory:   48.7 GiB of 80, as planned (python -m parallax.plan --topology=H100:1)
           60 by default. pipeline.microbatches=16 takes 33.5 and 2 % more time; 4 take 80.3, and
           remat="norm" 56.8 and 2 % more time, as compiled.
 Time:     3.8 s a step on one H100 80GB (MFU 50 %), measured with jax 0.11.2 by python -m parallax.firstrun
-          --config=configs/gpu_80gb.py --steps=12; planned 3.0 s (63 %). An A100 is planned at 8.7 s.
+          --config=configs/gpu_80gb.py --steps=12; planned 3.8 s (51 %). An A100 is planned at 10.9 s.
 Loss:     not yet run; random tokens begin at 10.80.
 """
 

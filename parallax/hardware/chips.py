@@ -38,6 +38,40 @@ class GpuTarget(NamedTuple):
     clock_ghz: float
 
 
+class AttentionShares(NamedTuple):
+    """Shares of a chip's FLOP/s that a kernel of attention reaches at long rows, and the tokens of a row at which it
+    reaches half of them."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    tokens_at_half: int = 0
+
+    def at(self, seq: int, *, backward: bool) -> float:
+        """The share on rows of `seq` tokens."""
+        return (self.backward if backward else self.forward) * seq / (seq + self.tokens_at_half)
+
+
+class Reached(NamedTuple):
+    """What a step reaches of a chip's data sheet: shares of its FLOP/s in products of 16 and of fewer bits and in
+    kernels of attention and of experts, and of the rates of memory, links and the link to the host.
+
+    `packed` is for rows of several documents, which kernels for GPUs tell apart by a bias. Each operation takes
+    `launch_secs` besides. At its ends a product multiplies nothing for `ramp_secs`, or as long as its arrays take
+    through memory if that is shorter.
+    """
+
+    products: float = 1.0
+    narrow_products: float = 1.0
+    attention: AttentionShares = AttentionShares()
+    packed: AttentionShares = AttentionShares()
+    grouped: float = 1.0
+    memory: float = 1.0
+    links: float = 1.0
+    host: float = 1.0
+    launch_secs: float = 0.0
+    ramp_secs: float = 0.0
+
+
 class Chip(NamedTuple):
     """One chip, or one of its `cores` if each is a device. Bandwidths are in bytes a second, in one direction.
 
@@ -75,6 +109,11 @@ class Chip(NamedTuple):
     def unit(self) -> str:
         """What a device is: "chip" or "core"."""
         return "chip" if self.cores == 1 else "core"
+
+    @property
+    def reached(self) -> Reached:
+        """What steps reach of these figures; all of them on chips whose figures are measured."""
+        return REACHED.get(self.name, Reached())
 
     @property
     def is_microscaled(self) -> bool:
@@ -211,6 +250,69 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         network_secs=NETWORK_SECS,
     )
 
+
+# One table of what chips reach, each figure with its source.
+FITTED = "fitted to half of the published steps, benchmarks/published.py"
+SAME = "not known: that of another chip, or of rows of one document, stands in"
+ASSUMED = "assumed: no published or measured figure"
+H100_STEP = "docs/measured/h100.md: kernels of a step on one H100, jax 0.11.2"
+H100_KERNELS = "docs/measured/h100.md: kernels of attention, at 2048 to 32,768 tokens within a tenth"
+IRONWOOD = (
+    "https://github.com/AI-Hypercomputer/tpu-recipes/blob/c8cfe2f/microbenchmarks/ironwood/README.md: GEMM by size"
+)
+BOOK = "https://github.com/jax-ml/scaling-book/blob/0819a7d/tpus.md: a link's one-way bandwidth, over the data sheet's"
+
+
+class Figure(NamedTuple):
+    """A figure of Reached, and where it is from."""
+
+    value: float | AttentionShares
+    source: str
+
+
+_SPLASH = AttentionShares(0.45, 0.45, 1450)
+_TPU = dict(
+    products=Figure(0.93, FITTED),
+    narrow_products=Figure(0.93, SAME),
+    attention=Figure(_SPLASH, FITTED),
+    packed=Figure(_SPLASH, SAME),
+    grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
+    links=Figure(0.9, BOOK),
+    launch_secs=Figure(1.6e-6, SAME),
+    ramp_secs=Figure(10e-6, SAME),
+)
+_H100 = dict(
+    products=Figure(0.77, H100_STEP),
+    narrow_products=Figure(0.74, H100_STEP),
+    attention=Figure(AttentionShares(0.62, 0.56, 1450), H100_KERNELS),
+    packed=Figure(AttentionShares(0.295, 0.244, 700), H100_KERNELS),
+    grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
+    memory=Figure(0.83, H100_STEP),
+    host=Figure(0.86, H100_STEP),
+    launch_secs=Figure(2.1e-6, H100_STEP),
+)
+SOURCES: dict[str, dict[str, Figure]] = {
+    "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _TPU.items()},
+    "TPU v5e": _TPU,
+    "TPU v5p": _TPU,
+    "TPU v6e": _TPU | dict(products=Figure(0.66, FITTED), narrow_products=Figure(0.66, SAME)),
+    "TPU v7x": _TPU
+    | dict(
+        products=Figure(0.72, FITTED),
+        narrow_products=Figure(0.72, FITTED),
+        links=Figure(0.9, SAME),
+        launch_secs=Figure(1.6e-6, IRONWOOD),
+        ramp_secs=Figure(10e-6, IRONWOOD),
+    ),
+    **{name: {key: Figure(figure.value, SAME) for key, figure in _H100.items()} for name in NVIDIA},
+}
+SOURCES["NVIDIA H100"] = _H100
+# Cards with less FLOP/s for their power and memory than an H100.
+for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
+    SOURCES[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
+REACHED = {
+    chip: Reached(**{name: figure.value for name, figure in figures.items()}) for chip, figures in SOURCES.items()
+}
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
 GPUS = frozenset(NVIDIA)

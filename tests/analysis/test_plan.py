@@ -164,8 +164,8 @@ def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     sent = collectives(model.loss_and_grad, model.shapes, batch, rank=dict.fromkeys(sizes, 0), sizes=sizes)
     bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
     found = predict(settings, at_once(PAIR))
-    # Two chips in a row have one link to each other, of 50 GB/s.
-    assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 50e9)
+    # Two chips in a row have one link to each other, of 50 GB/s, of which messages reach nine tenths.
+    assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 45e9)
 
 
 def test_the_parts_of_a_step_add_up_to_it():

@@ -3,8 +3,8 @@
 A product reads whole arrays: what is sliced out of one at an index that the program computes is copied for it, as the
 matrix of a group or the keys of a block. Rows that are gathered, and arrays that grow by padding, are copied, too. What
 is added to a slice of sums is read again, with that slice. What is rounded to fewer bits is written once for its
-readers, unless a product writes it so. A reduction reads its operand once: what comes between two of them is in the
-second.
+readers, unless a product writes it so, perhaps times a scale. A reduction reads its operand once: what comes between
+two of them is in the second. Largest magnitudes, by which arrays are rounded, are taken where these are written.
 """
 
 import math
@@ -26,21 +26,27 @@ SLICES_AT, GATHERS_ROWS, PADDING, ADDS, CONVERTS = (
     "convert_element_type",
 )
 SAME_VALUES = SAME_BYTES | {"transpose"}
+MAXIMUM = "reduce_max"
+MAGNITUDES = "abs"
+SCALES = ("mul", "div")  # by one number
 
 
 class GpuPasses:
     """The passes of one traced program. `by_products` and `for_products` are the values that products write and read,
-    perhaps in another order or shape."""
+    perhaps in another order or shape, and `magnitudes` those of other arrays."""
 
     def __init__(self, program: ClosedJaxpr):
         self.by_products: set[Any] = set()
         self.for_products: set[Any] = set()
+        self.magnitudes: set[Any] = set()
         self._find_written(program)
         self._find_read(program)
 
     def bytes(self, equation: JaxprEqn) -> int | None:
         """Bytes that an equation reads and writes, 0 if it is fused; None for products and for writes into slots."""
         name, (x, *_), (out, *_) = equation.primitive.name, equation.invars or [None], equation.outvars
+        if name == MAXIMUM and _is_in(self.magnitudes, x):
+            return 0
         if name in REDUCTIONS:
             return _bytes(x) + _bytes(out)
         if name == SLICES_AT:
@@ -64,8 +70,17 @@ class GpuPasses:
             if inner is not None:
                 pairs = zip(outs, inner.jaxpr.outvars)
                 self.by_products.update(out for out, of_inner in pairs if _is_in(self.by_products, of_inner))
-            elif _passes_on(equation, _is_in(self.by_products, *equation.invars[:1])):
-                self.by_products.update(outs)
+            else:
+                self._follow(equation)
+
+    def _follow(self, equation: JaxprEqn) -> None:
+        name, outs = equation.primitive.name, equation.outvars
+        arrays = [x for x in equation.invars if math.prod(x.aval.shape) > 1]
+        of_product = _is_in(self.by_products, *arrays[:1])
+        if _passes_on(equation, of_product) or (name in SCALES and len(arrays) == 1 and of_product):
+            self.by_products.update(outs)
+        if name == MAGNITUDES or (name in SAME_VALUES and _is_in(self.magnitudes, *arrays[:1])):
+            self.magnitudes.update(outs)
 
     def _find_read(self, program: ClosedJaxpr) -> None:
         for equation in reversed(program.jaxpr.eqns):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
 from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, order_to_try, with_keys
 from parallax.analysis.planned.step_time import (
+    PUBLISHED_OVER_PLANNED,
     CompiledStep,
     Estimate,
     compiled_parts,
@@ -388,6 +389,9 @@ def estimate_parts(step: Estimate, topology: Topology) -> Iterator[Table | str]:
     yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
     yield time_parts(analytic_parts(step), step.secs)
+    if not topology.shared:
+        least, most = (step.secs * times for times in PUBLISHED_OVER_PLANNED)
+        yield f"range: {least:.3f} to {most:.3f} s, as published steps took beside their plans"
     name, size = parts[0]
     used = {axis for axes in step.exposed_secs for axis in axes.split()}
     axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)

@@ -21,7 +21,6 @@ rest. It always waits for the parameters that are copied to the device before th
 """
 
 import dataclasses
-import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -51,6 +50,7 @@ from parallax.analysis.planned.topology import Route, Topology, one_way, route
 from parallax.analysis.traced.collectives import Sent, sent_in_equation
 from parallax.analysis.traced.flops import (
     GROUPED,
+    KERNEL_CALLS,
     PRODUCT_PRIMITIVES,
     flops_per_token,
     is_grouped,
@@ -86,22 +86,24 @@ WRITES = "dynamic_update_slice"
 # Dtypes of products, in ModelConfig.
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float4_e2m1fn": "float4"}
 GROUPED_PRODUCTS = "grouped"
-KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # of compiled programs
+# Published steps took from so many to so many times as long as planned: the half of benchmarks/published.py to which
+# prices are fitted.
+PUBLISHED_OVER_PLANNED = 0.86, 1.17
+KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # kernels, which no compiler of XLA's prices
+BACKWARD_PASS = "backward"  # a direction of Origin
 
 
 class OpCost(NamedTuple):
     """A matrix product of one shape, a reduction or a write: FLOPs, bytes of memory traffic, and number of runs in a
-    device's step. `matmul` is as in ModelConfig; "compute" for operations without 8-bit operands."""
+    device's step. `matmul` is as in ModelConfig; "compute" for operations without 8-bit operands. `kernel` is one of
+    KERNEL_PARTS, or "" for what XLA compiles."""
 
     flops: int
     bytes: int
     direction: str
     count: int
     matmul: str = "compute"
-
-    def secs(self, rate: float, bandwidth: float) -> float:
-        """Seconds of one run: the longer of its FLOPs at `rate` and its bytes at `bandwidth`."""
-        return max(self.flops / rate, self.bytes / bandwidth)
+    kernel: str = ""
 
 
 class TracedWork(NamedTuple):
@@ -169,11 +171,11 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     return predicted(resolve(settings, topology.as_devices), topology)
 
 
-def predicted(settings: Settings, topology: Topology) -> Estimate:
-    """The same for settings in which nothing is open."""
+def predicted(settings: Settings, topology: Topology, *, packed: bool = True) -> Estimate:
+    """The same for settings in which nothing is open, of rows that are `packed` documents or one each."""
     model = model_on_topology(settings, topology)
     held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
-    return estimate(settings, topology, held, traced_work(model, settings), host)
+    return estimate(settings, topology, held, traced_work(model, settings), host, packed=packed)
 
 
 def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
@@ -216,13 +218,35 @@ def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
     return Counter({(scope, goes): out.aval.size * out.aval.dtype.itemsize})
 
 
+def op_secs(op: OpCost, settings: Settings, topology: Topology, *, packed: bool) -> float:
+    """Seconds of one run: its launch, the longer of its FLOPs and its bytes at the rates that the chip reaches, and its
+    ends, in which only one of them goes on."""
+    reached, dtype = topology.chip.reached, settings.model.dtype
+    if op.kernel == ATTENTION:
+        backward = op.direction == BACKWARD_PASS
+        rate = topology.attention_rate(dtype, settings.data.seq, backward=backward, packed=packed)
+    elif op.kernel == GROUPED_PRODUCTS:
+        rate = topology.chip.peak(dtype) * topology.chip.matmul_speed(op.matmul) * reached.grouped
+    else:
+        rate = topology.matmul_rate(dtype, op.matmul)
+    flops, moved = op.flops / rate, op.bytes / (topology.chip.hbm_bandwidth * reached.memory)
+    return reached.launch_secs + max(flops, moved) + min(flops, moved, reached.ramp_secs)
+
+
 def estimate(
-    settings: Settings, topology: Topology, held: Memory, traced: TracedWork, host: HostMemory | None = None
+    settings: Settings,
+    topology: Topology,
+    held: Memory,
+    traced: TracedWork,
+    host: HostMemory | None = None,
+    *,
+    packed: bool = True,
 ) -> Estimate:
-    """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory."""
+    """Estimate the step of a traced program on these chips; without `host`, no arrays are in host memory. Rows are
+    `packed` documents, or one document each."""
     host = host or HostMemory()
-    bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
-    timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
+    bandwidth = topology.chip.hbm_bandwidth * topology.chip.reached.memory
+    timed = [(op.direction, op.count * op_secs(op, settings, topology, packed=packed)) for op in traced.products]
     timed += [(call.direction, copy_secs(call, settings, topology.chip)) for call in traced.packed]
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, topology, settings, traced.per_use)
@@ -232,7 +256,7 @@ def estimate(
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     parameters, states = traced.trained * (held.parameters + host.parameters), held.optimizer + host.optimizer
-    update = (traced.gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
+    update = (traced.gradients + 2 * parameters + 2 * states) / bandwidth
     passes, once = link_waits(timed, update, traced.moved, host, topology.chip)
     secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
     secs += passes / (1 - bubble) + once
@@ -262,29 +286,30 @@ def link_waits(
 ) -> tuple[float, float]:
     """Seconds of waiting for the link to the host, in the passes and once a step. `timed` is the time of the work by
     direction, `update` that of the update without waiting."""
-    if not chip.host_bandwidth:  # simulated devices use the same memory for both
+    bandwidth = chip.host_bandwidth * chip.reached.host
+    if not bandwidth:  # simulated devices use the same memory for both
         return 0.0, 0.0
     if chip.platform == "gpu":
         # As measured on an H100 (docs/hardware.md): all wait, and one way for the other.
         once = 3 * host.parameters + 2 * host.optimizer + 3 * host.gradients
-        return sum(moved.values()) / chip.host_bandwidth, once / chip.host_bandwidth
+        return sum(moved.values()) / bandwidth, once / bandwidth
     work: Counter = Counter()
     for direction, secs in timed:
         work[FORWARD if direction == "forward" else BACKWARD] += secs
     waits = 0.0
     for scopes in ((FORWARD,), (BACKWARD, WEIGHTS)):
         each_way = [sum(moved.get((scope, target), 0) for scope in scopes) for target in (HOST, DEVICE)]
-        waits += max(0.0, max(each_way) / chip.host_bandwidth - work[scopes[0]])
-    of_update = (host.parameters + host.optimizer + host.gradients) / chip.host_bandwidth
+        waits += max(0.0, max(each_way) / bandwidth - work[scopes[0]])
+    of_update = (host.parameters + host.optimizer + host.gradients) / bandwidth
     # Zeros of gradients are written before the passes, and their norm is taken before the update.
-    return waits, (host.parameters + 2 * host.gradients) / chip.host_bandwidth + max(0.0, of_update - update)
+    return waits, (host.parameters + 2 * host.gradients) / bandwidth + max(0.0, of_update - update)
 
 
 def copy_secs(call: Sent, settings: Settings, chip: Chip) -> float:
     """Seconds in a step in which arrays are copied behind each other, or apart, for a message with several of them:
     the whole ones are read and written once. Pieces are much smaller."""
     ranks = math.prod(settings.mesh.sizes[axis] for axis in call.axes)
-    return 2 * call.total_bytes * ranks / (ranks - 1) / chip.hbm_bandwidth
+    return 2 * call.total_bytes * ranks / (ranks - 1) / (chip.hbm_bandwidth * chip.reached.memory)
 
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_use: SentPerUse) -> list[CollectiveTime]:
@@ -306,7 +331,8 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings, per_u
         # All of a layer waits for a message with all of its weights.
         waits = call.module == BY_LAYER and call.kind == "all-gather" and not settings.fsdp.prefetch
         hides = ((_is_of_parameters(call) and can_hide and beside and not waits) or ring) and not topology.shared
-        secs = links.secs(call.kind, call.total_bytes) + call.count * links.latency(call.kind)
+        secs = links.secs(call.kind, call.total_bytes) / topology.chip.reached.links
+        secs += call.count * links.latency(call.kind)
         times.append(CollectiveTime(" ".join(call.axes), secs, hides, ticking))
     return times
 
@@ -376,7 +402,8 @@ def _product(equation: JaxprEqn, origin: Origin, *, share_of_rows: float) -> Cou
     by_dtype = name in ("dot_general", SCALED_MATMUL, *GROUPED)
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, share_of_rows, origin.stack) or 0
-    return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})
+    kernel = GROUPED_PRODUCTS if is_grouped(equation, origin.stack) else ATTENTION if name in KERNEL_CALLS else ""
+    return Counter({OpCost(flops, moved, origin.direction, 0, matmul, kernel): 1})
 
 
 class StepTime(NamedTuple):

@@ -166,7 +166,7 @@ class LeastWork:
         costs = [(head, 0, "compute"), (gradients, 0, of_gradients), (weights, 0, fastest), (again, 0, fastest)]
         costs += [(attention, scores, "compute"), (0, kept, "compute")]
         count = self.tokens / self.devices
-        return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]
+        return [OpCost(flops * count, moved * count, "forward", 1, matmul) for flops, moved, matmul in costs]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication. Over data axes: what the plan moves of layers. Over tp, with columns then rows: gathered

@@ -31,9 +31,6 @@ DRIVER_NAMES = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
 COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by another one
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
-# Share of a data sheet's FLOP/s that matrix products reach, including operations fused with them. With it, analytic
-# steps of 15 layouts were from 6 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
-MATMUL_EFFICIENCY = 0.8
 
 
 class Topology(NamedTuple):
@@ -64,8 +61,13 @@ class Topology(NamedTuple):
     def matmul_rate(self, dtype: str, matmul: str = "compute") -> float:
         """FLOP/s that matrix products reach, in this dtype or in 8 bits; measured rates are not reduced."""
         wide = dtype if matmul == "compute" or "bfloat16" not in self.chip.flops else "bfloat16"
-        peak = self.chip.peak(wide) * self.chip.matmul_speed(matmul)
-        return peak * (1 if self.shared else MATMUL_EFFICIENCY)
+        reached = self.chip.reached.products if matmul == "compute" else self.chip.reached.narrow_products
+        return self.chip.peak(wide) * self.chip.matmul_speed(matmul) * reached
+
+    def attention_rate(self, dtype: str, seq: int, *, backward: bool, packed: bool) -> float:
+        """FLOP/s that a kernel of attention reaches on rows of `seq` tokens, one document each or `packed`."""
+        shares = self.chip.reached.packed if packed else self.chip.reached.attention
+        return self.chip.peak(dtype) * shares.at(seq, backward=backward)
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""

@@ -1,0 +1,90 @@
+"""What a plan takes an operation to cost: figures that have sources, and laws that any price obeys."""
+
+import pathlib
+from collections import Counter
+
+import pytest
+
+from parallax.analysis.planned.layouts import with_keys
+from parallax.analysis.planned.plan import estimate_parts
+from parallax.analysis.planned.step_time import PUBLISHED_OVER_PLANNED, Estimate, OpCost, op_secs
+from parallax.analysis.planned.topology import read_topology
+from parallax.config.sections import ATTENTION
+from parallax.config.settings import default_settings
+from parallax.hardware import chips
+from parallax.hardware.chips import CHIPS, SOURCES, Reached
+
+ROOT = pathlib.Path(__file__).parents[2]
+STATED = (chips.FITTED, chips.SAME, chips.ASSUMED)
+HALF = with_keys(default_settings(), {"model.dtype": "bfloat16"})
+
+
+def product_of(n, count=1):
+    return OpCost(2 * n**3, 3 * 2 * n**2, "forward", count)
+
+
+def secs_of(op, chip, *, seq=2048, packed=False):
+    settings = with_keys(HALF, {"data.seq": seq})
+    return op_secs(op, settings, read_topology(chip), packed=packed)
+
+
+def test_every_figure_of_every_chip_has_a_source():
+    assert SOURCES.keys() == CHIPS.keys()
+    for chip, figures in SOURCES.items():
+        assert figures.keys() <= {*Reached._fields}
+        for name, (_, source) in figures.items():
+            where = source.partition(": ")[0]
+            known = source in STATED or where.startswith("https://") or (ROOT / where).is_file()
+            assert known, f"{name} of {chip}: {source}"
+
+
+def test_large_products_reach_the_chip_s_share_and_small_ones_less():
+    for chip, least in {"H100:1": 0.76, "v7x:1x1x1": 0.71, "v5p:1x1x1": 0.9}.items():
+        known = read_topology(chip).chip
+        shares = [2 * n**3 / known.peak("bfloat16") / secs_of(product_of(n), chip) for n in (128, 1024, 4096, 16_384)]
+        assert shares == sorted(shares) and least < shares[-1] <= known.reached.products
+        assert secs_of(product_of(8), chip) >= known.reached.launch_secs
+
+
+def test_products_on_v7x_are_as_published_by_size():
+    """Google's table of products on Ironwood, in TFLOP/s of a core; those of a step reach less of the largest."""
+    largest = CHIPS["TPU v7x"].reached.products * CHIPS["TPU v7x"].peak("bfloat16") / 1e12
+    for n, published in {1024: 349.7, 2048: 679.3, 4096: 892.9}.items():
+        planned = 2 * n**3 / secs_of(product_of(n), "v7x:1x1x1") / 1e12
+        assert planned / largest == pytest.approx(published / 956.4, abs=0.1)
+
+
+def test_attention_reaches_more_on_long_rows_and_less_on_packed_ones():
+    def rate(seq, direction="forward", **how):
+        return 1e12 / secs_of(OpCost(10**12, 0, direction, 1, kernel=ATTENTION), "H100:1", seq=seq, **how) / 1e12
+
+    # benchmarks/attention.py on one H100, in TFLOP/s: docs/measured/h100.md.
+    for seq, alone, biased in [(2048, 343, 203), (8192, 529, 269), (32_768, 594, 308)]:
+        assert rate(seq) == pytest.approx(alone, rel=0.1) and rate(seq, packed=True) == pytest.approx(biased, rel=0.1)
+    for seq, alone, biased in [(2048, 323, 189), (8192, 468, 210), (32_768, 542, 237)]:
+        assert rate(seq, "backward") == pytest.approx(alone, rel=0.1)
+        assert rate(seq, "backward", packed=True) == pytest.approx(biased, rel=0.1)
+
+
+def test_the_split_of_the_published_steps_is_the_one_that_was_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from published import GPU_ROWS, HELD_OUT, OTHER_ROWS, SEED, TPU_ROWS, draw
+
+    rows = [*TPU_ROWS, *GPU_ROWS]
+    titles = [row.title for row in [*rows, *OTHER_ROWS]]
+    assert len({*titles}) == len(titles) and len(TPU_ROWS) >= 12 and len(GPU_ROWS) >= 12
+    assert draw(rows, SEED) == HELD_OUT
+    for held in (True, False):
+        count = Counter(row.topology.split(":")[0] for row in rows if (row.title in HELD_OUT) == held)
+        assert count.keys() == {"v5e", "v5p", "v6e", "v7x", "H100", "H200", "B200"}
+
+
+def test_a_plan_gives_the_range_of_published_steps_beside_theirs():
+    step = Estimate(1, {"optimizer": 1}, 1.0, 0.0, {}, 0.0, 1.0, 0.0, 2.0, 0.5)
+    assert PUBLISHED_OVER_PLANNED == (0.86, 1.17)
+    assert "range: 1.720 to 2.340 s, as published steps took beside their plans" in [
+        *estimate_parts(step, read_topology("v5e:1x1"))
+    ]
+    assert not any(
+        "range" in str(line) for line in estimate_parts(step, read_topology("v5e:1x1")._replace(shared=True))
+    )
