@@ -9,7 +9,7 @@ UNROLLED_LAYERS = 8
 """Layers of a stage that decoding compiles one by one, each in a second of CPU time; if there are more, they are loops.
 
 A loop copies a layer's weights for each token. On a CPU that cost 15 % of the speed with 8 layers, whose weights stay
-in its cache, and nothing that could be measured with 16 and 32, whose weights do not (docs/serving.md).
+in its cache, and less with 16 and 32, whose weights do not (docs/serving.md).
 """
 
 
