@@ -70,6 +70,6 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_teardown(item, nextitem):
     """Files share programs, as that of the tiny run; held on to, those of all files are gigabytes."""
     global most_bytes
-    if (nextitem is None or nextitem.path != item.path) and memory_bytes() >= most_bytes:
+    if nextitem is None or (nextitem.path != item.path and memory_bytes() >= most_bytes):
         jax.clear_caches()
         most_bytes = memory_bytes() + GROWTH_BYTES

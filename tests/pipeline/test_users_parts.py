@@ -43,22 +43,36 @@ def settings_with(key, mesh, **changes):
     return with_code(read_settings(base, loss=others) if others else base, {key: code})
 
 
+def alone(key):
+    """The model on one device."""
+    # On one rank a schedule is gradient accumulation.
+    settings = settings_of(attention="gqa") if key == "pipeline.schedule" else settings_with(key, (1, 1, 1))
+    return model_of(settings, mesh_of(1, 1, 1))
+
+
 @pytest.fixture(scope="module")
 def whole():
     """Loss and gradients of one device."""
 
     @functools.cache
     def of(key):
-        # On one rank a schedule is gradient accumulation.
-        settings = settings_of(attention="gqa") if key == "pipeline.schedule" else settings_with(key, (1, 1, 1))
-        model = model_of(settings, mesh_of(1, 1, 1))
+        model = alone(key)
         return jax.device_get(jax.jit(model.loss_and_grad)(params_of(model), make_batch()))
 
     return of
 
 
-@pytest.mark.fast(12)
-@pytest.mark.fast(5)
+def loss_of(model):
+    return float(jax.jit(model.loss)(params_of(model), make_batch())["loss"])
+
+
+@pytest.fixture(scope="module")
+def plain_loss():
+    """Without a part of one's own."""
+    return loss_of(build((1, 1, 1), attention="gqa"))
+
+
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("mesh", "changes"), FORMS, ids=str)
 @pytest.mark.parametrize("key", PARTS)
 def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):
@@ -71,10 +85,8 @@ def test_loss_and_gradients_are_those_of_one_device(key, mesh, changes, whole):
 
 
 @pytest.mark.parametrize("key", [key for key in PARTS if key not in ("data_parallel.policy", "pipeline.schedule")])
-def test_a_part_of_ones_own_is_used(key, whole):
-    plain = build((1, 1, 1), attention="gqa")
-    loss = jax.jit(plain.loss)(params_of(plain), make_batch())["loss"]
-    assert abs(whole(key)[0]["loss"] - float(loss)) > 1e-4
+def test_a_part_of_ones_own_is_used(key, plain_loss):
+    assert abs(loss_of(alone(key)) - plain_loss) > 1e-4
 
 
 @pytest.mark.parametrize(

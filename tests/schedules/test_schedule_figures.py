@@ -1,5 +1,6 @@
 """What the named schedules cost: the closed forms of their papers, and our own for what papers leave out."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -28,6 +29,10 @@ from parallax.schedules import (
 from parallax.schedules.pricing import least_bubble, least_held, start_times
 
 ROOT = pathlib.Path(__file__).parents[2]
+# A schedule does not change, and several tests look at the same ones.
+gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v, dualpipe_v = (
+    functools.cache(build) for build in (gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v, dualpipe_v)
+)
 GRID = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 21)]
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 21), range(1, 5)
 EQUAL = Costs(forward=1, backward=2, weights=1)  # F, B and W take 1 each
