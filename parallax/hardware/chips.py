@@ -53,7 +53,8 @@ class AttentionShares(NamedTuple):
 
 class Reached(NamedTuple):
     """What a step reaches of a chip's data sheet: shares of its FLOP/s in products of 16 and of fewer bits and in
-    kernels of attention and of experts, and of the rates of memory, links and the link to the host.
+    kernels of attention, and of the rates of memory, links and the link to the host. Kernels of experts are taken to
+    reach KERNEL_EFFICIENCY of what products do.
 
     `packed` is for rows of several documents, which kernels for GPUs tell apart by a bias. Each operation takes
     `launch_secs` besides. At its ends a product multiplies nothing for `ramp_secs`, or as long as its arrays take
@@ -64,7 +65,6 @@ class Reached(NamedTuple):
     narrow_products: float = 1.0
     attention: AttentionShares = AttentionShares()
     packed: AttentionShares = AttentionShares()
-    grouped: float = 1.0
     memory: float = 1.0
     links: float = 1.0
     host: float = 1.0
@@ -276,7 +276,6 @@ _TPU = dict(
     narrow_products=Figure(0.93, SAME),
     attention=Figure(_SPLASH, FITTED),
     packed=Figure(_SPLASH, SAME),
-    grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
     links=Figure(0.9, BOOK),
     launch_secs=Figure(1.6e-6, SAME),
     ramp_secs=Figure(10e-6, SAME),
@@ -286,7 +285,6 @@ _H100 = dict(
     narrow_products=Figure(0.74, H100_STEP),
     attention=Figure(AttentionShares(0.62, 0.56, 1450), H100_KERNELS),
     packed=Figure(AttentionShares(0.295, 0.244, 700), H100_KERNELS),
-    grouped=Figure(KERNEL_EFFICIENCY, ASSUMED),
     memory=Figure(0.83, H100_STEP),
     host=Figure(0.86, H100_STEP),
     launch_secs=Figure(2.1e-6, H100_STEP),

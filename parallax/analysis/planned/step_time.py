@@ -225,10 +225,8 @@ def op_secs(op: OpCost, settings: Settings, topology: Topology, *, packed: bool)
     if op.kernel == ATTENTION:
         backward = op.direction == BACKWARD_PASS
         rate = topology.attention_rate(dtype, settings.data.seq, backward=backward, packed=packed)
-    elif op.kernel == GROUPED_PRODUCTS:
-        rate = topology.chip.peak(dtype) * topology.chip.matmul_speed(op.matmul) * reached.grouped
     else:
-        rate = topology.matmul_rate(dtype, op.matmul)
+        rate = topology.matmul_rate(dtype, op.matmul) * (KERNEL_EFFICIENCY if op.kernel == GROUPED_PRODUCTS else 1)
     flops, moved = op.flops / rate, op.bytes / (topology.chip.hbm_bandwidth * reached.memory)
     return reached.launch_secs + max(flops, moved) + min(flops, moved, reached.ramp_secs)
 
