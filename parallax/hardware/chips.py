@@ -309,7 +309,8 @@ SOURCES_OF_REACHED["NVIDIA H100"] = _H100
 for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
     SOURCES_OF_REACHED[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
 REACHED = {
-    chip: Reached(**{name: figure.value for name, figure in figures.items()}) for chip, figures in SOURCES_OF_REACHED.items()
+    chip: Reached(**{name: figure.value for name, figure in figures.items()})
+    for chip, figures in SOURCES_OF_REACHED.items()
 }
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
