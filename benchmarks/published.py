@@ -93,7 +93,7 @@ BRIDGE = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/067f987/docs/perfo
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/b5bcd76/benchmarks"
 KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/blob/5666d0d/benchmarks/mfu_scaling/mfu_scaling.md"
 LLMQ = "https://github.com/IST-DASLab/llmq/blob/b77d969/benchmarks"
-HERE = "docs/measured/h100.md"
+HERE = "h100.md"  # beside docs/measured/published.md
 
 LLAMA_7B, LLAMA_8B = llama(32, 4096, 11_008, 32, 32, 32_000), llama(32, 4096, 14_336, 32, 8, 128_256)
 LLAMA_13B = llama(40, 5120, 17_920, 40, 8, 128_256)

@@ -46,7 +46,7 @@ class AttentionShares(NamedTuple):
     backward: float = 1.0
     tokens_at_half: int = 0
 
-    def at(self, seq: int, *, backward: bool) -> float:
+    def share(self, seq: int, *, backward: bool) -> float:
         """The share on rows of `seq` tokens."""
         return (self.backward if backward else self.forward) * seq / (seq + self.tokens_at_half)
 
@@ -289,7 +289,7 @@ _H100 = dict(
     host=Figure(0.86, H100_STEP),
     launch_secs=Figure(2.1e-6, H100_STEP),
 )
-SOURCES: dict[str, dict[str, Figure]] = {
+SOURCES_OF_REACHED: dict[str, dict[str, Figure]] = {
     "TPU v4": {name: Figure(figure.value, SAME) for name, figure in _TPU.items()},
     "TPU v5e": _TPU,
     "TPU v5p": _TPU,
@@ -304,12 +304,13 @@ SOURCES: dict[str, dict[str, Figure]] = {
     ),
     **{name: {key: Figure(figure.value, SAME) for key, figure in _H100.items()} for name in NVIDIA},
 }
-SOURCES["NVIDIA H100"] = _H100
+SOURCES_OF_REACHED["NVIDIA H100"] = _H100
 # Cards with less FLOP/s for their power and memory than an H100.
 for _name in ("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"):
-    SOURCES[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
+    SOURCES_OF_REACHED[_name] |= dict(products=Figure(0.8, ASSUMED), narrow_products=Figure(0.8, ASSUMED))
 REACHED = {
-    chip: Reached(**{name: figure.value for name, figure in figures.items()}) for chip, figures in SOURCES.items()
+    chip: Reached(**{name: figure.value for name, figure in figures.items()})
+    for chip, figures in SOURCES_OF_REACHED.items()
 }
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}

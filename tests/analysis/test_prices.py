@@ -12,7 +12,7 @@ from parallax.analysis.planned.topology import read_topology
 from parallax.config.sections import ATTENTION
 from parallax.config.settings import default_settings
 from parallax.hardware import chips
-from parallax.hardware.chips import CHIPS, SOURCES, Reached
+from parallax.hardware.chips import CHIPS, SOURCES_OF_REACHED, Reached
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATED = (chips.FITTED, chips.SAME, chips.ASSUMED)
@@ -29,8 +29,8 @@ def secs_of(op, chip, *, seq=2048, packed=False):
 
 
 def test_every_figure_of_every_chip_has_a_source():
-    assert SOURCES.keys() == CHIPS.keys()
-    for chip, figures in SOURCES.items():
+    assert SOURCES_OF_REACHED.keys() == CHIPS.keys()
+    for chip, figures in SOURCES_OF_REACHED.items():
         assert figures.keys() <= {*Reached._fields}
         for name, (_, source) in figures.items():
             where = source.partition(": ")[0]

@@ -27,8 +27,8 @@ SLICES_AT, GATHERS_ROWS, PADDING, ADDS, CONVERTS = (
 )
 SAME_VALUES = SAME_BYTES | {"transpose"}
 MAXIMUM = "reduce_max"
-MAGNITUDES = "abs"
-SCALES = ("mul", "div")  # by one number
+TAKES_MAGNITUDES = "abs"
+BY_ONE_NUMBER = ("mul", "div")
 
 
 class GpuPasses:
@@ -77,9 +77,9 @@ class GpuPasses:
         name, outs = equation.primitive.name, equation.outvars
         arrays = [x for x in equation.invars if math.prod(x.aval.shape) > 1]
         of_product = _is_in(self.by_products, *arrays[:1])
-        if _passes_on(equation, of_product) or (name in SCALES and len(arrays) == 1 and of_product):
+        if _passes_on(equation, of_product) or (name in BY_ONE_NUMBER and len(arrays) == 1 and of_product):
             self.by_products.update(outs)
-        if name == MAGNITUDES or (name in SAME_VALUES and _is_in(self.magnitudes, *arrays[:1])):
+        if name == TAKES_MAGNITUDES or (name in SAME_VALUES and _is_in(self.magnitudes, *arrays[:1])):
             self.magnitudes.update(outs)
 
     def _find_read(self, program: ClosedJaxpr) -> None:

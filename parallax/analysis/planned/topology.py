@@ -67,7 +67,7 @@ class Topology(NamedTuple):
     def attention_rate(self, dtype: str, seq: int, *, backward: bool, packed: bool) -> float:
         """FLOP/s that a kernel of attention reaches on rows of `seq` tokens, one document each or `packed`."""
         shares = self.chip.reached.packed if packed else self.chip.reached.attention
-        return self.chip.peak(dtype) * shares.at(seq, backward=backward)
+        return self.chip.peak(dtype) * shares.share(seq, backward=backward)
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
