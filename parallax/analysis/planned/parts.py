@@ -1,0 +1,348 @@
+"""What a training step is put together from, each part traced alone: layers, moves of weights, embedding and head.
+
+Many layouts share a part. Equations are priced by `costs_in_equation`, as those of a whole step are.
+"""
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
+
+from parallax.analysis.planned.gpu_passes import GpuPasses
+from parallax.analysis.planned.step_time import OpCost, costs_in_equation
+from parallax.analysis.traced.collectives import PLAN, Sent
+from parallax.analysis.traced.memory import DATA, Liveness, Op, Program, Value, inline
+from parallax.analysis.traced.trace import Invocation, Origin, Walk
+from parallax.config.remat import saved_parts
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
+from parallax.pipeline.embed_and_head import BatchedHead, EndsState, MicrobatchHead
+from parallax.pipeline.layer_passes import SaveAll, traced_vjp
+from parallax.pipeline.loss_and_grads import arguments_of_layers, ends_and_layers
+from parallax.pipeline.split_program import inlined, select_inlined, split_inlined
+from parallax.schedules import Schedule
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.mesh import is_for_gpus
+
+
+class Place(NamedTuple):
+    """Where a cost comes from: the scopes and the primitive of its equation, and whether the sharding plan has it."""
+
+    stack: str
+    primitive: str
+    of_plan: bool = False
+
+
+# How often each cost occurs. The programs of other rows of a microbatch have theirs in the same order.
+Counts = dict[tuple[OpCost | Sent, Place], float]
+
+# Scopes that say how often something runs in a step, of embedding and head, and of what is not counted.
+EACH_LAYER, EACH_MICROBATCH, ENDS, NOT_COUNTED = MARKS = "each layer", "each microbatch", "ends", "not counted"
+
+
+def counted(program: ClosedJaxpr, model: ShardedModel, scope: str = "", known: dict[int, Any] | None = None) -> Counts:
+    """Costs of a program that runs in a scope; `known` are values of its arguments."""
+    on_gpus = GpuPasses(program) if is_for_gpus(model.mesh) else None
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        if NOT_COUNTED in origin.stack:
+            return Counter()
+        plain = origin._replace(stack=_without_marks(origin.stack))
+        costs = costs_in_equation(equation, plain, model=model, on_gpus=on_gpus)
+        if not costs:
+            return costs
+        place = Place(origin.stack, equation.primitive.name, origin.source.startswith(PLAN))
+        return Counter({(cost, place): count for cost, count in costs.items()})
+
+    device = Walk(dict.fromkeys(model.axis_sizes, 0), count)
+    values = [(known or {}).get(place) for place in range(len(program.jaxpr.invars))]
+    device.call(program, Invocation(scope, set()), values)
+    return device.total
+
+
+@functools.cache
+def _without_marks(stack: str) -> str:
+    return "/".join(name for name in stack.split("/") if not name.startswith(MARKS))
+
+
+# ---- layers
+
+
+class TracedLayer(NamedTuple):
+    """The programs of a layer of one kind, as in `traced_vjp`: `forward` from (weights, x, context) to (y, *residuals),
+    `backward` from (weights, context, residuals, dy) to (*dw, dx)."""
+
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
+    weights: int  # arrays of its weights
+    context: int  # arrays of its context
+    which: int | None  # the place of the layer's number among the arguments of `forward`
+
+
+class LayerCosts(NamedTuple):
+    """The costs of a layer's passes of one microbatch, F, B and W together, and bytes: of what it saves by pool, of
+    residuals that it recomputes, and of what B holds besides."""
+
+    costs: Counts
+    saved: dict[str, int]
+    recomputed: int
+    working: int
+
+
+def traced_layers(model: ShardedModel, rows: int, seq: int) -> list[TracedLayer]:
+    """The programs of the layers of each kind, for a global batch of so many rows."""
+    traced: list[TracedLayer] = []
+
+    def start(params: Any, batch: Any, noise: Array) -> Array:
+        _, ends, layers = ends_and_layers(model, params, batch, noise, "train")
+        kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, ends), strict=True)
+        for passes, stack, given in kinds:
+            traced.append(_traced_layer(model, passes.block, stack, *given))
+        return jnp.float32(0)
+
+    local = jax.shard_map(start, out_specs=P(), **model.on_mesh)
+    jax.eval_shape(local, model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
+    return traced
+
+
+def _traced_layer(model: ShardedModel, block: Any, stack: str, weights: Any, x: Any, context: Any) -> TracedLayer:
+    *vjp, program = traced_vjp(block, model.plan, stack, weights, x, context)
+    saves_all = SaveAll(block, *vjp, program, {})
+    y, residuals = jax.eval_shape(saves_all.output_and_residuals, weights, x, context)
+
+    def backward(weights: Any, context: Any, residuals: Any, dy: Array) -> tuple[Any, Array]:
+        dx, dw, _ = saves_all.backward(weights, context, {"F to B": residuals}, dy)
+        return dw, dx
+
+    made = jax.make_jaxpr(backward)(weights, context, residuals, y)
+    before, leaves = len(jax.tree.leaves(weights)), jax.tree.leaves(context)
+    which = [place for place, leaf in enumerate(leaves) if leaf is context.mask.which]
+    return TracedLayer(inlined(program), inlined(made), before, len(leaves), before + 1 + which[0] if which else None)
+
+
+def _batch(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((rows, seq), jnp.int32))
+
+
+def layer_costs(layer: TracedLayer, model: ShardedModel, remat: str, *, split: bool, number: int) -> LayerCosts:
+    """The costs of a layer whose settings have this number, for a value of pipeline.remat, and whether the backward
+    pass is divided."""
+    count = partial(counted, model=model)
+    known, known_back = {}, {}
+    if layer.which is not None:
+        known, known_back = {layer.which: np.int32(number)}, {layer.which - 1: np.int32(number)}
+    parts = saved_parts(remat)
+    everything = remat == "none"
+    selection = select_inlined(layer.forward, now=[0], names=parts or ())
+    first = layer.forward if everything else selection.make
+    x = layer.forward.in_avals[layer.weights]
+    residuals, named = layer.forward.out_avals[1:], selection.make.out_avals[1:]
+    saved = residuals if everything else [] if remat == "stage" else [x, *named]
+    costs = [count(first, scope=FORWARD, known=known), _writes(saved, "forward")]
+    if not everything:
+        again = layer.forward if remat == "stage" else selection.recompute
+        costs.append(count(again, scope=BACKWARD, known=known))
+    if remat == "stage":
+        costs.append(_writes(residuals, "recompute"))
+    pools = {"F to B": sum(map(_bytes, saved))}
+    given = layer.weights + layer.context
+    if split:
+        readable = range(given, given + len(residuals)) if everything else ()
+        halves = split_inlined(layer.backward, wanted=[len(layer.backward.jaxpr.outvars) - 1], readable=readable)
+        now = len(layer.backward.jaxpr.outvars) - len(halves.deferred)
+        passed = halves.first.out_avals[now:]
+        later = sum(_bytes(layer.backward.in_avals[place]) for place in halves.reads)
+        pools |= {"F to B": pools["F to B"] - later, "F to W": later, "B to W": sum(map(_bytes, passed))}
+        costs += [count(halves.first, scope=BACKWARD, known=known_back), _writes(passed, "recompute")]
+        costs += [count(halves.second, scope=WEIGHTS)]
+    else:
+        costs.append(count(layer.backward, scope=BACKWARD, known=known_back))
+    if is_for_gpus(model.mesh):
+        costs.append(_reads(layer, None if everything else selection.recompute))
+    recompute = None if everything or remat == "stage" else selection.recompute
+    working = _working(recompute, halves.first if split else layer.backward, model, given)
+    recomputed = sum(map(_bytes, residuals)) * (remat == "stage")
+    return LayerCosts(added(costs), pools, recomputed, working)
+
+
+def added(costs: Iterable[Counts]) -> Counts:
+    """All of these costs."""
+    total: Counter = Counter()
+    for each in costs:
+        total.update(each)
+    return total
+
+
+def times(costs: Counts, count: float) -> Counts:
+    """So many times these costs."""
+    return {key: each * count for key, each in costs.items()}
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _writes(arrays: Iterable[Any], direction: str) -> Counts:
+    """Costs of writing arrays into slots."""
+    counts: Counter = Counter()
+    for number, aval in enumerate(arrays):
+        counts[OpCost(0, 2 * _bytes(aval), direction, 0), Place(f"slot {number}", direction)] += 1
+    return counts
+
+
+def _reads(layer: TracedLayer, recompute: ClosedJaxpr | None) -> Counts:
+    """On GPUs, costs of reading residuals from slots for products, which read whole arrays."""
+    read = GpuPasses(layer.backward).for_products
+    given = layer.weights + layer.context
+    direct = [var in read for var in layer.backward.jaxpr.invars[given:-1]]
+    if recompute is None:
+        arrays = [aval for aval, of_product in zip(layer.forward.out_avals[1:], direct) if of_product]
+    else:
+        read = {*GpuPasses(recompute).for_products}
+        pairs = zip(recompute.jaxpr.outvars, direct, strict=True)
+        read |= {var for var, of_product in pairs if of_product and not isinstance(var, Literal)}
+        saved = [recompute.jaxpr.invars[layer.weights], *recompute.jaxpr.invars[given + 1 :]]
+        arrays = [var.aval for var in saved if var in read]
+    return _writes(arrays, "recompute")
+
+
+def _working(recompute: ClosedJaxpr | None, backward: ClosedJaxpr, model: ShardedModel, between: int) -> int:
+    """Most bytes that B of a layer holds at once besides its arguments; `between` are those before the residuals."""
+    ops: list[Op] = []
+    inputs = [Value.of(var.aval) for var in backward.jaxpr.invars]
+    given = [*inputs]
+    if recompute is not None:
+        given = [Value.of(var.aval) for var in recompute.jaxpr.invars]
+        residuals = inline(recompute, given, ops)
+        inputs = [*inputs[:between], *residuals, inputs[-1]]
+    whole = Program(given, ops, inline(backward, inputs, ops))
+    return Liveness(model, [], dict.fromkeys(given, DATA)).peak(whole).total()
+
+
+# ---- moves of weights and gradients, embedding and head
+
+
+class Rest(NamedTuple):
+    """The costs of a step besides those of layers' passes: of what the plan moves for a layer of each kind and a
+    microbatch, for each microbatch, and once. And bytes."""
+
+    each_layer: list[Counts]
+    each_microbatch: Counts
+    once: Counts
+    grads: int  # sums of gradients
+    resident: int  # weights in a step, at rest or gathered for all of it
+    gathered: int  # weights of a layer
+    x: int  # a microbatch's residual stream
+
+    @property
+    def of_plan(self) -> "Rest":
+        """Without the costs that only embedding and head have."""
+        return self._only(lambda place: place.of_plan or ENDS not in place.stack)
+
+    @property
+    def of_ends(self) -> "Rest":
+        """Only those."""
+        return self._only(lambda place: ENDS in place.stack and not place.of_plan)
+
+    def _only(self, which: Callable[[Place], bool]) -> "Rest":
+        def only(costs: Counts) -> Counts:
+            return {key: count for key, count in costs.items() if which(key[1])}
+
+        each_layer, once = [only(costs) for costs in self.each_layer], only(self.once)
+        return self._replace(each_layer=each_layer, each_microbatch=only(self.each_microbatch), once=once)
+
+
+def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
+    """The same for a global batch of so many rows."""
+    sizes: Counter[str] = Counter()
+
+    def step(params: Any, batch: Any, noise: Array) -> list[Array]:
+        schedule, ends, layers = ends_and_layers(model, params, batch, noise, "train")
+        out, grads = [], {}
+        for kind, (weights, stack) in enumerate(zip(layers.weights, model.orders, strict=True)):
+            with jax.named_scope(f"{EACH_LAYER} {kind}"):
+                used, grads[stack] = _moved(model, weights, stack, layers.rounding)
+            out += used
+            sizes["resident"] += _bytes_of(weights.resident)
+            sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 3]))
+        with jax.named_scope(ENDS):
+            state, sizes["x"] = _ends(ends, schedule)
+            ended = ends.finish(state)
+        sizes["grads"] = _bytes_of([grads, state.grads])
+        sizes["resident"] += _bytes_of(ends.weights)
+        out += jax.tree.leaves([ended.loss, model.plan.store(ended.grads | grads)])
+        return [as_varying(leaf)[None] for leaf in out]
+
+    local = jax.shard_map(step, out_specs=P(tuple(model.mesh.axis_names)), **model.on_mesh)
+    program = jax.make_jaxpr(local)(model.shapes, _batch(rows, seq), jax.ShapeDtypeStruct((2,), jnp.int32))
+    by_scope: dict[str, Counts] = defaultdict(dict)
+    for key, count in counted(program, model).items():
+        scope = next((name for name in key[1].stack.split("/") if name.startswith((EACH_LAYER, EACH_MICROBATCH))), "")
+        by_scope[scope][key] = count
+    each_layer = [by_scope[f"{EACH_LAYER} {kind}"] for kind in range(len(model.orders))]
+    return Rest(each_layer, by_scope[EACH_MICROBATCH], by_scope[""], **sizes)
+
+
+def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tuple[list[Array], Any]:
+    """A layer's weights gathered for F and for B, with what its products read, and its gradients added to zeros."""
+    arrays = []
+    for scope in (FORWARD, BACKWARD):
+        with jax.named_scope(scope):
+            gathered = weights.gathered(0)
+        arrays += jax.tree.leaves(gathered["params"])
+    with jax.named_scope(NOT_COUNTED):
+        arrays += jax.tree.leaves(jax.tree.map(_by_product, gathered["params"]))
+        gradients = jax.tree.map(_by_product, model.plan.trained_of(gathered["params"], stack))
+    zeros = model.plan.zero_grads(stack, weights.resident)
+    with jax.named_scope(BACKWARD):
+        return arrays, model.plan.add_up(stack, zeros, 0, gradients, layer=jnp.int32(0), key=rounding)
+
+
+def _by_product(weight: Array) -> Array:
+    """A product that reads a weight, and whose result has its shape: as passes read weights and make gradients."""
+    if weight.ndim < 2 or not jnp.issubdtype(weight.dtype, jnp.floating):
+        return weight
+    return weight @ jnp.ones((weight.shape[-1], weight.shape[-1]), weight.dtype)
+
+
+def _ends(ends: MicrobatchHead | BatchedHead, schedule: Schedule) -> tuple[EndsState, int]:
+    """The state after embedding and head of one microbatch; where they are outside of the ticks, of all. And the bytes
+    of a microbatch's residual stream."""
+    state, zero = ends.start(schedule.exit_slots), jnp.int32(0)
+    with jax.named_scope(EACH_MICROBATCH):
+        with jax.named_scope(FORWARD):
+            x = ends.first_stage_input(state, zero)
+        state = ends.on_last_stage_output(state, zero, zero, x)
+    if isinstance(ends, BatchedHead):
+        state = ends.run_head(state)
+    with jax.named_scope(EACH_MICROBATCH), jax.named_scope(BACKWARD):
+        dx = ends.last_stage_gradient(state, zero, zero)
+        return ends.on_first_stage_gradient(state, zero, dx), _bytes(x)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(map(_bytes, jax.tree.leaves(tree)))
+
+
+def ticks(schedule: Schedule, x: int) -> Counts:
+    """Messages of the ticks between pipeline ranks, and writes into their slots; a residual stream has `x` bytes."""
+    counts: Counter = Counter()
+    for (kind, shift), arrives in schedule.arrival.items():
+        direction = "forward" if kind == "F" else "backward"
+        for segment in schedule.segments:
+            if kind in segment.kinds and (arrives[segment.start : segment.stop] >= 0).any():
+                number = segment.stop - segment.start
+                counts[OpCost(0, 2 * x, "forward", 0), Place("message", "write")] += number
+                if shift:
+                    message = Sent("permute", ("pp",), x, 0, direction, "pipeline/tick", "")
+                    counts[message, Place("message", kind)] += number
+    return counts
