@@ -21,15 +21,18 @@ from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.parts import (
     Counts,
     LayerCosts,
+    LayerPasses,
     Place,
     Rest,
     TracedLayer,
     added,
     layer_costs,
+    layer_passes,
     ticks,
     times,
     traced_layers,
     traced_rest,
+    working_bytes,
 )
 from parallax.analysis.planned.step_time import Estimate, OpCost, TracedWork, estimate
 from parallax.analysis.planned.topology import Topology
@@ -39,7 +42,6 @@ from parallax.analysis.traced.memory import (
     HostMemory,
     Memory,
     bytes_on_device,
-    moved_in_step,
     predicted_host_memory,
     predicted_state,
 )
@@ -47,7 +49,7 @@ from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.schedules import Schedule, by_name, figures
-from parallax.sharding.host import HOST
+from parallax.sharding.host import DEVICE
 from parallax.sharding.layers_on_ranks import Arrangement
 from parallax.sharding.plan import FLOAT32_BYTES
 
@@ -81,25 +83,40 @@ class ClosedForm:
 
     def knows(self, choice: Choice) -> bool:
         """Whether a layout has a closed form: nothing that its passes write is in host memory."""
-        return HOST not in moved_in_step(choice.applied(self.settings))
+        return choice.grads_on == DEVICE and self.settings.pipeline.residuals_on == DEVICE
 
     def estimate(self, choice: Choice) -> Estimate:
         """The estimate of a layout's step. Raises ParallaxError for layouts that are not legal, but not for all."""
-        settings, host = choice.applied(self.settings), self.moves(choice).host
-        return estimate(settings, self.topology, self.memory(choice), self.work(choice), host)
+        timed = choice.as_timed
+        settings = self._kept(("settings", timed), lambda: timed.applied(self.settings))
+        return estimate(settings, self.topology, self.memory(choice), self.work(choice), self.moves(choice).host)
 
     def work(self, choice: Choice) -> TracedWork:
         """What `traced_work` finds in the step of a layout."""
-        moves, ends, schedule, many = self.moves(choice), self.ends(choice), self.schedule(choice), choice.microbatches
-        costs = [ticks(schedule, ends.x), moves.rest.once, ends.once]
-        costs += [times(rest.each_microbatch, many) for rest in (moves.rest, ends)]
-        for (kind, number), layers in self.layers_of_first_rank(choice).items():
-            costs.append(times(self.layer(choice, kind, number).costs, many * layers))
+        moves, many = self.moves(choice), choice.microbatches
+        costs = [moves.rest.once, times(moves.rest.each_microbatch, many)]
         for kind in range(len(moves.rest.each_layer)):
             costs += self._moves_of_layers(choice, kind)
+        totals: dict[type, Counter] = {OpCost: Counter(), Sent: Counter()}
+        for (cost, _), count in added([*self._without_moves(choice), *costs]).items():
+            totals[type(cost)][cost] += count
+        products, sent = ([cost._replace(count=count) for cost, count in total.items()] for total in totals.values())
+        plan = moves.per_use, moves.trained, moves.read_by_update
+        return TracedWork(products, sent, self.model_flops, self.bubble(choice), {}, *plan)
+
+    def products(self, choice: Choice) -> list[OpCost]:
+        """The same without messages, and without what the sharding plan adds."""
+        costs = added(self._without_moves(choice))
+        return [cost._replace(count=count) for (cost, _), count in costs.items() if isinstance(cost, OpCost)]
+
+    def _without_moves(self, choice: Choice) -> list[Counts]:
+        ends, schedule, many = self.ends(choice), self.schedule(choice), choice.microbatches
+        costs = [ticks(schedule, ends.x), ends.once, times(ends.each_microbatch, many)]
+        for (kind, number), layers in self.layers_of_first_rank(choice).items():
+            costs.append(times(self.layer(choice, kind, number).costs, many * layers))
         if choice.remat == "stage":  # each saves its input
             costs.append({(OpCost(0, 2 * ends.x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
-        return self._as_traced(choice, moves, added(costs))
+        return costs
 
     def memory(self, choice: Choice) -> Memory:
         """About what `predicted_memory` finds: the largest buffers, as if all were held at once."""
@@ -113,7 +130,6 @@ class ClosedForm:
                 (held_in(schedule, layer) for (other, _), layer in layers.items() if other == kind), default=0
             )
         at_ends = 2 * choice.microbatches if schedule.head == "between" else schedule.exit_slots
-        again = placed.stage_layers if choice.remat == "stage" else 1
         return Memory(
             parameters=moves.parameters,
             optimizer=moves.optimizer,
@@ -122,7 +138,7 @@ class ClosedForm:
             gathered_weights=rest.gathered + (rest.resident != moves.parameters) * rest.resident,
             saved_activations=saved,
             pipeline_buffers=(at_ends + sum(schedule.message_slots.values())) * ends.x,
-            working_activations=max(again * layer.recomputed + layer.working for layer in layers.values()),
+            working_activations=self.working(choice),
             logits=0,
             other=0,
         )
@@ -133,28 +149,39 @@ class ClosedForm:
         """What the sharding plan of a layout moves."""
         schedule = self.schedule(choice)
         key = "moves", *choice.sharding, choice.context, choice.order, schedule.placement, schedule.head
-        return self._kept(key, lambda: self._moves(choice))
+        return self._kept(key, lambda: self._moves(with_few_microbatches(choice)))
 
     def ends(self, choice: Choice) -> Rest:
         """Costs of embedding and head."""
         head, ranks = self.schedule(choice).head, (choice.pp, choice.cp, choice.ep, choice.tp)
         of_all = choice.microbatches if head == "between" else 0
         key = "ends", *ranks, choice.context, choice.order, head, self.rows_of(choice), of_all
-        return self._kept(key, lambda: self._rest(self._model(choice)).of_ends)
+        few = with_few_microbatches(choice) if head == "inside" else choice
+        return self._kept(key, lambda: self._rest(few, self.rows_of(choice)).of_ends)
 
     def layer(self, choice: Choice, kind: int, number: int) -> LayerCosts:
         """Costs of a layer of this kind, whose settings have this number."""
-        rows, split = self.rows_of(choice), self.schedule(choice).split
-        key = "layer", *self._layer_key(choice), choice.remat, split, kind, number
+        key, rows = ("layer", *self._layer_key(choice), kind, number), self.rows_of(choice)
 
         def at_rows(rows: int) -> LayerCosts:
-            return self._kept((*key, rows, "traced"), lambda: self._layer_at(choice, kind, number, rows))
+            passes, model = self._passes(choice, rows)[kind]
+            return self._kept((*key, rows, "traced"), lambda: layer_costs(passes, model, number))
 
         def line() -> LayerCosts:
-            (low, high), (first, second) = map(at_rows, ANCHORS), ANCHORS
-            return on_line(low, high, (rows - first) / (second - first)) or at_rows(rows)
+            low, high = map(at_rows, ANCHORS)
+            return on_line(low, high, _share(rows)) or at_rows(rows)
 
         return self._kept((*key, rows), line)
+
+    def working(self, choice: Choice) -> int:
+        """Most bytes that B of a layer holds at once besides what is saved."""
+        key, layers = ("working", *self._layer_key(choice)), self.arrangement(choice).stage_layers
+
+        def at_rows(rows: int) -> int:
+            each = self._passes(choice, rows)
+            return self._kept((*key, layers, rows), lambda: max(working_bytes(*kind, layers) for kind in each))
+
+        return _between(*map(at_rows, ANCHORS), _share(self.rows_of(choice)))
 
     def schedule(self, choice: Choice) -> Schedule:
         """The schedule of a layout."""
@@ -188,11 +215,12 @@ class ClosedForm:
     # ---- how they are traced
 
     def _moves(self, choice: Choice) -> Moves:
-        model, settings = self._model(choice), choice.applied(self.settings)
+        settings = choice.applied(self.settings)
+        model = model_on_topology(settings, self.topology)
         state = predicted_state(model, settings)
         runs = [run for repeat in model.repeats for run in repeat.runs * repeat.times if run.can_prefetch]
         return Moves(
-            self._rest(model).of_plan,
+            self._rest(choice, self.rows_of(choice)).of_plan,
             SentPerUse.of(model.plan),
             model.plan.trained,
             read_by_update(model.plan),
@@ -202,19 +230,28 @@ class ClosedForm:
             [sum(run.kinds == (kind,) for run in runs) for kind in range(len(model.orders))],
         )
 
-    def _model(self, choice: Choice) -> ShardedModel:
-        return model_on_topology(choice.applied(self.settings), self.topology)
+    def _rest(self, choice: Choice, rows: int) -> Rest:
+        """Of a layout with so many rows of a microbatch on a device."""
+        batch = rows * choice.microbatches * choice.dp * choice.ep * ranks_beside(self.settings.mesh)
+        settings = with_keys(choice.applied(self.settings), {"data.global_batch": batch})
+        return traced_rest(model_on_topology(settings, self.topology), batch, settings.data.seq)
 
-    def _rest(self, model: ShardedModel) -> Rest:
-        data = self.settings.data
-        return traced_rest(model, data.global_batch, data.seq)
+    def _passes(self, choice: Choice, rows: int) -> list[tuple[LayerPasses, ShardedModel]]:
+        """The passes of a layer of each kind, and the model in which they are traced."""
 
-    def _layer_at(self, choice: Choice, kind: int, number: int, rows: int) -> LayerCosts:
-        key, split = ("programs", *self._layer_key(choice), rows), self.schedule(choice).split
-        model, programs = self._kept(key, lambda: self._programs(choice, rows))
-        return layer_costs(programs[kind], model, choice.remat, split=split, number=number)
+        def passes() -> list[tuple[LayerPasses, ShardedModel]]:
+            model, programs = self._kept(
+                ("programs", *self._traced_as(choice), rows), lambda: self._programs(choice, rows)
+            )
+            split = self.schedule(choice).split
+            return [(layer_passes(layer, choice.remat, split=split), model) for layer in programs]
+
+        return self._kept(("passes", *self._layer_key(choice), rows), passes)
 
     def _layer_key(self, choice: Choice) -> tuple:
+        return *self._traced_as(choice), choice.remat, self.schedule(choice).split
+
+    def _traced_as(self, choice: Choice) -> tuple:
         return choice.tp, choice.cp, choice.ep, choice.context, choice.order, self._remat_of_exchange(choice)
 
     def _remat_of_exchange(self, choice: Choice) -> str:
@@ -251,13 +288,11 @@ class ClosedForm:
             costs += [times(forward, many * runs), times(back, many * (runs * (1 + again) - given))]
         return costs
 
-    def _as_traced(self, choice: Choice, moves: Moves, costs: Counts) -> TracedWork:
-        totals: dict[type, Counter] = {OpCost: Counter(), Sent: Counter()}
-        for (cost, _), count in costs.items():
-            totals[type(cost)][cost] += count
-        products, sent = ([cost._replace(count=count) for cost, count in total.items()] for total in totals.values())
-        plan = moves.per_use, moves.trained, moves.read_by_update
-        return TracedWork(products, sent, self.model_flops, self.bubble(choice), {}, *plan)
+
+def with_few_microbatches(choice: Choice) -> Choice:
+    """The layout with as many microbatches as ranks, if that divides its own."""
+    few = choice.microbatches % choice.pp == 0
+    return choice._replace(microbatches=choice.pp) if few else choice
 
 
 def held_in(schedule: Schedule, layer: LayerCosts) -> int:
@@ -284,8 +319,13 @@ def on_line(low: LayerCosts, high: LayerCosts, share: float) -> LayerCosts | Non
     for ((a, place), count), ((b, _), _) in pairs:
         costs[_cost_between(a, b, share), place] += count
     saved = {pool: _between(size, high.saved[pool], share) for pool, size in low.saved.items()}
-    held = (_between(getattr(low, name), getattr(high, name), share) for name in ("recomputed", "working"))
-    return LayerCosts(costs, saved, *held)
+    return LayerCosts(costs, saved)
+
+
+def _share(rows: int) -> float:
+    """How far a number of rows is on the way from the first anchor to the second."""
+    first, second = ANCHORS
+    return (rows - first) / (second - first)
 
 
 def _cost_between(low: Any, high: Any, share: float) -> Any:

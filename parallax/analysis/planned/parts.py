@@ -7,7 +7,6 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.planned.gpu_passes import GpuPasses
 from parallax.analysis.planned.step_time import OpCost, costs_in_equation
 from parallax.analysis.traced.collectives import PLAN, Sent
-from parallax.analysis.traced.memory import DATA, Liveness, Op, Program, Value, inline
+from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inline
 from parallax.analysis.traced.trace import Invocation, Origin, Walk
 from parallax.config.remat import saved_parts
 from parallax.model.batch import BATCH_ARRAYS
@@ -88,14 +87,37 @@ class TracedLayer(NamedTuple):
     which: int | None  # the place of the layer's number among the arguments of `forward`
 
 
+class LayerPasses(NamedTuple):
+    """The passes of a layer for a value of pipeline.remat, and whether the backward pass is divided: in B `recompute`,
+    if there is one, and `backward`, in W `later`. `saved` is what F saves for each layer, `passed` what B leaves to W;
+    `pools` are the bytes of what is saved."""
+
+    layer: TracedLayer
+    forward: ClosedJaxpr
+    recompute: ClosedJaxpr | None
+    backward: ClosedJaxpr
+    later: ClosedJaxpr | None
+    saved: list[Any]
+    passed: list[Any]
+    pools: dict[str, int]
+    of_stage: bool  # whether B runs the layers of a stage again, and saves all of each for itself
+
+    @property
+    def given(self) -> int:
+        """Arguments of `backward` before the residuals."""
+        return self.layer.weights + self.layer.context
+
+    @property
+    def read_again(self) -> ClosedJaxpr | None:
+        """What B computes of a layer's residuals from what is saved of it."""
+        return None if self.of_stage else self.recompute
+
+
 class LayerCosts(NamedTuple):
-    """The costs of a layer's passes of one microbatch, F, B and W together, and bytes: of what it saves by pool, of
-    residuals that it recomputes, and of what B holds besides."""
+    """The costs of a layer's passes of one microbatch, F, B and W together, and bytes of what it saves, by pool."""
 
     costs: Counts
     saved: dict[str, int]
-    recomputed: int
-    working: int
 
 
 def traced_layers(model: ShardedModel, rows: int, seq: int) -> list[TracedLayer]:
@@ -133,45 +155,47 @@ def _batch(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((rows, seq), jnp.int32))
 
 
-def layer_costs(layer: TracedLayer, model: ShardedModel, remat: str, *, split: bool, number: int) -> LayerCosts:
-    """The costs of a layer whose settings have this number, for a value of pipeline.remat, and whether the backward
-    pass is divided."""
-    count = partial(counted, model=model)
-    known, known_back = {}, {}
-    if layer.which is not None:
-        known, known_back = {layer.which: np.int32(number)}, {layer.which - 1: np.int32(number)}
-    parts = saved_parts(remat)
-    everything = remat == "none"
-    selection = select_inlined(layer.forward, now=[0], names=parts or ())
-    first = layer.forward if everything else selection.make
-    x = layer.forward.in_avals[layer.weights]
-    residuals, named = layer.forward.out_avals[1:], selection.make.out_avals[1:]
-    saved = residuals if everything else [] if remat == "stage" else [x, *named]
-    costs = [count(first, scope=FORWARD, known=known), _writes(saved, "forward")]
-    if not everything:
-        again = layer.forward if remat == "stage" else selection.recompute
-        costs.append(count(again, scope=BACKWARD, known=known))
-    if remat == "stage":
-        costs.append(_writes(residuals, "recompute"))
-    pools = {"F to B": sum(map(_bytes, saved))}
+def layer_passes(layer: TracedLayer, remat: str, *, split: bool) -> LayerPasses:
+    """The passes of a layer for a value of pipeline.remat; with `split` the backward pass is divided."""
+    selection = select_inlined(layer.forward, now=[0], names=saved_parts(remat) or ())
+    everything, of_stage, back = remat == "none", remat == "stage", layer.backward
+    x, residuals = layer.forward.in_avals[layer.weights], layer.forward.out_avals[1:]
+    saved = residuals if everything else [] if of_stage else [x, *selection.make.out_avals[1:]]
+    forward = layer.forward if everything else selection.make
+    recompute = None if everything else layer.forward if of_stage else selection.recompute
+    if not split:
+        pools = {"F to B": _bytes_of(saved)}
+        return LayerPasses(layer, forward, recompute, back, None, saved, [], pools, of_stage)
     given = layer.weights + layer.context
-    if split:
-        readable = range(given, given + len(residuals)) if everything else ()
-        halves = split_inlined(layer.backward, wanted=[len(layer.backward.jaxpr.outvars) - 1], readable=readable)
-        now = len(layer.backward.jaxpr.outvars) - len(halves.deferred)
-        passed = halves.first.out_avals[now:]
-        later = sum(_bytes(layer.backward.in_avals[place]) for place in halves.reads)
-        pools |= {"F to B": pools["F to B"] - later, "F to W": later, "B to W": sum(map(_bytes, passed))}
-        costs += [count(halves.first, scope=BACKWARD, known=known_back), _writes(passed, "recompute")]
-        costs += [count(halves.second, scope=WEIGHTS)]
-    else:
-        costs.append(count(layer.backward, scope=BACKWARD, known=known_back))
+    readable = range(given, given + len(residuals)) if everything else ()
+    halves = split_inlined(back, wanted=[len(back.out_avals) - 1], readable=readable)
+    passed = halves.first.out_avals[len(back.out_avals) - len(halves.deferred) :]
+    later = _bytes_of([back.in_avals[place] for place in halves.reads])
+    pools = {"F to B": _bytes_of(saved) - later, "F to W": later, "B to W": _bytes_of(passed)}
+    return LayerPasses(layer, forward, recompute, halves.first, halves.second, saved, passed, pools, of_stage)
+
+
+def layer_costs(passes: LayerPasses, model: ShardedModel, number: int) -> LayerCosts:
+    """The costs of a layer whose settings have this number."""
+    which, known, known_back = passes.layer.which, {}, {}
+    if which is not None:
+        known, known_back = {which: np.int32(number)}, {which - 1: np.int32(number)}
+    costs = [counted(passes.forward, model, FORWARD, known), slots(passes.saved, "forward")]
+    if passes.recompute is not None:
+        costs.append(counted(passes.recompute, model, BACKWARD, known))
+    costs.append(counted(passes.backward, model, BACKWARD, known_back))
+    costs.append(slots([*_held_again(passes), *passes.passed], "recompute"))
+    if passes.later is not None:
+        costs.append(counted(passes.later, model, WEIGHTS))
     if is_for_gpus(model.mesh):
-        costs.append(_reads(layer, None if everything else selection.recompute))
-    recompute = None if everything or remat == "stage" else selection.recompute
-    working = _working(recompute, halves.first if split else layer.backward, model, given)
-    recomputed = sum(map(_bytes, residuals)) * (remat == "stage")
-    return LayerCosts(added(costs), pools, recomputed, working)
+        costs.append(slots(_residuals_read(passes), "recompute"))
+        costs.append(slots(_read_by_products(passes.later), "backward"))
+    return LayerCosts(added(costs), passes.pools)
+
+
+def _held_again(passes: LayerPasses) -> list[Any]:
+    """What B saves for itself where it runs a stage again."""
+    return passes.layer.forward.out_avals[1:] if passes.of_stage else []
 
 
 def added(costs: Iterable[Counts]) -> Counts:
@@ -191,41 +215,46 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def _writes(arrays: Iterable[Any], direction: str) -> Counts:
-    """Costs of writing arrays into slots."""
+def slots(arrays: Iterable[Any], direction: str) -> Counts:
+    """Costs of writing arrays into slots, or of copying them out for products, which read whole arrays."""
     counts: Counter = Counter()
     for number, aval in enumerate(arrays):
-        counts[OpCost(0, 2 * _bytes(aval), direction, 0), Place(f"slot {number}", direction)] += 1
+        counts[OpCost(0, 2 * _bytes(aval), direction, 0), Place(f"slot {number}", "copy")] += 1
     return counts
 
 
-def _reads(layer: TracedLayer, recompute: ClosedJaxpr | None) -> Counts:
-    """On GPUs, costs of reading residuals from slots for products, which read whole arrays."""
-    read = GpuPasses(layer.backward).for_products
-    given = layer.weights + layer.context
-    direct = [var in read for var in layer.backward.jaxpr.invars[given:-1]]
+def _read_by_products(program: ClosedJaxpr | None) -> list[Any]:
+    """The arguments that products read, on GPUs."""
+    if program is None:
+        return []
+    read = GpuPasses(program).for_products
+    return [var.aval for var in program.jaxpr.invars if var in read]
+
+
+def _residuals_read(passes: LayerPasses) -> list[Any]:
+    """What B reads from slots for products, on GPUs."""
+    given, recompute, read = passes.given, passes.read_again, GpuPasses(passes.backward).for_products
+    residuals = passes.backward.jaxpr.invars[given:-1]
     if recompute is None:
-        arrays = [aval for aval, of_product in zip(layer.forward.out_avals[1:], direct) if of_product]
-    else:
-        read = {*GpuPasses(recompute).for_products}
-        pairs = zip(recompute.jaxpr.outvars, direct, strict=True)
-        read |= {var for var, of_product in pairs if of_product and not isinstance(var, Literal)}
-        saved = [recompute.jaxpr.invars[layer.weights], *recompute.jaxpr.invars[given + 1 :]]
-        arrays = [var.aval for var in saved if var in read]
-    return _writes(arrays, "recompute")
+        return [var.aval for var in residuals if var in read]
+    outs = zip(recompute.jaxpr.outvars, residuals, strict=True)
+    read_again = {out for out, var in outs if var in read and not isinstance(out, Literal)}
+    read_again |= GpuPasses(recompute).for_products
+    saved = [recompute.jaxpr.invars[passes.layer.weights], *recompute.jaxpr.invars[given + 1 :]]
+    return [var.aval for var in saved if var in read_again]
 
 
-def _working(recompute: ClosedJaxpr | None, backward: ClosedJaxpr, model: ShardedModel, between: int) -> int:
-    """Most bytes that B of a layer holds at once besides its arguments; `between` are those before the residuals."""
-    ops: list[Op] = []
+def working_bytes(passes: LayerPasses, model: ShardedModel, layers: int) -> int:
+    """Most bytes that B of a layer holds at once besides its arguments, in a stage of so many layers."""
+    recompute, backward, ops = passes.read_again, passes.backward, []
     inputs = [Value.of(var.aval) for var in backward.jaxpr.invars]
     given = [*inputs]
     if recompute is not None:
         given = [Value.of(var.aval) for var in recompute.jaxpr.invars]
-        residuals = inline(recompute, given, ops)
-        inputs = [*inputs[:between], *residuals, inputs[-1]]
+        inputs = [*inputs[: passes.given], *inline(recompute, given, ops), inputs[-1]]
     whole = Program(given, ops, inline(backward, inputs, ops))
-    return Liveness(model, [], dict.fromkeys(given, DATA)).peak(whole).total()
+    held = Liveness(model, [], dict.fromkeys(given, DATA)).peak(whole).total()
+    return held + layers * _bytes_of(_held_again(passes))
 
 
 # ---- moves of weights and gradients, embedding and head

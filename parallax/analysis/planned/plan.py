@@ -7,9 +7,11 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
 from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, order_to_try, with_keys
 from parallax.analysis.planned.step_time import (
@@ -19,9 +21,9 @@ from parallax.analysis.planned.step_time import (
     predicted,
     time_parts,
 )
-from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
+from parallax.analysis.planned.sweep import MEMORY_WITHIN, PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
-from parallax.analysis.traced.recompute import sets_to_try
+from parallax.analysis.traced.recompute import FINER, sets_to_try
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
@@ -225,6 +227,10 @@ def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
     tried = list(single_changes(settings, topology))
+    sets = [values for values in tried if [*values] == ["pipeline.remat"]]
+    if sets:
+        tried = [values for values in tried if values not in sets]
+        tried[:0] = [{"pipeline.remat": remat} for remat in sets_worth_tracing(settings, topology, now)]
     for done, values in enumerate(tried):
         show(done, len(tried))
         if priced := _price(values, settings, topology, now):
@@ -238,6 +244,29 @@ def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, no
         if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
             return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
     return None
+
+
+def sets_worth_tracing(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
+    """The values of `pipeline.remat` of which the closed form says that they save time and may fit, or that they save
+    memory: the best CHANGES_SHOWN / 2 of each. All that a sweep tries, if the layout has no closed form."""
+    closed, own, model = ClosedForm(settings, topology), Choice.of(settings), settings.model
+    sets = partial(sets_to_try, model, seq=settings.data.seq, exchanges=own.ep > 1)
+    if not closed.knows(own):
+        return sets()
+    before, priced = closed.estimate(own), {}
+    for remat in sets(apart=FINER):
+        with contextlib.suppress(ParallaxError):
+            priced[remat] = closed.estimate(own._replace(remat=remat))
+    priced.pop(own.remat, None)
+    room = topology.chip.usable_bytes * (1 + MEMORY_WITHIN) - now.peak_bytes
+    faster = [remat for remat in priced if priced[remat].secs < before.secs]
+    faster = [remat for remat in faster if priced[remat].peak_bytes - before.peak_bytes <= room]
+    smaller = [remat for remat in priced if priced[remat].peak_bytes < before.peak_bytes]
+    best = sorted(faster, key=lambda remat: priced[remat].secs)[: CHANGES_SHOWN // 2]
+    # Of the smaller ones those that cost the least time for what they save.
+    kept = front([PricedLayout(own._replace(remat=remat), priced[remat]) for remat in smaller])
+    best += [choice.remat for choice in kept[-CHANGES_SHOWN // 2 :]]
+    return [*dict.fromkeys(best)]
 
 
 def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
