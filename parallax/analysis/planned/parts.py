@@ -29,7 +29,7 @@ from parallax.pipeline.layer_passes import SaveAll, traced_vjp
 from parallax.pipeline.loss_and_grads import arguments_of_layers, ends_and_layers
 from parallax.pipeline.split_program import inlined, select_inlined, split_inlined
 from parallax.schedules import Schedule
-from parallax.sharding.collectives import as_varying
+from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.mesh import is_for_gpus
 
 
@@ -306,9 +306,10 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
         with jax.named_scope(ENDS):
             state, sizes["x"] = _ends(ends, schedule)
             ended = ends.finish(state)
+            metrics = [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()]
         sizes["grads"] = _bytes_of([grads, state.grads])
         sizes["resident"] += _bytes_of(ends.weights)
-        out += jax.tree.leaves([ended.loss, model.plan.store(ended.grads | grads)])
+        out += jax.tree.leaves([metrics, model.plan.store(ended.grads | grads)])
         return [as_varying(leaf)[None] for leaf in out]
 
     local = jax.shard_map(step, out_specs=P(tuple(model.mesh.axis_names)), **model.on_mesh)
