@@ -21,15 +21,15 @@ from parallax.analysis.planned.moves import SentPerUse, read_by_update
 from parallax.analysis.planned.parts import (
     Counts,
     LayerCosts,
-    LayerPasses,
+    PassPrograms,
     Place,
     Rest,
     TracedLayer,
     added,
     layer_costs,
-    layer_passes,
-    ticks,
-    times,
+    messages_of_ticks,
+    pass_programs,
+    repeated,
     traced_layers,
     traced_rest,
     working_bytes,
@@ -94,7 +94,7 @@ class ClosedForm:
     def work(self, choice: Choice) -> TracedWork:
         """What `traced_work` finds in the step of a layout."""
         moves, many = self.moves(choice), choice.microbatches
-        costs = [moves.rest.once, times(moves.rest.each_microbatch, many)]
+        costs = [moves.rest.once, repeated(moves.rest.each_microbatch, many)]
         for kind in range(len(moves.rest.each_layer)):
             costs += self._moves_of_layers(choice, kind)
         totals: dict[type, Counter] = {OpCost: Counter(), Sent: Counter()}
@@ -111,9 +111,9 @@ class ClosedForm:
 
     def _without_moves(self, choice: Choice) -> list[Counts]:
         ends, schedule, many = self.ends(choice), self.schedule(choice), choice.microbatches
-        costs = [ticks(schedule, ends.x), ends.once, times(ends.each_microbatch, many)]
+        costs = [messages_of_ticks(schedule, ends.x), ends.once, repeated(ends.each_microbatch, many)]
         for (kind, number), layers in self.layers_of_first_rank(choice).items():
-            costs.append(times(self.layer(choice, kind, number).costs, many * layers))
+            costs.append(repeated(self.layer(choice, kind, number).costs, many * layers))
         if choice.remat == "stage":  # each saves its input
             costs.append({(OpCost(0, 2 * ends.x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
         return costs
@@ -236,15 +236,15 @@ class ClosedForm:
         settings = with_keys(choice.applied(self.settings), {"data.global_batch": batch})
         return traced_rest(model_on_topology(settings, self.topology), batch, settings.data.seq)
 
-    def _passes(self, choice: Choice, rows: int) -> list[tuple[LayerPasses, ShardedModel]]:
+    def _passes(self, choice: Choice, rows: int) -> list[tuple[PassPrograms, ShardedModel]]:
         """The passes of a layer of each kind, and the model in which they are traced."""
 
-        def passes() -> list[tuple[LayerPasses, ShardedModel]]:
+        def passes() -> list[tuple[PassPrograms, ShardedModel]]:
             model, programs = self._kept(
                 ("programs", *self._traced_as(choice), rows), lambda: self._programs(choice, rows)
             )
             split = self.schedule(choice).split
-            return [(layer_passes(layer, choice.remat, split=split), model) for layer in programs]
+            return [(pass_programs(layer, choice.remat, split=split), model) for layer in programs]
 
         return self._kept(("passes", *self._layer_key(choice), rows), passes)
 
@@ -260,8 +260,8 @@ class ClosedForm:
         return choice.remat if choice.ep > 1 and not self.schedule(choice).split else "none"
 
     def _programs(self, choice: Choice, rows: int) -> tuple[ShardedModel, list[TracedLayer]]:
-        one = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
-        settings = choice._replace(remat=self._remat_of_exchange(choice), **one).applied(self.settings)
+        alone = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
+        settings = choice._replace(remat=self._remat_of_exchange(choice), **alone).applied(self.settings)
         beside = {f"mesh.{axis}": 1 for axis in unchosen_sizes(self.settings.mesh)}
         settings = with_keys(settings, beside | {"data.global_batch": rows * choice.ep})
         model = model_on_topology(settings, self.topology)
@@ -281,11 +281,11 @@ class ClosedForm:
         layers = sum(count for (other, _), count in layers.items() if other == kind)
         forward, back = (gathers(of_layer, direction) for direction in ("forward", "recompute"))
         again = choice.remat == "stage"
-        costs = [times(of_layer, many * layers), times(back, many * layers * again)]
+        costs = [repeated(of_layer, many * layers), repeated(back, many * layers * again)]
         if choice.prefetch:  # each run gathers one more, unless the pass before has; that of the last turn is not used
             runs = moves.ahead[kind] * schedule.virtual
             given = runs > 0 and schedule.stages == 1
-            costs += [times(forward, many * runs), times(back, many * (runs * (1 + again) - given))]
+            costs += [repeated(forward, many * runs), repeated(back, many * (runs * (1 + again) - given))]
         return costs
 
 

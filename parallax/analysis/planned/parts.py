@@ -23,11 +23,22 @@ from parallax.analysis.traced.memory import DATA, Liveness, Program, Value, inli
 from parallax.analysis.traced.trace import Invocation, Origin, Walk
 from parallax.config.remat import saved_parts
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
-from parallax.pipeline.embed_and_head import BatchedHead, EndsState, MicrobatchHead
-from parallax.pipeline.layer_passes import SaveAll, traced_vjp
-from parallax.pipeline.loss_and_grads import arguments_of_layers, ends_and_layers
-from parallax.pipeline.split_program import inlined, select_inlined, split_inlined
+from parallax.pipeline import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    BatchedHead,
+    EndsState,
+    MicrobatchHead,
+    SaveAll,
+    ShardedModel,
+    arguments_of_layers,
+    ends_and_layers,
+    inlined,
+    select_inlined,
+    split_inlined,
+    traced_vjp,
+)
 from parallax.schedules import Schedule
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.mesh import is_for_gpus
@@ -45,7 +56,7 @@ class Place(NamedTuple):
 Counts = dict[tuple[OpCost | Sent, Place], float]
 
 # Scopes that say how often something runs in a step, of embedding and head, and of what is not counted.
-EACH_LAYER, EACH_MICROBATCH, ENDS, NOT_COUNTED = MARKS = "each layer", "each microbatch", "ends", "not counted"
+EACH_LAYER, EACH_MICROBATCH, OF_ENDS, NOT_COUNTED = MARKS = "each layer", "each microbatch", "ends", "not counted"
 
 
 def counted(program: ClosedJaxpr, model: ShardedModel, scope: str = "", known: dict[int, Any] | None = None) -> Counts:
@@ -87,7 +98,7 @@ class TracedLayer(NamedTuple):
     which: int | None  # the place of the layer's number among the arguments of `forward`
 
 
-class LayerPasses(NamedTuple):
+class PassPrograms(NamedTuple):
     """The passes of a layer for a value of pipeline.remat, and whether the backward pass is divided: in B `recompute`,
     if there is one, and `backward`, in W `later`. `saved` is what F saves for each layer, `passed` what B leaves to W;
     `pools` are the bytes of what is saved."""
@@ -155,7 +166,7 @@ def _batch(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((rows, seq), jnp.int32))
 
 
-def layer_passes(layer: TracedLayer, remat: str, *, split: bool) -> LayerPasses:
+def pass_programs(layer: TracedLayer, remat: str, *, split: bool) -> PassPrograms:
     """The passes of a layer for a value of pipeline.remat; with `split` the backward pass is divided."""
     selection = select_inlined(layer.forward, now=[0], names=saved_parts(remat) or ())
     everything, of_stage, back = remat == "none", remat == "stage", layer.backward
@@ -165,35 +176,35 @@ def layer_passes(layer: TracedLayer, remat: str, *, split: bool) -> LayerPasses:
     recompute = None if everything else layer.forward if of_stage else selection.recompute
     if not split:
         pools = {"F to B": _bytes_of(saved)}
-        return LayerPasses(layer, forward, recompute, back, None, saved, [], pools, of_stage)
+        return PassPrograms(layer, forward, recompute, back, None, saved, [], pools, of_stage)
     given = layer.weights + layer.context
     readable = range(given, given + len(residuals)) if everything else ()
     halves = split_inlined(back, wanted=[len(back.out_avals) - 1], readable=readable)
     passed = halves.first.out_avals[len(back.out_avals) - len(halves.deferred) :]
     later = _bytes_of([back.in_avals[place] for place in halves.reads])
     pools = {"F to B": _bytes_of(saved) - later, "F to W": later, "B to W": _bytes_of(passed)}
-    return LayerPasses(layer, forward, recompute, halves.first, halves.second, saved, passed, pools, of_stage)
+    return PassPrograms(layer, forward, recompute, halves.first, halves.second, saved, passed, pools, of_stage)
 
 
-def layer_costs(passes: LayerPasses, model: ShardedModel, number: int) -> LayerCosts:
+def layer_costs(passes: PassPrograms, model: ShardedModel, number: int) -> LayerCosts:
     """The costs of a layer whose settings have this number."""
     which, known, known_back = passes.layer.which, {}, {}
     if which is not None:
         known, known_back = {which: np.int32(number)}, {which - 1: np.int32(number)}
-    costs = [counted(passes.forward, model, FORWARD, known), slots(passes.saved, "forward")]
+    costs = [counted(passes.forward, model, FORWARD, known), copies_of_slots(passes.saved, "forward")]
     if passes.recompute is not None:
         costs.append(counted(passes.recompute, model, BACKWARD, known))
     costs.append(counted(passes.backward, model, BACKWARD, known_back))
-    costs.append(slots([*_held_again(passes), *passes.passed], "recompute"))
+    costs.append(copies_of_slots([*_held_again(passes), *passes.passed], "recompute"))
     if passes.later is not None:
         costs.append(counted(passes.later, model, WEIGHTS))
     if is_for_gpus(model.mesh):
-        costs.append(slots(_residuals_read(passes), "recompute"))
-        costs.append(slots(_read_by_products(passes.later), "backward"))
+        costs.append(copies_of_slots(_residuals_read(passes), "recompute"))
+        costs.append(copies_of_slots(_read_by_products(passes.later), "backward"))
     return LayerCosts(added(costs), passes.pools)
 
 
-def _held_again(passes: LayerPasses) -> list[Any]:
+def _held_again(passes: PassPrograms) -> list[Any]:
     """What B saves for itself where it runs a stage again."""
     return passes.layer.forward.out_avals[1:] if passes.of_stage else []
 
@@ -206,7 +217,7 @@ def added(costs: Iterable[Counts]) -> Counts:
     return total
 
 
-def times(costs: Counts, count: float) -> Counts:
+def repeated(costs: Counts, count: float) -> Counts:
     """So many times these costs."""
     return {key: each * count for key, each in costs.items()}
 
@@ -215,7 +226,7 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def slots(arrays: Iterable[Any], direction: str) -> Counts:
+def copies_of_slots(arrays: Iterable[Any], direction: str) -> Counts:
     """Costs of writing arrays into slots, or of copying them out for products, which read whole arrays."""
     counts: Counter = Counter()
     for number, aval in enumerate(arrays):
@@ -231,7 +242,7 @@ def _read_by_products(program: ClosedJaxpr | None) -> list[Any]:
     return [var.aval for var in program.jaxpr.invars if var in read]
 
 
-def _residuals_read(passes: LayerPasses) -> list[Any]:
+def _residuals_read(passes: PassPrograms) -> list[Any]:
     """What B reads from slots for products, on GPUs."""
     given, recompute, read = passes.given, passes.read_again, GpuPasses(passes.backward).for_products
     residuals = passes.backward.jaxpr.invars[given:-1]
@@ -244,7 +255,7 @@ def _residuals_read(passes: LayerPasses) -> list[Any]:
     return [var.aval for var in saved if var in read_again]
 
 
-def working_bytes(passes: LayerPasses, model: ShardedModel, layers: int) -> int:
+def working_bytes(passes: PassPrograms, model: ShardedModel, layers: int) -> int:
     """Most bytes that B of a layer holds at once besides its arguments, in a stage of so many layers."""
     recompute, backward, ops = passes.read_again, passes.backward, []
     inputs = [Value.of(var.aval) for var in backward.jaxpr.invars]
@@ -275,12 +286,12 @@ class Rest(NamedTuple):
     @property
     def of_plan(self) -> "Rest":
         """Without the costs that only embedding and head have."""
-        return self._only(lambda place: place.of_plan or ENDS not in place.stack)
+        return self._only(lambda place: place.of_plan or OF_ENDS not in place.stack)
 
     @property
     def of_ends(self) -> "Rest":
         """Only those."""
-        return self._only(lambda place: ENDS in place.stack and not place.of_plan)
+        return self._only(lambda place: OF_ENDS in place.stack and not place.of_plan)
 
     def _only(self, which: Callable[[Place], bool]) -> "Rest":
         def only(costs: Counts) -> Counts:
@@ -303,7 +314,7 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
             out += used
             sizes["resident"] += _bytes_of(weights.resident)
             sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 3]))
-        with jax.named_scope(ENDS):
+        with jax.named_scope(OF_ENDS):
             state, sizes["x"] = _ends(ends, schedule)
             ended = ends.finish(state)
             metrics = [sum_over(ended.loss, ends.loss_axes), ends.tokens.count()]
@@ -363,7 +374,7 @@ def _bytes_of(tree: Any) -> int:
     return sum(map(_bytes, jax.tree.leaves(tree)))
 
 
-def ticks(schedule: Schedule, x: int) -> Counts:
+def messages_of_ticks(schedule: Schedule, x: int) -> Counts:
     """Messages of the ticks between pipeline ranks, and writes into their slots; a residual stream has `x` bytes."""
     counts: Counter = Counter()
     for (kind, shift), arrives in schedule.arrival.items():

@@ -249,22 +249,22 @@ def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, no
 def sets_worth_tracing(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
     """The values of `pipeline.remat` of which the closed form says that they save time and may fit, or that they save
     memory: the best CHANGES_SHOWN / 2 of each. All that a sweep tries, if the layout has no closed form."""
-    closed, own, model = ClosedForm(settings, topology), Choice.of(settings), settings.model
-    sets = partial(sets_to_try, model, seq=settings.data.seq, exchanges=own.ep > 1)
-    if not closed.knows(own):
+    closed, layout, model = ClosedForm(settings, topology), Choice.of(settings), settings.model
+    sets = partial(sets_to_try, model, seq=settings.data.seq, exchanges=layout.ep > 1)
+    if not closed.knows(layout):
         return sets()
-    before, priced = closed.estimate(own), {}
+    before, priced = closed.estimate(layout), {}
     for remat in sets(apart=FINER):
         with contextlib.suppress(ParallaxError):
-            priced[remat] = closed.estimate(own._replace(remat=remat))
-    priced.pop(own.remat, None)
+            priced[remat] = closed.estimate(layout._replace(remat=remat))
+    priced.pop(layout.remat, None)
     room = topology.chip.usable_bytes * (1 + MEMORY_WITHIN) - now.peak_bytes
     faster = [remat for remat in priced if priced[remat].secs < before.secs]
     faster = [remat for remat in faster if priced[remat].peak_bytes - before.peak_bytes <= room]
     smaller = [remat for remat in priced if priced[remat].peak_bytes < before.peak_bytes]
     best = sorted(faster, key=lambda remat: priced[remat].secs)[: CHANGES_SHOWN // 2]
     # Of the smaller ones those that cost the least time for what they save.
-    kept = front([PricedLayout(own._replace(remat=remat), priced[remat]) for remat in smaller])
+    kept = front([PricedLayout(layout._replace(remat=remat), priced[remat]) for remat in smaller])
     best += [choice.remat for choice in kept[-CHANGES_SHOWN // 2 :]]
     return [*dict.fromkeys(best)]
 
