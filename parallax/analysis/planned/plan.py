@@ -7,7 +7,6 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from parallax.analysis.planned.step_time import (
     predicted,
     time_parts,
 )
-from parallax.analysis.planned.sweep import MEMORY_WITHIN, PricedLayout, Sweep, draw, front
+from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
 from parallax.analysis.traced.recompute import FINER, sets_to_try
 from parallax.config.sections import STATE_DTYPES
@@ -155,6 +154,7 @@ def compare_plans(plans: Sequence[Plan]) -> Comparison:
 
 
 CHANGES_SHOWN = 8
+MORE_SETS = 2  # sets of recomputed parts that are tried besides those of a sweep
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
 # Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
@@ -227,10 +227,8 @@ def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
     tried = list(single_changes(settings, topology))
-    sets = [values for values in tried if [*values] == ["pipeline.remat"]]
-    if sets:
-        tried = [values for values in tried if values not in sets]
-        tried[:0] = [{"pipeline.remat": remat} for remat in sets_worth_tracing(settings, topology, now)]
+    finer = ({"pipeline.remat": remat} for remat in faster_sets(settings, topology, now))
+    tried += [values for values in finer if values not in tried]
     for done, values in enumerate(tried):
         show(done, len(tried))
         if priced := _price(values, settings, topology, now):
@@ -246,27 +244,19 @@ def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, no
     return None
 
 
-def sets_worth_tracing(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
-    """The values of `pipeline.remat` of which the closed form says that they save time and may fit, or that they save
-    memory: the best CHANGES_SHOWN / 2 of each. All that a sweep tries, if the layout has no closed form."""
-    closed, layout, model = ClosedForm(settings, topology), Choice.of(settings), settings.model
-    sets = partial(sets_to_try, model, seq=settings.data.seq, exchanges=layout.ep > 1)
+def faster_sets(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
+    """The values of `pipeline.remat`, a few apart from each other, of which the closed form says that they save the
+    most time and fit."""
+    closed, layout, faster = ClosedForm(settings, topology), Choice.of(settings), {}
     if not closed.knows(layout):
-        return sets()
-    before, priced = closed.estimate(layout), {}
-    for remat in sets(apart=FINER):
+        return []
+    before, room = closed.estimate(layout), topology.chip.usable_bytes - now.peak_bytes
+    for remat in sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1, apart=FINER):
         with contextlib.suppress(ParallaxError):
-            priced[remat] = closed.estimate(layout._replace(remat=remat))
-    priced.pop(layout.remat, None)
-    room = topology.chip.usable_bytes * (1 + MEMORY_WITHIN) - now.peak_bytes
-    faster = [remat for remat in priced if priced[remat].secs < before.secs]
-    faster = [remat for remat in faster if priced[remat].peak_bytes - before.peak_bytes <= room]
-    smaller = [remat for remat in priced if priced[remat].peak_bytes < before.peak_bytes]
-    best = sorted(faster, key=lambda remat: priced[remat].secs)[: CHANGES_SHOWN // 2]
-    # Of the smaller ones those that cost the least time for what they save.
-    kept = front([PricedLayout(layout._replace(remat=remat), priced[remat]) for remat in smaller])
-    best += [choice.remat for choice in kept[-CHANGES_SHOWN // 2 :]]
-    return [*dict.fromkeys(best)]
+            then = closed.estimate(layout._replace(remat=remat))
+            if then.secs < before.secs and then.peak_bytes - before.peak_bytes <= room:
+                faster[remat] = then.secs
+    return sorted(faster, key=faster.__getitem__)[:MORE_SETS]
 
 
 def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
