@@ -24,7 +24,7 @@ EIGHT = read_topology("v5e:2x4")
 
 def settings_of(batch=64, seq=128, mesh=None, **model):
     config = get_config()
-    config.mesh.update(dp=8, **(mesh or {}))
+    config.mesh.update({"dp": 8} | (mesh or {}))
     config.model.update(**(DENSE | {"kernel": "xla"}))
     for name, value in model.items():
         config.model[name] = value
