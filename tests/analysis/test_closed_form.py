@@ -64,7 +64,7 @@ def test_a_pipeline_with_a_divided_backward_pass_has_the_price_of_its_traced_ste
     [
         ("v5e:2x4", {}),
         ("v5e:2x4", dict(attention="mla")),
-        ("v5e:2x4", dict(batch=4, mesh={"dp": 4, "cp": 2})),
+        ("v5e:2x4", dict(batch=8, mesh={"dp": 4, "cp": 2})),
         ("v5e:2x4", MIXTURE),
         ("v5e:2x4", dict(model_of_windows=True)),
         ("H100:1x8", dict(d_head=64, seq=256)),
