@@ -129,8 +129,9 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
-        acts = {"finding layouts that may fit": search.find, "pricing layouts": search.run}
-        for what, act in (acts | {"pricing sets of parts to recompute": search.run_sets}).items():
+        acts = {"finding layouts that may fit": search.find, "pricing layouts": search.price}
+        acts |= {"tracing the fastest": search.run, "tracing sets of parts to recompute": search.run_sets}
+        for what, act in acts.items():
             with waiting(what) as show:
                 act(show)
         if not values["analytic"]:

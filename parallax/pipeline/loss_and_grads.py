@@ -22,7 +22,7 @@ from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput
 from parallax.pipeline.tick import Pipeline, State, tables_of, tick
-from parallax.schedules import gpipe_on
+from parallax.schedules import Schedule, gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
 from parallax.sharding.collectives import as_varying, reshard, sum_over
@@ -95,6 +95,20 @@ def pipeline_of(
 ) -> Pipeline:
     """What ticks read to "train", or in a forward pass alone for "loss", "logits" or to "observe"; losses are also
     summed by so many groups."""
+    schedule, ends, layers = ends_and_layers(model, params, batch, noise, use, groups)
+    if use != "train":
+        saves = SaveObservations() if use == "observe" else SaveNothing()
+        return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
+    saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
+    layers = layers._replace(passes=passes_of_training(layers, ends))
+    return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
+
+
+def ends_and_layers(
+    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, use: str, groups: int = 0
+) -> tuple[Schedule, MicrobatchHead | BatchedHead | LossOnly, Layers]:
+    """The same in parts: the schedule, both ends with the batch's tokens, and the layers' weights, without the passes
+    of training."""
     schedule, weight = model.schedule, None
     if use != "train":
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
@@ -116,15 +130,10 @@ def pipeline_of(
     resident = [weights[stack] for stack in model.orders]
     kernels = RoundedWeights if model.rounds_kernels else LayerWeights
     layers = Layers(model, passes, kernels.of_step(model, resident, trains=use == "train"), numbers, kinds)
-    if use != "train":
-        saves = SaveObservations() if use == "observe" else SaveNothing()
-        return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
-    saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
-    rounding = None
-    if model.plan.rounds_grads:
+    if use == "train" and model.plan.rounds_grads:
         rounding = as_varying(rounding_key(jnp.zeros(2, jnp.int32) if noise is None else noise))
-    layers = layers._replace(passes=passes_of_training(layers, ends), rounding=rounding)
-    return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
+        layers = layers._replace(rounding=rounding)
+    return schedule, ends, layers
 
 
 def first_state(pipeline: Pipeline) -> State:
@@ -141,6 +150,17 @@ def first_state(pipeline: Pipeline) -> State:
 def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[LayerPasses]:
     """The passes of each kind of layers."""
     model = layers.model
+    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
+    kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, ends), strict=True)
+    return [
+        layer_passes(passes.block, stack=stack, plan=model.plan, weights=weights, x=x, context=context, **settings)
+        for passes, stack, (weights, x, context) in kinds
+    ]
+
+
+def arguments_of_layers(layers: Layers, ends: MicrobatchHead | BatchedHead) -> list[tuple[Any, Any, Context]]:
+    """Shapes of what a layer of each kind reads: its gathered weights, its input and the context."""
+    model = layers.model
     x = jax.eval_shape(lambda: zeros(ends.first_stage_input(ends.start(model.schedule.exit_slots), jnp.int32(0))))
 
     def context_of(kind: str) -> Context:
@@ -148,14 +168,8 @@ def passes_of_training(layers: Layers, ends: MicrobatchHead | BatchedHead) -> li
         return context.of_kind(model.config, kind)
 
     contexts = [jax.eval_shape(partial(context_of, kind)) for kind in model.parts.blocks]
-    settings = dict(remat=model.pipeline.remat, split=model.schedule.split, in_rows=relays_what_is_read(model.mesh))
-    settings |= dict(plan=model.plan, x=x)
     gathered = jax.eval_shape(lambda: [weights.gathered(0) for weights in layers.weights])
-    kinds = zip(layers.passes, model.orders, gathered, contexts, strict=True)
-    return [
-        layer_passes(passes.block, stack=stack, weights=weights, context=context, **settings)
-        for passes, stack, weights, context in kinds
-    ]
+    return [(weights, x, context) for weights, context in zip(gathered, contexts, strict=True)]
 
 
 def _metrics(pipeline: Pipeline, loss_sum: Array) -> dict[str, Array]:

@@ -49,7 +49,11 @@ def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Ite
 
     The second part reads arguments at `readable` itself; the first part passes everything else as `b_residuals`.
     """
-    whole = inlined(program)
+    return split_inlined(inlined(program), wanted=wanted, readable=readable)
+
+
+def split_inlined(whole: ClosedJaxpr, *, wanted: Iterable[int], readable: Iterable[int]) -> BackwardSplit:
+    """The same for a program without calls."""
     jaxpr = whole.jaxpr
     readable = set(readable)
     first, deferred = ancestors(jaxpr, [jaxpr.outvars[place] for place in wanted]), []
@@ -88,7 +92,11 @@ def select(program: ClosedJaxpr, *, now: Collection[int], names: Collection[str]
 
     Raises ConfigError if the program has a name that is not a part of `pipeline.remat`.
     """
-    whole = inlined(program)
+    return select_inlined(inlined(program), now=now, names=names)
+
+
+def select_inlined(whole: ClosedJaxpr, *, now: Collection[int], names: Collection[str]) -> Selection:
+    """The same for a program without calls."""
     jaxpr = whole.jaxpr
     named = {e.outvars[0]: e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
     for name in sorted(set(named.values()) - set(REMAT_PARTS)):

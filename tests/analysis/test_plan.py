@@ -599,7 +599,10 @@ class SlowerThan:
     def __init__(self, row):
         self.row = row
 
-    def bound(self, choice):
+    def work(self, choice):
+        return self.bound(choice)
+
+    def bound(self, choice, products=None):
         return 0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01
 
     def held(self, choice):

@@ -101,6 +101,13 @@ class Choice(NamedTuple):
         return self.dp * self.cp * self.ep
 
     @property
+    def as_timed(self) -> "Choice":
+        """A layout with the same sizes, microbatches and prefetch, all that `estimate` reads of one besides its
+        work."""
+        others = dict(schedule="gpipe", virtual=1, remat="layer", policy="zero3", exceptions="", context="all_gather")
+        return self._replace(**others, exchange=AUTO, grads_dtype="float32", grads_on=DEVICE, order=ZIGZAG)
+
+    @property
     def sums(self) -> tuple[str, str]:
         """Dtype and memory of sums of gradients."""
         return self.grads_dtype, self.grads_on

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.devices import fastest_matmul, matmul_lines
 from parallax.analysis.planned.layouts import SHARDED_TABLES, Choice, flags_of, order_to_try, with_keys
 from parallax.analysis.planned.step_time import (
@@ -22,7 +23,7 @@ from parallax.analysis.planned.step_time import (
 )
 from parallax.analysis.planned.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.planned.topology import Topology, read_topology
-from parallax.analysis.traced.recompute import sets_to_try
+from parallax.analysis.traced.recompute import FINER, sets_to_try
 from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings, check_settings, default_settings, default_value
 from parallax.display.html import content_html
@@ -154,6 +155,7 @@ def compare_plans(plans: Sequence[Plan]) -> Comparison:
 
 
 CHANGES_SHOWN = 8
+MORE_SETS = 2  # sets of recomputed parts that are tried besides those of a sweep
 LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 LEAST_GAIN = 0.0005  # share of the step's time that one more change must save beside others
 # Keys whose changes are shown alone: they change dtypes, or move arrays to the host.
@@ -226,6 +228,8 @@ def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
     tried = list(single_changes(settings, topology))
+    finer = ({"pipeline.remat": remat} for remat in faster_sets(settings, topology, now))
+    tried += [values for values in finer if values not in tried]
     for done, values in enumerate(tried):
         show(done, len(tried))
         if priced := _price(values, settings, topology, now):
@@ -239,6 +243,21 @@ def _price(values: Mapping[str, Any], settings: Settings, topology: Topology, no
         if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
             return Change(values, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
     return None
+
+
+def faster_sets(settings: Settings, topology: Topology, now: Estimate) -> list[str]:
+    """The values of `pipeline.remat`, a few apart from each other, of which the closed form says that they save the
+    most time and fit."""
+    closed, layout, faster = ClosedForm(settings, topology), Choice.of(settings), {}
+    if not closed.knows(layout):
+        return []
+    before, room = closed.estimate(layout), topology.chip.usable_bytes - now.peak_bytes
+    for remat in sets_to_try(settings.model, seq=settings.data.seq, exchanges=layout.ep > 1, apart=FINER):
+        with contextlib.suppress(ParallaxError):
+            then = closed.estimate(layout._replace(remat=remat))
+            if then.secs < before.secs and then.peak_bytes - before.peak_bytes <= room:
+                faster[remat] = then.secs
+    return sorted(faster, key=faster.__getitem__)[:MORE_SETS]
 
 
 def single_changes(settings: Settings, topology: Topology) -> Iterator[dict[str, Any]]:

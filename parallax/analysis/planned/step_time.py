@@ -184,11 +184,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
     on_gpus = GpuPasses(program) if is_for_gpus(model.mesh) else None
 
-    def count(equation: JaxprEqn, origin: Origin) -> Counter:
-        sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
-        work = _pass(equation, origin, on_gpus) or _product(equation, origin, share_of_rows=model.share_of_rows)
-        return sent or work or moved_by_passes(equation, origin)
-
+    count = functools.partial(costs_in_equation, model=model, on_gpus=on_gpus)
     counted: dict[type, list[tuple[Any, int]]] = defaultdict(list)
     for what, times in walk(program, rank=first, count=count).items():
         counted[type(what)].append((what, times))
@@ -203,6 +199,15 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         model.plan.trained,
         read_by_update(model.plan),
     )
+
+
+def costs_in_equation(equation: JaxprEqn, origin: Origin, *, model: ShardedModel, on_gpus: GpuPasses | None) -> Counter:
+    """What an equation costs a device of the first pipeline rank, as a Sent, an OpCost, or bytes over the host's
+    link; nothing if it is fused with others. `on_gpus` are the passes of its program there."""
+    first = dict.fromkeys(model.axis_sizes, 0)
+    sent = sent_in_equation(equation, origin, rank=first, sizes=model.axis_sizes)
+    work = _pass(equation, origin, on_gpus) or _product(equation, origin, share_of_rows=model.share_of_rows)
+    return sent or work or moved_by_passes(equation, origin)
 
 
 def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:

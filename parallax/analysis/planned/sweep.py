@@ -1,18 +1,21 @@
-"""Search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
+"""Search for the fastest layouts. All have a lower bound, those that may be among the best a price in closed form, and
+the best of these are traced.
 
 A bound is the estimate of step_time.py for the least that a layout can compute, send and hold. It is never above the
-estimate of the traced step, which a test checks, and often far below it.
+estimate of the traced step, which a test checks, and often far below it. The closed form (closed_form.py) has nearly
+the time of the traced step, and about its memory.
 """
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import heapq
 import json
 import math
 import operator
 import time
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax.analysis.compiled.program import costs_of
+from parallax.analysis.planned.closed_form import ClosedForm
 from parallax.analysis.planned.layouts import (
     CHOSEN_AXES,
     Choice,
@@ -61,7 +65,7 @@ from parallax.config.sections import DataParallelConfig
 from parallax.config.settings import Settings
 from parallax.display.svg import INK, PAPER, TIP, svg
 from parallax.display.units import in_bytes, percent
-from parallax.errors import ConfigError, errors_as
+from parallax.errors import ConfigError, ParallaxError, errors_as
 from parallax.hardware.chips import Chip
 from parallax.model.experts.exchange_costs import exchange_of, exchanged_rows
 from parallax.model.kernels.flops import tokens_read_twice
@@ -97,6 +101,7 @@ class LeastWork:
         """`model` may be on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.plan = settings, topology, model.plan
         self.layers_of = functools.cache(self._layers_of)
+        self.timed, self.secs_of = functools.cache(lambda choice: choice.applied(settings)), {}
         # For one rank of the axes that no sweep varies; all do the same.
         ranks = ranks_beside(settings.mesh)
         self.devices, self.seq = topology.devices // ranks, settings.data.seq
@@ -112,13 +117,24 @@ class LeastWork:
         arrays = jax.tree.leaves([kept.params, kept.opt_state])
         self.state = sum(x.size * x.dtype.itemsize for x in arrays if not rests_on_host(x.sharding))
 
-    def bound(self, choice: Choice) -> float:
-        """Lower bound in seconds, never above the layout's own estimate. The layout need not be legal."""
+    def bound(self, choice: Choice, products: list[OpCost] | None = None) -> float:
+        """Lower bound in seconds, never above the layout's own estimate, with its least work or these products. The
+        layout need not be legal."""
+        return self._secs(choice, self._products(choice) if products is None else products, self._sent(choice))
+
+    def work(self, choice: Choice) -> float:
+        """The same without communication. It is computed once for all layouts with the same."""
+        shape = choice.schedule, choice.pp, choice.microbatches, choice.virtual, choice.remat
+        if shape not in self.secs_of:
+            self.secs_of[shape] = self._secs(choice, self._products(choice), [])
+        return self.secs_of[shape]
+
+    def _secs(self, choice: Choice, products: list[OpCost], sent: list[Sent]) -> float:
         costs = costs_of(self.settings.model, choice.remat, seq=self.seq)
         bubble = least_bubble(choice.schedule, choice.pp, choice.microbatches, choice.virtual, costs)
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble, per_use=PER_USE)
+        traced = TracedWork(products, sent, 0, bubble, per_use=PER_USE)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
-        return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
+        return estimate(self.timed(choice.as_timed), self.topology, nothing_held, traced).secs
 
     def held(self, choice: Choice) -> float:
         """Lower bound in bytes on the memory of a device: parameters, states of the optimizer, sums of gradients,
@@ -240,6 +256,11 @@ def digest(value: Any) -> str:
 PRICED_SECTIONS = ("mesh", "model", "layout", "pipeline", "data_parallel", "fsdp", "loss", "optimizer", "guard")
 
 
+# How far the closed form may be from the traced step: in time, and in memory on either side. Both are wider than what
+# tests/analysis/test_closed_form.py finds.
+TIME_WITHIN, MEMORY_WITHIN = 0.005, 0.2
+
+
 class PricedLayout(NamedTuple):
     """A layout that fits, and its predicted step."""
 
@@ -266,32 +287,85 @@ class Sweep:
         self.passed: Counter[str] = Counter()
         self.sets: list[PricedLayout] = []
         self._bound_of: dict[Choice, float] | None = None
+        self._price_of: dict[Choice, float] | None = None
         self._secs: list[float] = []  # of each layout that was priced, not found in the cache
         self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
+        self.closed = ClosedForm(settings, self.topology)
 
     def find(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Bound all layouts; those that cannot fit are passed over."""
+        """Bound the work of all layouts; those that cannot fit are passed over."""
         others = [choice for choice in choices(self.settings, self.topology.devices) if choice != self.configured]
         usable = self.topology.chip.usable_bytes
         self._bound_of = {}
         for done, choice in enumerate(others):
             progress(done, len(others))
             if any(self.least.held(tried) <= usable for tried in (choice, *self._smaller(choice))):
-                self._bound_of[choice] = self.least.bound(choice)
+                self._bound_of[choice] = self.least.work(choice)
         self.passed["too large"] = len(others) - len(self._bound_of)
 
+    def price(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Price layouts in closed form, in the order of their bounds, until no other can be among the best; first
+        `find` them, if that was not done. A bound that is less than the best is made tighter first."""
+        if self._bound_of is None:
+            self.find()
+        waiting = [(work, number, choice, 0) for number, (choice, work) in enumerate(self._bound_of.items())]
+        heapq.heapify(waiting)
+        self._price_of, total = {}, len(waiting)
+        fitting: list[float] = []  # seconds of those that fit for certain
+        while waiting and (len(fitting) < self.keep or waiting[0][0] <= fitting[self.keep - 1] * (1 + TIME_WITHIN)):
+            bound, number, choice, tighter = heapq.heappop(waiting)
+            progress(total - len(waiting), total)
+            if tighter < len(self._bounds):
+                self._bound_of[choice] = bound = max(bound, self._bounds[tighter](choice))
+                heapq.heappush(waiting, (bound, number, choice, tighter + 1))
+                continue
+            secs, size = self._in_closed_form(choice)
+            if size is None or self._may_fit(choice, size):
+                self._price_of[choice] = secs
+            else:
+                self.passed["too large"] += 1
+            if size is not None and size <= (1 - MEMORY_WITHIN) * self.topology.chip.usable_bytes:
+                insort(fitting, secs)
+        self.passed["slower"] += len(waiting)
+        progress(total, total)
+
+    @property
+    def _bounds(self) -> list[Callable[[Choice], float]]:
+        """Bounds of a layout's step besides that of its work, each tighter and dearer than the one before."""
+        return [self.least.bound, self._bound_of_products]
+
+    def _bound_of_products(self, choice: Choice) -> float:
+        """With all that its layers, embedding and head compute."""
+        with contextlib.suppress(ParallaxError):
+            if self.closed.knows(choice):
+                return self.least.bound(choice, self.closed.products(choice))
+        return 0.0
+
+    def _in_closed_form(self, choice: Choice) -> tuple[float, int | None]:
+        """Seconds, and bytes of the device; of a layout without a closed form its bound and None."""
+        with contextlib.suppress(ParallaxError):
+            if self.closed.knows(choice):
+                priced = self.closed.estimate(choice)
+                return priced.secs, priced.peak_bytes
+        return self._bound_of[choice], None
+
+    def _may_fit(self, choice: Choice, size: float) -> bool:
+        """Whether a layout of about this size may fit, perhaps with smaller sums of gradients."""
+        beside, usable = size - self.least.held(choice), (1 + MEMORY_WITHIN) * self.topology.chip.usable_bytes
+        return any(beside + self.least.held(tried) <= usable for tried in (choice, *self._smaller(choice)))
+
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price layouts in the order of their bounds until no other can be among the best, or until `most` were looked
-        at; first `find` them, if that was not done.
+        """Trace layouts in the order of their prices until no other can be among the best, or until `most` were looked
+        at; first `price` them, if that was not done.
 
         `progress` is called with the number done and the number that may have to be looked at, which falls as faster
         layouts are found. Results survive an interruption.
         """
-        if self._bound_of is None:
-            self.find()
-        waiting = sorted(self._bound_of, key=self._bound_of.__getitem__)
-        bounds = [self._bound_of[choice] for choice in waiting]
+        if self._price_of is None:
+            self.price()
+        waiting = sorted(self._price_of, key=self._price_of.__getitem__)
+        prices = [self._price_of[choice] for choice in waiting]
         self._look_at(self.configured)
         done, end = 0, len(waiting)
         while done < end:
@@ -302,7 +376,7 @@ class Sweep:
             self._look_at(waiting[done])
             done += 1
             if len(kept := self._with_own_sums()) == self.keep:
-                end = max(done, bisect_right(bounds, kept[-1].estimate.secs))
+                end = max(done, bisect_right(prices, kept[-1].estimate.secs * (1 + TIME_WITHIN)))
         self.passed["slower"] += len(waiting) - end
         progress(done, done)
 

@@ -214,11 +214,12 @@ class Program:
 def flat(program: ClosedJaxpr) -> Program:
     """A traced program and its inner programs, each as one list of operations whose results are used."""
     inputs, ops = [Value.of(var.aval) for var in program.jaxpr.invars], []
-    outputs = _inline(program, inputs, ops)
+    outputs = inline(program, inputs, ops)
     return Program(inputs, ops, outputs)
 
 
-def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
+def inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
+    """Add the operations of a program to `ops`; returns its results for these inputs."""
     jaxpr = program.jaxpr
     value_of = dict(zip(jaxpr.invars, inputs)) | {var: Value.of(var.aval) for var in jaxpr.constvars}
 
@@ -228,7 +229,7 @@ def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> 
     for equation in needed(jaxpr):
         ins, inner = [read(atom) for atom in equation.invars], called(equation)
         if inner is not None:
-            outs = _inline(inner, ins, ops)
+            outs = inline(inner, ins, ops)
         else:
             outs = [Value.of(var.aval) for var in equation.outvars]
             op = Op(equation.primitive.name, ins, outs)

@@ -1,0 +1,337 @@
+"""The price of a layout in closed form, from parts of a step that many layouts share.
+
+A step is put together from its parts (parallax/analysis/planned/parts.py), each as often as the schedule says:
+
+    layers    for (tp, cp, ep): the passes of one layer of each kind, traced for two numbers of rows. What
+              pipeline.remat saves and recomputes, and what a divided backward pass leaves to W, is read off
+    moves     for (mesh, sharding policy): load, use, add_up and store of the sharding plan
+    ends      for (tp, pp, rows of a microbatch): embedding and head
+    ticks     from the schedule's tables: messages and slots
+
+`estimate` makes a time of them, as of a traced step, and so there is one model of time.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from parallax.analysis.compiled.program import costs_of
+from parallax.analysis.planned.layouts import Choice, model_on_topology, ranks_beside, unchosen_sizes, with_keys
+from parallax.analysis.planned.moves import SentPerUse, read_by_update
+from parallax.analysis.planned.parts import (
+    Counts,
+    LayerCosts,
+    PassPrograms,
+    Place,
+    Rest,
+    TracedLayer,
+    added,
+    layer_costs,
+    messages_of_ticks,
+    pass_programs,
+    repeated,
+    traced_layers,
+    traced_rest,
+    working_bytes,
+)
+from parallax.analysis.planned.step_time import Estimate, OpCost, TracedWork, estimate
+from parallax.analysis.planned.topology import Topology
+from parallax.analysis.traced.collectives import Sent
+from parallax.analysis.traced.flops import flops_per_token
+from parallax.analysis.traced.memory import (
+    HostMemory,
+    Memory,
+    bytes_on_device,
+    predicted_host_memory,
+    predicted_state,
+)
+from parallax.config.settings import Settings
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline import ShardedModel
+from parallax.schedules import Schedule, by_name, figures
+from parallax.sharding.host import DEVICE
+from parallax.sharding.layers_on_ranks import Arrangement
+from parallax.sharding.plan import FLOAT32_BYTES
+
+ANCHORS = 2, 4  # rows of a microbatch for which layers are traced; the costs of others are on a line through these
+
+
+class Moves(NamedTuple):
+    """What follows from the mesh and the sharding policy. `ahead` are, of each kind, the runs of layers in a stage in
+    which the next layer can be gathered ahead."""
+
+    rest: Rest
+    per_use: SentPerUse
+    trained: float
+    read_by_update: int
+    parameters: int
+    optimizer: int
+    host: HostMemory
+    ahead: list[int]
+
+
+class ClosedForm:
+    """Prices layouts of some settings. What several layouts share is traced when the first of them is priced."""
+
+    def __init__(self, settings: Settings, topology: Topology):
+        self.settings, self.topology, data = settings, topology, settings.data
+        self.rows = data.global_batch // ranks_beside(settings.mesh)  # of one rank of axes that no sweep varies
+        declared = model_on_topology(settings, topology).plan.declared
+        tokens = data.global_batch * data.seq / topology.devices
+        self.model_flops = flops_per_token(settings.model, declared, seq=data.seq) * tokens
+        self._traced: dict[tuple, Any] = {}  # by what it follows from
+
+    def knows(self, choice: Choice) -> bool:
+        """Whether a layout has a closed form: nothing that its passes write is in host memory."""
+        return choice.grads_on == DEVICE and self.settings.pipeline.residuals_on == DEVICE
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """The estimate of a layout's step. Raises ParallaxError for layouts that are not legal, but not for all."""
+        timed = choice.as_timed
+        settings = self._kept(("settings", timed), lambda: timed.applied(self.settings))
+        return estimate(settings, self.topology, self.memory(choice), self.work(choice), self.moves(choice).host)
+
+    def work(self, choice: Choice) -> TracedWork:
+        """What `traced_work` finds in the step of a layout."""
+        moves, many = self.moves(choice), choice.microbatches
+        costs = [moves.rest.once, repeated(moves.rest.each_microbatch, many)]
+        for kind in range(len(moves.rest.each_layer)):
+            costs += self._moves_of_layers(choice, kind)
+        totals: dict[type, Counter] = {OpCost: Counter(), Sent: Counter()}
+        for (cost, _), count in added([*self._without_moves(choice), *costs]).items():
+            totals[type(cost)][cost] += count
+        products, sent = ([cost._replace(count=count) for cost, count in total.items()] for total in totals.values())
+        plan = moves.per_use, moves.trained, moves.read_by_update
+        return TracedWork(products, sent, self.model_flops, self.bubble(choice), {}, *plan)
+
+    def products(self, choice: Choice) -> list[OpCost]:
+        """The same without messages, and without what the sharding plan adds."""
+        costs = added(self._without_moves(choice))
+        return [cost._replace(count=count) for (cost, _), count in costs.items() if isinstance(cost, OpCost)]
+
+    def _without_moves(self, choice: Choice) -> list[Counts]:
+        ends, schedule, many = self.ends(choice), self.schedule(choice), choice.microbatches
+        costs = [messages_of_ticks(schedule, ends.x), ends.once, repeated(ends.each_microbatch, many)]
+        for (kind, number), layers in self.layers_of_first_rank(choice).items():
+            costs.append(repeated(self.layer(choice, kind, number).costs, many * layers))
+        if choice.remat == "stage":  # each saves its input
+            costs.append({(OpCost(0, 2 * ends.x, "forward", 0), Place("slot", "write")): many * schedule.virtual})
+        return costs
+
+    def memory(self, choice: Choice) -> Memory:
+        """About what `predicted_memory` finds: the largest buffers, as if all were held at once."""
+        moves, ends, schedule = self.moves(choice), self.ends(choice), self.schedule(choice)
+        placed, rest = self.arrangement(choice), moves.rest
+        layers = {key: self.layer(choice, *key) for key in self.layers_of_first_rank(choice)}
+        saved = schedule.slots["F to B"] * ends.x * (choice.remat == "stage")
+        for kind, name in enumerate(self.settings.model.blocks):
+            places = max(Arrangement(placed.placement, placed.kinds, name).sizes)
+            saved += places * max(
+                (held_in(schedule, layer) for (other, _), layer in layers.items() if other == kind), default=0
+            )
+        at_ends = 2 * choice.microbatches if schedule.head == "between" else schedule.exit_slots
+        return Memory(
+            parameters=moves.parameters,
+            optimizer=moves.optimizer,
+            batch=len(BATCH_ARRAYS) * FLOAT32_BYTES * self.rows * self.settings.data.seq // choice.data_ranks,
+            gradients=rest.grads,
+            gathered_weights=rest.gathered + (rest.resident != moves.parameters) * rest.resident,
+            saved_activations=saved,
+            pipeline_buffers=(at_ends + sum(schedule.message_slots.values())) * ends.x,
+            working_activations=self.working(choice),
+            logits=0,
+            other=0,
+        )
+
+    # ---- parts that layouts share
+
+    def moves(self, choice: Choice) -> Moves:
+        """What the sharding plan of a layout moves."""
+        schedule = self.schedule(choice)
+        key = "moves", *choice.sharding, choice.context, choice.order, schedule.placement, schedule.head
+        return self._kept(key, lambda: self._moves(with_few_microbatches(choice)))
+
+    def ends(self, choice: Choice) -> Rest:
+        """Costs of embedding and head."""
+        head, ranks = self.schedule(choice).head, (choice.pp, choice.cp, choice.ep, choice.tp)
+        of_all = choice.microbatches if head == "between" else 0
+        key = "ends", *ranks, choice.context, choice.order, head, self.rows_of(choice), of_all
+        few = with_few_microbatches(choice) if head == "inside" else choice
+        return self._kept(key, lambda: self._rest(few, self.rows_of(choice)).of_ends)
+
+    def layer(self, choice: Choice, kind: int, number: int) -> LayerCosts:
+        """Costs of a layer of this kind, whose settings have this number."""
+        key, rows = ("layer", *self._layer_key(choice), kind, number), self.rows_of(choice)
+
+        def at_rows(rows: int) -> LayerCosts:
+            passes, model = self._passes(choice, rows)[kind]
+            return self._kept((*key, rows, "traced"), lambda: layer_costs(passes, model, number))
+
+        def line() -> LayerCosts:
+            low, high = map(at_rows, ANCHORS)
+            return on_line(low, high, _share(rows)) or at_rows(rows)
+
+        return self._kept((*key, rows), line)
+
+    def working(self, choice: Choice) -> int:
+        """Most bytes that B of a layer holds at once besides what is saved."""
+        key, layers = ("working", *self._layer_key(choice)), self.arrangement(choice).stage_layers
+
+        def at_rows(rows: int) -> int:
+            each = self._passes(choice, rows)
+            return self._kept((*key, layers, rows), lambda: max(working_bytes(*kind, layers) for kind in each))
+
+        return _between(*map(at_rows, ANCHORS), _share(self.rows_of(choice)))
+
+    def schedule(self, choice: Choice) -> Schedule:
+        """The schedule of a layout."""
+        sizes = choice.schedule, choice.pp, choice.microbatches, choice.virtual
+        return self._kept(("schedule", *sizes), lambda: by_name(*sizes))
+
+    def arrangement(self, choice: Choice) -> Arrangement:
+        """Where the layers are."""
+        return Arrangement(self.schedule(choice).placement, self.settings.model.layer_kinds)
+
+    def layers_of_first_rank(self, choice: Choice) -> Counter:
+        """Number of layers of the first pipeline rank, by kind and by the number of their settings."""
+        placed = self.arrangement(choice)
+        return self._kept(("layers", placed.placement), lambda: self._layers_by_kind(placed))
+
+    def bubble(self, choice: Choice) -> float:
+        """The schedule's bubble in lockstep."""
+        sizes = choice.schedule, choice.pp, choice.microbatches, choice.virtual, choice.remat
+        costs = costs_of(self.settings.model, choice.remat, seq=self.settings.data.seq)
+        return self._kept(("bubble", *sizes), lambda: figures(self.schedule(choice), costs).lockstep_bubble)
+
+    def rows_of(self, choice: Choice) -> int:
+        """Rows of a microbatch on a device."""
+        return self.rows // (choice.dp * choice.ep * choice.microbatches)
+
+    def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._traced:
+            self._traced[key] = make()
+        return self._traced[key]
+
+    # ---- how they are traced
+
+    def _moves(self, choice: Choice) -> Moves:
+        settings = choice.applied(self.settings)
+        model = model_on_topology(settings, self.topology)
+        state = predicted_state(model, settings)
+        runs = [run for repeat in model.repeats for run in repeat.runs * repeat.times if run.can_prefetch]
+        return Moves(
+            self._rest(choice, self.rows_of(choice)).of_plan,
+            SentPerUse.of(model.plan),
+            model.plan.trained,
+            read_by_update(model.plan),
+            bytes_on_device(state.params),
+            bytes_on_device(state.opt_state),
+            predicted_host_memory(model, settings),
+            [sum(run.kinds == (kind,) for run in runs) for kind in range(len(model.orders))],
+        )
+
+    def _rest(self, choice: Choice, rows: int) -> Rest:
+        """Of a layout with so many rows of a microbatch on a device."""
+        batch = rows * choice.microbatches * choice.dp * choice.ep * ranks_beside(self.settings.mesh)
+        settings = with_keys(choice.applied(self.settings), {"data.global_batch": batch})
+        return traced_rest(model_on_topology(settings, self.topology), batch, settings.data.seq)
+
+    def _passes(self, choice: Choice, rows: int) -> list[tuple[PassPrograms, ShardedModel]]:
+        """The passes of a layer of each kind, and the model in which they are traced."""
+
+        def passes() -> list[tuple[PassPrograms, ShardedModel]]:
+            model, programs = self._kept(
+                ("programs", *self._traced_as(choice), rows), lambda: self._programs(choice, rows)
+            )
+            split = self.schedule(choice).split
+            return [(pass_programs(layer, choice.remat, split=split), model) for layer in programs]
+
+        return self._kept(("passes", *self._layer_key(choice), rows), passes)
+
+    def _layer_key(self, choice: Choice) -> tuple:
+        return *self._traced_as(choice), choice.remat, self.schedule(choice).split
+
+    def _traced_as(self, choice: Choice) -> tuple:
+        return choice.tp, choice.cp, choice.ep, choice.context, choice.order, self._remat_of_exchange(choice)
+
+    def _remat_of_exchange(self, choice: Choice) -> str:
+        """The value of pipeline.remat with which a layer is traced. It matters only to an exchange of tokens, if the
+        backward pass is not divided."""
+        return choice.remat if choice.ep > 1 and not self.schedule(choice).split else "none"
+
+    def _programs(self, choice: Choice, rows: int) -> tuple[ShardedModel, list[TracedLayer]]:
+        alone = dict(pp=1, dp=1, microbatches=1, schedule="gpipe", virtual=1, policy="zero3", exceptions="", prefetch=0)
+        settings = choice._replace(remat=self._remat_of_exchange(choice), **alone).applied(self.settings)
+        beside = {f"mesh.{axis}": 1 for axis in unchosen_sizes(self.settings.mesh)}
+        settings = with_keys(settings, beside | {"data.global_batch": rows * choice.ep})
+        model = model_on_topology(settings, self.topology)
+        return model, traced_layers(model, rows * choice.ep, settings.data.seq)
+
+    def _layers_by_kind(self, placed: Arrangement) -> Counter:
+        config = self.settings.model
+        kinds, each = [*config.blocks], config.settings_of_layers
+        numbers = each.numbers if each.differ else [0] * config.layers
+        there = [layer for layer in placed.numbers[0] if layer >= 0]
+        return Counter((kinds.index(config.layer_kinds[layer]), int(numbers[layer])) for layer in there)
+
+    def _moves_of_layers(self, choice: Choice, kind: int) -> list[Counts]:
+        """What the plan moves for the layers of a kind."""
+        moves, schedule, many = self.moves(choice), self.schedule(choice), choice.microbatches
+        of_layer, layers = moves.rest.each_layer[kind], self.layers_of_first_rank(choice)
+        layers = sum(count for (other, _), count in layers.items() if other == kind)
+        forward, back = (gathers(of_layer, direction) for direction in ("forward", "recompute"))
+        again = choice.remat == "stage"
+        costs = [repeated(of_layer, many * layers), repeated(back, many * layers * again)]
+        if choice.prefetch:  # each run gathers one more, unless the pass before has; that of the last turn is not used
+            runs = moves.ahead[kind] * schedule.virtual
+            given = runs > 0 and schedule.stages == 1
+            costs += [repeated(forward, many * runs), repeated(back, many * (runs * (1 + again) - given))]
+        return costs
+
+
+def with_few_microbatches(choice: Choice) -> Choice:
+    """The layout with as many microbatches as ranks, if that divides its own."""
+    few = choice.microbatches % choice.pp == 0
+    return choice._replace(microbatches=choice.pp) if few else choice
+
+
+def held_in(schedule: Schedule, layer: LayerCosts) -> int:
+    """Bytes of the slots of a layer's residuals."""
+    return sum(schedule.slots[pool] * size for pool, size in layer.saved.items())
+
+
+def gathers(costs: Counts, direction: str) -> Counts:
+    """The gathers of weights in passes of this direction."""
+    return {
+        key: count
+        for key, count in costs.items()
+        if isinstance(key[0], Sent) and key[0][0::4][:2] == ("all-gather", direction)
+    }
+
+
+def on_line(low: LayerCosts, high: LayerCosts, share: float) -> LayerCosts | None:
+    """Costs on a line through those at two anchors, at this share of the way from `low` to `high`; None if the two are
+    not of one program."""
+    pairs = [*zip(low.costs.items(), high.costs.items())]
+    if len(low.costs) != len(high.costs) or any(a[0][1] != b[0][1] or a[1] != b[1] for a, b in pairs):
+        return None
+    costs: Counter = Counter()
+    for ((a, place), count), ((b, _), _) in pairs:
+        costs[_cost_between(a, b, share), place] += count
+    saved = {pool: _between(size, high.saved[pool], share) for pool, size in low.saved.items()}
+    return LayerCosts(costs, saved)
+
+
+def _share(rows: int) -> float:
+    """How far a number of rows is on the way from the first anchor to the second."""
+    first, second = ANCHORS
+    return (rows - first) / (second - first)
+
+
+def _cost_between(low: Any, high: Any, share: float) -> Any:
+    sizes = ("flops", "bytes") if isinstance(low, OpCost) else ("bytes",)
+    return low._replace(**{name: _between(getattr(low, name), getattr(high, name), share) for name in sizes})
+
+
+def _between(low: int, high: int, share: float) -> int:
+    return round(low + share * (high - low))

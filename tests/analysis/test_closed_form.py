@@ -1,0 +1,95 @@
+"""Prices of layouts in closed form, beside those of their traced steps."""
+
+import random
+
+import pytest
+
+from configs.base import get_config
+from parallax.analysis.planned.closed_form import ClosedForm, on_line
+from parallax.analysis.planned.layouts import Choice, choices
+from parallax.analysis.planned.parts import LayerCosts, Place
+from parallax.analysis.planned.step_time import OpCost, predict
+from parallax.analysis.planned.sweep import MEMORY_WITHIN, TIME_WITHIN
+from parallax.analysis.planned.topology import read_topology
+from parallax.config.settings import read_settings
+from parallax.errors import ParallaxError
+
+SAMPLED, SEED = 5, 20261128
+DENSE = dict(attention="gqa", dtype="bfloat16", kernel="xla", vocab=64, layers=8, d_model=64, d_ff=256)
+DENSE |= dict(heads=4, kv_heads=4, d_head=16, d_latent=16, d_rope=4)
+MIXTURE = dict(layers_of="moe*8", experts=4, experts_per_token=2, d_expert=64)
+WINDOWS = dict(layers_of="(near*3 full)*2", kinds={"near": {"base": "dense", "sliding_window": 32}})
+EIGHT = read_topology("v5e:2x4")
+
+
+def settings_of(batch=64, seq=128, mesh=None, **model):
+    config = get_config()
+    config.mesh.update({"dp": 8} | (mesh or {}))
+    config.model.update(**(DENSE | {"kernel": "xla"}))
+    for name, value in model.items():
+        config.model[name] = value
+    config.pipeline.microbatches = 2
+    config.data.update(seq=seq, global_batch=batch)
+    return read_settings(config.to_dict())
+
+
+def sampled(settings, topology, count=SAMPLED):
+    """Legal layouts drawn at random, each with its traced estimate."""
+    drawn, every = random.Random(SEED), [*choices(settings, topology.devices)]
+    while count:
+        choice = drawn.choice(every)
+        try:
+            step = predict(choice.applied(settings), topology)
+        except ParallaxError:
+            continue
+        count -= 1
+        yield choice, step
+
+
+@pytest.mark.fast(1)
+def test_a_pipeline_with_a_divided_backward_pass_has_the_price_of_its_traced_step():
+    settings = settings_of(layers=4)
+    closed = ClosedForm(settings, EIGHT)
+    choice = Choice(2, 2, 2, 4, "zero_bubble", 1, "elementwise", "zero2", "", 0)
+    found, step = closed.estimate(choice), predict(choice.applied(settings), EIGHT)
+    assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN)
+    assert found.components["saved_activations"] == step.components["saved_activations"]
+    assert found.components["gradients"] == step.components["gradients"]
+    assert found.bubble == step.bubble
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "changes"),
+    [
+        ("v5e:2x4", {}),
+        ("v5e:2x4", dict(attention="mla")),
+        ("v5e:2x4", dict(batch=8, mesh={"dp": 4, "cp": 2})),
+        ("v5e:2x4", MIXTURE),
+        ("v5e:2x4", dict(model_of_windows=True)),
+        ("H100:1x8", dict(d_head=64, seq=256)),
+    ],
+)
+def test_layouts_drawn_at_random_have_the_price_of_their_traced_step(topology, changes):
+    """And about its memory: to what a sweep allows for."""
+    topology, changes = read_topology(topology), dict(changes)
+    if changes.pop("model_of_windows", False):
+        changes |= WINDOWS
+    settings = settings_of(**changes)
+    closed = ClosedForm(settings, topology)
+    for choice, step in sampled(settings, topology):
+        found = closed.estimate(choice)
+        assert found.secs == pytest.approx(step.secs, rel=TIME_WITHIN), choice
+        assert found.peak_bytes == pytest.approx(step.peak_bytes, rel=MEMORY_WITHIN), choice
+
+
+def test_costs_of_other_rows_are_on_a_line_and_those_of_another_program_are_not():
+    place = Place("F/mlp", "dot_general")
+    low, high = (
+        LayerCosts({(OpCost(100 * rows, 7 + rows, "forward", 0), place): 3}, {"F to B": 10 * rows}) for rows in (2, 4)
+    )
+    costs, saved = on_line(low, high, 1.5)
+    assert costs == {(OpCost(500, 12, "forward", 0), place): 3} and saved == {"F to B": 50}
+    assert on_line(low, high._replace(costs={}), 1.5) is None
+    other = {(cost, place._replace(primitive="reduce_sum")): count for (cost, place), count in high.costs.items()}
+    assert on_line(low, high._replace(costs=other), 1.5) is None
