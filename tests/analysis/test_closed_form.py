@@ -18,7 +18,7 @@ SAMPLED, SEED = 5, 20261128
 DENSE = dict(attention="gqa", dtype="bfloat16", kernel="xla", vocab=64, layers=8, d_model=64, d_ff=256)
 DENSE |= dict(heads=4, kv_heads=4, d_head=16, d_latent=16, d_rope=4)
 MIXTURE = dict(layers_of="moe*8", experts=4, experts_per_token=2, d_expert=64)
-WINDOWS = dict(layers_of="(near*3 full)*2", kinds={"near": {"base": "dense", "sliding_window": 32}})
+WINDOWS = dict(layers_of="(near*3 full)*2", kinds="near=(sliding_window=32) full=(sliding_window=0)")
 EIGHT = read_topology("v5e:2x4")
 
 

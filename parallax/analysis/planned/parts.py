@@ -313,7 +313,7 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
                 used, grads[stack] = _moved(model, weights, stack, layers.rounding)
             out += used
             sizes["resident"] += _bytes_of(weights.resident)
-            sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 3]))
+            sizes["gathered"] = max(sizes["gathered"], _bytes_of(used[: len(used) // 4]))
         with jax.named_scope(OF_ENDS):
             state, sizes["x"] = _ends(ends, schedule)
             ended = ends.finish(state)
@@ -338,10 +338,11 @@ def _moved(model: ShardedModel, weights: Any, stack: str, rounding: Any) -> tupl
     arrays = []
     for scope in (FORWARD, BACKWARD):
         with jax.named_scope(scope):
-            gathered = weights.gathered(0)
+            gathered = weights.gathered(jnp.int32(0))
         arrays += jax.tree.leaves(gathered["params"])
+        with jax.named_scope(NOT_COUNTED):
+            arrays += jax.tree.leaves(jax.tree.map(_by_product, gathered["params"]))
     with jax.named_scope(NOT_COUNTED):
-        arrays += jax.tree.leaves(jax.tree.map(_by_product, gathered["params"]))
         gradients = jax.tree.map(_by_product, model.plan.trained_of(gathered["params"], stack))
     zeros = model.plan.zero_grads(stack, weights.resident)
     with jax.named_scope(BACKWARD):
