@@ -21,6 +21,7 @@ rest. It always waits for the parameters that are copied to the device before th
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter, defaultdict
