@@ -10,8 +10,8 @@ Command:  python train.py --config=configs/gpt_oss_20b.py --config.data.path=FIL
 Hardware: eight NVIDIA H100 of 80 GB.
 Memory:   54.3 GiB of 80 on each as compiled, 53.4 as planned (python -m parallax.plan --config=configs/gpt_oss_20b.py
           --topology=H100:1x8), of 60 that JAX reserves by default; XLA_CLIENT_MEM_FRACTION=0.92 leaves more room.
-Time:     not yet run. As compiled 4.6 s a step (MFU 16 %), as planned 4.7: grouped products of GPUs are loops over
-          blocks of rows, far from what the chip can do (docs/measured/ep.md). Attention is "xla", which has sinks;
+Time:     not yet run. As compiled 4.6 s a step (MFU 16 %), as planned 6.3 (12 %): grouped products of GPUs are loops
+          over blocks of rows, far from what the chip can do (docs/measured/ep.md). Attention is "xla", which has sinks;
           cuDNN's has none.
 Loss:     not yet run.
 """

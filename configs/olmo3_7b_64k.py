@@ -8,8 +8,8 @@ Numbers:  the config.json of allenai/Olmo-3-1025-7B (Team Olmo 2025, "Olmo 3"): 
 Command:  python train.py --config=configs/olmo3_7b_64k.py --config.data.path=FILES --config.data.tokenizer=FILE
 Hardware: 16 TPU v5p chips (95 GB each).
 Memory:   64.3 GiB a chip as compiled, 61.3 as planned, 49.6 of them activations that are kept for the backward pass.
-Time:     as compiled with kernels at 70 % of peak 16.3 s a step of 1 million tokens (MFU 51.5 %); planned without the
-          compiler 15.6 s, 2.1 of them messages over cp; 9 days in all. Not yet run.
+Time:     as compiled with kernels at 70 % of peak 16.3 s a step of 1 million tokens (MFU 51.5 %), 9 days in all;
+          planned without the compiler 18.8 s (44.8 %), 2.3 of them messages over cp. Not yet run.
 Loss:     not yet run.
 """
 
