@@ -138,7 +138,7 @@ def test_pairs_of_choices_give_the_plain_models_gradients_on_each_axis(row, axis
     # 0.02, and clamped experts' gates, which are smaller. Gradients are then up to 2.6e-5 from those in float64 on one
     # device, too: of clamped experts 2.3e-5 with ten times the embeddings, 2.7e-6 with 300 times.
     after = 300.0 if "clamped" in (row["mixture"], row["activation"]) else 10.0
-    # At a clamp's limit the gradient jumps. With a limit of 0.5 a product of this row's shared experts is within rounding
-    # of it, and counts on one mesh and not on another; with 0.501 none is.
+    # At a clamp's limit the gradient jumps. A product of this row's shared experts is within rounding of 0.5, and counts
+    # on one mesh and not on another; with a limit of 0.501 none is.
     limit = {"activation_limit": 0.501} if row is ROWS[9] else {}
     check(settings_of(row) | limit, embeddings=after if row["place"] == "after" else 1.0, **cut | AXES[axis])
