@@ -136,9 +136,10 @@ def test_every_pair_is_in_a_case_or_refused():
 def test_pairs_of_choices_give_the_plain_models_gradients_on_each_axis(row, axis, cut):
     # A norm of heads, or after a branch, amplifies what is small: with no norm before it, queries of embeddings of size
     # 0.02, and clamped experts' gates, which are smaller. Gradients are then up to 2.6e-5 from those in float64 on one
-    # device, too: of clamped experts 2.3e-5 with ten times the embeddings, 2.7e-6 with 300 times.
+    # device, too: of clamped experts 2.3e-5 with ten times the embeddings, 2.7e-6 with 300 times; of row 39 1.6e-5.
     after = 300.0 if "clamped" in (row["mixture"], row["activation"]) else 10.0
-    # At a clamp's limit the gradient jumps. A product of this row's shared experts is within rounding of 0.5, and counts
+    embeddings = after if row["place"] == "after" or row is ROWS[39] else 1.0
+    # At a clamp's limit the gradient jumps. A product of this row's shared experts is within rounding of 0.5: it counts
     # on one mesh and not on another; with a limit of 0.501 none is.
     limit = {"activation_limit": 0.501} if row is ROWS[9] else {}
-    check(settings_of(row) | limit, embeddings=after if row["place"] == "after" else 1.0, **cut | AXES[axis])
+    check(settings_of(row) | limit, embeddings=embeddings, **cut | AXES[axis])
