@@ -409,7 +409,7 @@ def load_tokenizer(path: Path | str, fingerprint: str = "") -> Tokenizer:
 def tokenizer_file_in(folder: AnyPath) -> AnyPath:
     """The tokenizer.json of a folder, or without it the tokenizer.model; DataError if it has neither."""
     for name in (TOKENIZER_FILE, PIECES_FILE):
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return folder / name
     raise DataError(f"{folder} has no tokenizer, neither {TOKENIZER_FILE} nor {PIECES_FILE}; copy it there")
 

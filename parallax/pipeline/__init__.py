@@ -6,7 +6,6 @@ from parallax.pipeline.loss_and_grads import (
     GROUP_LOSSES,
     GROUP_TOKENS,
     arguments_of_layers,
-    ends_and_layers,
     first_state,
     pipeline_of,
 )

@@ -22,7 +22,7 @@ from parallax.pipeline.model_on_mesh import ModelOnMesh
 from parallax.pipeline.observations import of_all_devices
 from parallax.pipeline.stage import Layers, SaveLayers, SaveNothing, SaveObservations, SaveStageInput
 from parallax.pipeline.tick import Pipeline, State, tables_of, tick
-from parallax.schedules import Schedule, gpipe_on
+from parallax.schedules import gpipe_on
 from parallax.sharding import activations
 from parallax.sharding.activations import CONTEXT_AXIS, ROWS, SHARED_ROWS
 from parallax.sharding.collectives import as_varying, reshard, sum_over
@@ -94,34 +94,21 @@ def pipeline_of(
     model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, use: str, groups: int = 0
 ) -> Pipeline:
     """What ticks read to "train", or in a forward pass alone for "loss", "logits" or to "observe"; losses are also
-    summed by so many groups."""
-    schedule, ends, layers = ends_and_layers(model, params, batch, noise, use, groups)
-    if use != "train":
-        saves = SaveObservations() if use == "observe" else SaveNothing()
-        return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
-    saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
-    layers = layers._replace(passes=passes_of_training(layers, ends))
-    return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
-
-
-def ends_and_layers(
-    model: ModelOnMesh, params: Any, batch: Mapping[str, Array], noise: Array | None, use: str, groups: int = 0
-) -> tuple[Schedule, MicrobatchHead | BatchedHead | LossOnly, Layers]:
-    """The same in parts: the schedule, both ends with the batch's tokens, and the layers' weights, without the passes
-    of training."""
+    summed by so many groups. For "parts" it is that of training without the passes of layers."""
+    trains = use in ("train", "parts")
     schedule, weight = model.schedule, None
-    if use != "train":
+    if not trains:
         schedule = gpipe_on(schedule.placement, 1 if use == "logits" else schedule.microbatches)
-    form = dict(order=model.layout.order, drops=model.config.drops, shared=use == "train" and model.plan.rounds_grads)
+    form = dict(order=model.layout.order, drops=model.config.drops, shared=trains and model.plan.rounds_grads)
     tokens = Tokens.of(batch, noise, schedule.microbatches, **form)
-    if use == "train":
+    if trains:
         weight = 1 / jnp.maximum(tokens.count(), 1)
     # As varying: else the vjp of each use would sum its gradient over the ranks, where the plan sums it once.
     weights = model.plan.load(jax.tree.map(as_varying, params))
-    batched = model.schedule.head == "between" if use == "train" else use == "logits"
+    batched = model.schedule.head == "between" if trains else use == "logits"
     parts = model.parts.on_rows(embedding=SHARED_ROWS if batched else ROWS, head=SHARED_ROWS)
     of_ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
-    ends_form = BatchedHead if batched else MicrobatchHead if use == "train" else LossOnly
+    ends_form = BatchedHead if batched else MicrobatchHead if trains else LossOnly
     of_loss = tokens, schedule.placement[-1], weight, groups
     ends = ends_form(parts, model.loss_config, model.plan, of_ends, *of_loss)
     passes = [SaveAll(block, None, (), None, {}) for block in parts.blocks.values()]
@@ -129,11 +116,17 @@ def ends_and_layers(
     kinds = model.arrangement.own_kinds() if len(numbers) > 1 else None
     resident = [weights[stack] for stack in model.orders]
     kernels = RoundedWeights if model.rounds_kernels else LayerWeights
-    layers = Layers(model, passes, kernels.of_step(model, resident, trains=use == "train"), numbers, kinds)
-    if use == "train" and model.plan.rounds_grads:
+    layers = Layers(model, passes, kernels.of_step(model, resident, trains=trains), numbers, kinds)
+    if not trains:
+        saves = SaveObservations() if use == "observe" else SaveNothing()
+        return Pipeline(schedule, ends, layers, saves, carries_residuals=True)
+    saves = SaveStageInput() if model.pipeline.remat == "stage" else SaveLayers()
+    if model.plan.rounds_grads:
         rounding = as_varying(rounding_key(jnp.zeros(2, jnp.int32) if noise is None else noise))
         layers = layers._replace(rounding=rounding)
-    return schedule, ends, layers
+    if use == "train":
+        layers = layers._replace(passes=passes_of_training(layers, ends))
+    return Pipeline(schedule, ends, layers, saves, model.carries_residuals)
 
 
 def first_state(pipeline: Pipeline) -> State:

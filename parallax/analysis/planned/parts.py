@@ -33,8 +33,8 @@ from parallax.pipeline import (
     SaveAll,
     ShardedModel,
     arguments_of_layers,
-    ends_and_layers,
     inlined,
+    pipeline_of,
     select_inlined,
     split_inlined,
     traced_vjp,
@@ -136,8 +136,9 @@ def traced_layers(model: ShardedModel, rows: int, seq: int) -> list[TracedLayer]
     traced: list[TracedLayer] = []
 
     def start(params: Any, batch: Any, noise: Array) -> Array:
-        _, ends, layers = ends_and_layers(model, params, batch, noise, "train")
-        kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, ends), strict=True)
+        pipeline = pipeline_of(model, params, batch, noise, "parts")
+        layers = pipeline.layers
+        kinds = zip(layers.passes, model.orders, arguments_of_layers(layers, pipeline.ends), strict=True)
         for passes, stack, given in kinds:
             traced.append(_traced_layer(model, passes.block, stack, *given))
         return jnp.float32(0)
@@ -306,7 +307,7 @@ def traced_rest(model: ShardedModel, rows: int, seq: int) -> Rest:
     sizes: Counter[str] = Counter()
 
     def step(params: Any, batch: Any, noise: Array) -> list[Array]:
-        schedule, ends, layers = ends_and_layers(model, params, batch, noise, "train")
+        schedule, ends, layers, *_ = pipeline_of(model, params, batch, noise, "parts")
         out, grads = [], {}
         for kind, (weights, stack) in enumerate(zip(layers.weights, model.orders, strict=True)):
             with jax.named_scope(f"{EACH_LAYER} {kind}"):
