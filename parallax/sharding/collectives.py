@@ -94,8 +94,9 @@ def after(x: Array, earlier: Array) -> Array:
         forward   nothing
         backward  nothing
     """
-    probe = earlier.reshape(-1)[0].astype(x.dtype)
-    return jnp.where(jnp.isnan(probe), probe, x)
+    probe = earlier.reshape(-1)[0]
+    # XLA knows that integers are not NaN: it is `earlier` that is asked, not what it would be as one of `x`.
+    return jnp.where(jnp.isnan(probe), probe.astype(x.dtype), x)
 
 
 class Accelerators:

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.collective_order import run_in_order
 from support.plain_model import plain_losses_and_grad
 from support.tiny_model import HIDDEN_CUT, SEQ, SEQ_CUT, build, make_batch, params_of, section
 from test_parity import GRADIENT_ERROR, LOSS_ERROR, Z_COEFFICIENT, leaf_errors
@@ -62,7 +63,7 @@ def values_of(model, embeddings):
 
 def check(choice, embeddings=1.0, **how):
     model = build(z_coefficient=Z_COEFFICIENT, **(CUT | how | choice))
-    metrics, grads, *_ = jax.device_get(jax.jit(model.loss_and_grad)(values_of(model, embeddings), make_batch()))
+    metrics, grads, *_ = run_in_order(model.loss_and_grad, values_of(model, embeddings), make_batch())
     losses, expected = plain(model.config, embeddings)
     np.testing.assert_allclose((metrics["loss"], metrics["z_loss"]), losses, rtol=LOSS_ERROR)
     # The place of a router's load is empty where nothing reads it.

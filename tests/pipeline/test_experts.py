@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.collective_order import run_in_order
 from support.pairwise import pairs_of, pairwise_cases
 from support.plain_model import closest_choices, plain_logits, plain_losses_and_grad
 from support.tiny_model import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
@@ -208,8 +209,7 @@ def step_on(model):
         grads = jax.tree.unflatten(jax.tree.structure(grads), (named_leaves(grads) | counts).values())
         return (metrics["loss"], metrics["z_loss"]), grads, whole_update(model, params, grads)
 
-    jitted = jax.jit(step)
-    return lambda params, batch: jax.tree.map(np.asarray, jitted(jax.device_put(params, model.shardings), batch))
+    return lambda params, batch: run_in_order(step, jax.device_put(params, model.shardings), batch)
 
 
 def check(found, expected, record_property):

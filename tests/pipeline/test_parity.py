@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.collective_order import run_in_order
 from support.pairwise import few_fast, pairs_of, pairwise_cases
 from support.plain_model import plain_losses_and_grad
 from support.tiny_model import HIDDEN_CUT, MESHES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
@@ -122,7 +123,7 @@ def check_parity(case, record_property, seq=SEQ):
         metrics, grads = model.loss_and_grad(params, batch)
         return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
 
-    actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch(seq)))
+    actual = run_in_order(step, params_of(model), batch(seq))
     expected = reference(seq, **{key: case[key] for key in OF_MODEL if key in case})
     np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
     errors = leaf_errors(actual[1], expected[1])

@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support.collective_order import out_of_turn
 from support.tiny_model import SEQ_CUT, build, make_batch
 
-from parallax.sharding.collectives import Accelerators, SimulatedDevices
+from parallax.sharding.collectives import Accelerators, SimulatedDevices, after
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
@@ -20,6 +21,7 @@ CASES = {
     "one layer": ((2, 4, 1), ONE_LAYER),
     "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
     "one pass": ((2, 2, 2), ONE_LAYER | {"schedule": "dualpipe_v", "microbatches": 4, "layers": 9, "prefetch": 1}),
+    "adapters, base in 8 bits": ((2, 2, 1), ONE_LAYER | {"lora_rank": 4, "lora_base": "int8"}),
     "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
     "experts": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged")),
     "experts, chunks": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged", expert_chunk_tokens=16)),
@@ -35,6 +37,13 @@ def compiled(mesh, changes):
 @pytest.mark.parametrize(("mesh", "changes"), CASES.values(), ids=CASES)
 def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
     assert out_of_turn(compiled(mesh, changes)) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+def test_what_waits_reads_what_it_waits_for(dtype):
+    x = jnp.ones(3, dtype)
+    assert (after(x, jnp.zeros(2)) == x).all()
+    assert not (after(x, jnp.full(2, jnp.nan)) == x).any()
 
 
 def test_untied_gathers_are_out_of_turn(monkeypatch):

@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 
+import jax
+
 from parallax.analysis.compiled.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
 
 HOLDERS = ("while", "conditional", "call")
+
+
+def run_in_order(function, *args):
+    """What a function gives, compiled, on the host. No message of its program may be out of turn."""
+    compiled = jax.jit(function).lower(*args).compile()
+    assert out_of_turn(compiled.as_text()) == []
+    return jax.device_get(compiled(*args))
 
 
 def out_of_turn(text: str) -> list[str]:
