@@ -13,9 +13,10 @@ from parallax.errors import ConfigError, quoted
 from parallax.model.batch import IGNORED
 from parallax.model.logits import PLAIN, LogitForm
 from parallax.model.padding import without_padding
-from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
+from parallax.sharding.collectives import after, as_varying, max_over, offset, ranks_over, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS
+from parallax.sharding.platform import platform_traced
 from parallax.user_code import named
 
 LOGITS = "logits"  # the scope of the head's products, for traces
@@ -109,6 +110,8 @@ def chunked_loss_and_grads(
     def step(grad_VD, chunk, table_first=False):
         hidden_CD, *of_tokens = chunk
         hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
+        if table_first and platform_traced() == "cpu":  # the loop over earlier chunks sends, too
+            hidden_CD = after(hidden_CD, grad_VD)
         loss, pull = jax.vjp(partial(losses_of, *of_tokens), _products(hidden_CD, table_VD))
         (grad_CV,) = pull(as_varying(_weights_of(loss, weight), varying_axes(loss)))
         # Rounded to the dtype of the other factor: a product of two dtypes would be computed in the wider one.

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.inference.decode import LOGITS_LAYOUT, Decoder, Prompts
 from parallax.sharding.activations import ROWS
+from parallax.sharding.collectives import after
 from parallax.sharding.layout import Layout
 
 
@@ -28,7 +29,7 @@ def decoded_logits(model, params, prompts, *, prefill, chunk=1):
 
         first_BSV, caches = advance(decoder.caches(*ids_BS.shape), ids_BS[:, :prefill], 0)
         chunks = rearrange(ids_BS[:, prefill:], "B (n C) -> n B C", C=chunk)
-        _, rest = lax.scan(step, (caches, jnp.int32(prefill)), chunks)
+        _, rest = lax.scan(step, (caches, jnp.int32(prefill)), after(chunks, first_BSV))
         return jnp.concatenate([first_BSV, rearrange(rest, "n B C V -> B (n C) V")], axis=1)
 
     def spec(layout) -> P:

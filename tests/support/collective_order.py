@@ -9,9 +9,9 @@ from parallax.analysis.compiled.hlo import COLLECTIVES, Computation, Instruction
 HOLDERS = ("while", "conditional", "call")
 
 
-def run_in_order(function, *args):
+def run_in_order(function, *args, options=None):
     """What a function gives, compiled, on the host. No message of its program may be out of turn."""
-    compiled = jax.jit(function).lower(*args).compile()
+    compiled = jax.jit(function, compiler_options=options).lower(*args).compile()
     assert out_of_turn(compiled.as_text()) == []
     return jax.device_get(compiled(*args))
 
