@@ -81,18 +81,15 @@ def put(model, values):
 
 @functools.cache
 def whole(case, base):
-    """Loss and gradients of the numbers that a base in 8 bits stands for, and the largest error of another's gradients.
-
-    Those of the plain model in float64, which drops nothing; with dropout those of one device. Two runs in float32 may
-    each be GRADIENT_ERROR from the exact gradients, and twice that apart: here up to 1.16e-5.
-    """
+    """Loss and gradients of the numbers that a base in 8 bits stands for: those of the plain model in float64, which
+    drops nothing and has no adapters on experts; else those of one device."""
     model = build((1, 1, 1), **dict(case))
     params = put(model, initial(case, base)[1])
-    if model.config.lora_dropout:
+    if model.config.lora_dropout or model.config.experts:
         metrics, grads = jax.device_get(jax.jit(model.loss_and_grad)(params, make_batch(), NOISE))
-        return metrics["loss"], grads, 2 * GRADIENT_ERROR
+        return metrics["loss"], grads
     (loss, _), grads = plain_losses_and_grad(model.config, params, make_batch(), 0.0, model.loss_config)
-    return loss, grads, GRADIENT_ERROR
+    return loss, grads
 
 
 @pytest.mark.fast(1)
@@ -102,12 +99,14 @@ def test_loss_and_gradients_are_those_of_one_device(model, mesh, changes, base):
     case = tuple(model.items())
     here = build(mesh, **model, **changes, lora_base=base)
     loss, grads = run_in_order(here.loss_and_grad, put(here, initial(case, base)[0]), make_batch(), NOISE)
-    expected, of_adapters, most = whole(case, base)
+    expected, of_adapters = whole(case, base)
     assert abs(loss["loss"] / expected - 1) <= LOSS_ERROR
     trained = {name for name, grad in named_leaves(grads).items() if grad.size}
     assert trained == {name for name, row in named_leaves(here.plan.rows).items() if row.spec.adapts}
     assert all(np.abs(grad).max() > 0 for name, grad in named_leaves(grads).items() if name in trained)
     there = {name: grad for name, grad in named_leaves(of_adapters).items() if name in trained}
+    # Two runs in float32 may each be GRADIENT_ERROR from the exact gradients, and twice that apart.
+    most = 2 * GRADIENT_ERROR if model.get("lora_dropout") else GRADIENT_ERROR
     assert max(leaf_errors({name: named_leaves(grads)[name] for name in there}, there).values()) <= most
 
 
